@@ -1,0 +1,40 @@
+"""aioinfer: an inference server for large language models on one asyncio event loop.
+
+The public names are few: :class:`LLM` (offline generation), :class:`SamplingParams` and
+:func:`load_config`. They are imported on first use, so that a worker process, which needs none
+of them, does not pay for their imports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# The Triton kernels live in the top-level folder `kernels/`, but are imported as `aioinfer.kernels`:
+# a top-level package of that name would shadow the PyPI package `kernels`, for which transformers
+# looks. An installed aioinfer contains `aioinfer/kernels`; a checkout does not, and finds the
+# folder beside the package through the package's search path.
+if not (Path(__file__).parent / "kernels").exists():
+    __path__.append(str(Path(__file__).parent.parent))
+
+if TYPE_CHECKING:
+    from aioinfer.config import load_config as load_config
+    from aioinfer.llm import LLM as LLM
+    from aioinfer.sampling_params import SamplingParams as SamplingParams
+
+_EXPORTS = {
+    "LLM": "aioinfer.llm",
+    "SamplingParams": "aioinfer.sampling_params",
+    "load_config": "aioinfer.config",
+}
+__all__ = ["LLM", "SamplingParams", "__version__", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        from importlib import import_module
+
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'aioinfer' has no attribute {name!r}")

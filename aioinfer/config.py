@@ -1,0 +1,274 @@
+"""The configuration: frozen dataclasses read from one TOML file; every key is documented here, once.
+
+`load_config` is the only way in. An unknown key or a wrong type raises `ConfigError`, which names the
+nearest right key; `describe_keys` lists all of them for `python -m aioinfer --keys` and for
+`docs/configuration.md`. Nothing is read from environment variables.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from aioinfer.errors import ConfigError
+
+
+def key(doc: str, default: Any = MISSING) -> Any:
+    """Declares one key of a section with its documentation; without a default it must be given."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is served."""
+
+    path: str = key(
+        "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`) or `package:NAME/FILE` (a file that an installed Python package ships)."
+    )
+    revision: str | None = key("Branch, tag or commit of a hub id.", None)
+    tokenizer: str | None = key("Folder or hub id of the tokenizer, where it does not lie with the model.", None)
+    chat_template: str | None = key("File with a Jinja chat template to use in place of the tokenizer's own.", None)
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = key(
+        "How weights are stored; `dummy` makes random ones at full shape (for speed measurements).", "auto"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "Data type of weights and arithmetic. `auto`: the checkpoint's on a GPU, float32 on a CPU.", "auto"
+    )
+    max_model_len: int | None = key(
+        "Most tokens of a request, prompt and output together. Default: the model's own, or what fits into the KV cache.", None
+    )
+    seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = key("Tokens a KV block. Default: 16 on a CPU, 64 on a GPU.", None)
+    num_blocks: int | None = key("KV blocks a worker. Default: as many as fit into the memory below.", None)
+    cpu_memory_gib: float = key("KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0)
+    gpu_memory_utilization: float = key("Share of a GPU's memory to use, weights and activations included.", 0.9)
+    enable_prefix_caching: bool = key("Keep the KV blocks of finished requests for prompts that begin alike.", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What runs together in a step."""
+
+    max_num_seqs: int = key("Most requests that run at a time (slots of a worker).", 256)
+    max_num_batched_tokens: int = key("Token budget of a step: prefill and decode tokens together.", 8192)
+    max_prefill_tokens_beside_decode: int | None = key(
+        "Most prefill tokens in a step that also decodes, so that long prompts do not stall streams. Default: a quarter of the budget.",
+        None,
+    )
+    policy: Literal["fcfs", "priority"] = key(
+        "Who goes first: `fcfs` by arrival; `priority` by the request's `priority` (lower first), then arrival.", "fcfs"
+    )
+    plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The workers."""
+
+    tensor_parallel_size: int = key("Workers that share each layer.", 1)
+    executor: Literal["auto", "inline", "multiprocess"] = key(
+        "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` in processes of their own (`auto`).",
+        "auto",
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("Device of the workers. `auto`: CUDA where there is a GPU.", "auto")
+    cpu_threads: int | None = key("Compute threads of a CPU worker. Default: the machine's cores, shared out among the workers.", None)
+    step_timeout_s: float = key("Seconds that a step may take before its workers count as hung.", 300.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = key("Address to listen on.", "127.0.0.1")
+    port: int = key("Port to listen on; 0 takes a free one.", 8000)
+    served_model_names: list[str] = key("Names that the `model` of a request may have. Default: `model.path`.", [])
+    max_body_bytes: int = key("Largest request body in bytes; a larger one is answered 413.", 16 * 2**20)
+    shutdown_timeout_s: float = key("Seconds that SIGTERM waits for running requests; a second signal does not wait.", 30.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole configuration; a section a field."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @property
+    def served_model_names(self) -> list[str]:
+        """The names that a request's `model` may have; the first is the one that replies carry."""
+        return self.server.served_model_names or [self.model.path]
+
+    @property
+    def max_prefill_tokens_beside_decode(self) -> int:
+        """The cap on prefill tokens of a step that also decodes."""
+        cap = self.scheduler.max_prefill_tokens_beside_decode
+        return cap if cap is not None else max(1, self.scheduler.max_num_batched_tokens // 4)
+
+
+def load_config(file: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """Reads a TOML file and lays overrides over it.
+
+    Args:
+        file: the TOML file; None starts from an empty configuration.
+        overrides: `section.key=value` strings (a value in TOML's notation, or a bare string), or a mapping
+            of `"section.key"` to values.
+
+    Raises:
+        ConfigError: an unknown section or key (the nearest right one is named), a wrong type or value,
+            a missing key, or a file that cannot be read.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(Path(file).read_text("utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{file}: {error}") from error
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
+    for dotted, value in pairs:
+        section, _, name = dotted.partition(".")
+        if not name:
+            raise ConfigError(f"{dotted!r} is not a key: write section.key{_nearest(dotted, [k for k, *_ in describe_keys()])}")
+        if not isinstance(tree.setdefault(section, {}), dict):
+            raise ConfigError(f"[{section}] must be a section")
+        tree[section][name] = value
+    config = cast(Config, _build(Config, tree, ""))
+    _check_values(config)
+    return config
+
+
+def describe_keys() -> Iterator[tuple[str, str, str, str]]:
+    """Yields (dotted key, type, default, documentation) of every key, in order."""
+    for section in fields(Config):
+        section_type = _hints(Config)[section.name]
+        for item in fields(section_type):
+            yield f"{section.name}.{item.name}", _type_name(_hints(section_type)[item.name]), _default_text(item), item.metadata["doc"]
+
+
+def _default_text(item: Field[Any]) -> str:
+    if item.default is not MISSING:
+        return "" if item.default is None else repr(item.default)
+    return repr(item.default_factory()) if item.default_factory is not MISSING else "required"
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    dotted, equals, raw = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not an override: write section.key=value")
+    try:
+        return dotted.strip(), tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:  # a bare string: no quotes needed on a command line
+        return dotted.strip(), raw.strip()
+
+
+def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
+    """Makes dataclass `cls` from the TOML table `tree`, which stands at the dotted `path`."""
+    hints = _hints(cls)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        dotted = f"{path}.{name}" if path else name
+        if name not in hints:
+            known = [k for k, *_ in describe_keys()] if path else list(hints)
+            raise ConfigError(f"unknown {'key' if path else 'section'} {dotted!r}{_nearest(dotted, known)}")
+        if is_dataclass(hints[name]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{dotted!r} is a section, not a value")
+            values[name] = _build(cast(type, hints[name]), value, dotted)
+        else:
+            values[name] = _typed(hints[name], value, dotted)
+    for item in fields(cls):
+        if item.name not in values and item.default is MISSING and item.default_factory is MISSING:
+            missing = f"{path}.{item.name}" if path else f"{item.name}.path"
+            raise ConfigError(f"{missing!r} must be given")
+    return cls(**values)
+
+
+def _typed(hint: Any, value: Any, dotted: str) -> Any:
+    """Returns `value` if it is of type `hint` (an int serves as a float), else raises `ConfigError`."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        return _typed(next(o for o in options if o is not type(None)), value, dotted)
+    if origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+        hint_text = _nearest(str(value), [str(o) for o in typing.get_args(hint)])
+        raise ConfigError(f"{dotted} must be {_type_name(hint)}, not {value!r}{hint_text}")
+    if origin is list:
+        (item,) = typing.get_args(hint)
+        if isinstance(value, list):
+            return [_typed(item, v, dotted) for v in value]
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{dotted} must be {_type_name(hint)}, not {value!r}")
+
+
+def _check_values(config: Config) -> None:
+    """Checks what a type cannot say. Raises `ConfigError` naming the key."""
+    at_least_one = {
+        "model.max_model_len": config.model.max_model_len,
+        "cache.block_size": config.cache.block_size,
+        "cache.num_blocks": config.cache.num_blocks,
+        "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
+        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "scheduler.max_prefill_tokens_beside_decode": config.scheduler.max_prefill_tokens_beside_decode,
+        "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "parallel.cpu_threads": config.parallel.cpu_threads,
+        "server.max_body_bytes": config.server.max_body_bytes,
+    }
+    for dotted, value in at_least_one.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{dotted} must be at least 1, not {value}")
+    if not 0 <= config.server.port <= 65535:
+        raise ConfigError(f"server.port must be between 0 and 65535, not {config.server.port}")
+    if not 0 < config.cache.gpu_memory_utilization <= 1:
+        raise ConfigError(f"cache.gpu_memory_utilization must be in (0, 1], not {config.cache.gpu_memory_utilization}")
+    if config.cache.cpu_memory_gib <= 0 or config.parallel.step_timeout_s <= 0:
+        raise ConfigError("cache.cpu_memory_gib and parallel.step_timeout_s must be above 0")
+    if config.parallel.executor == "inline" and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError("parallel.executor = 'inline' runs one worker: use 'multiprocess' with parallel.tensor_parallel_size above 1")
+
+
+def _nearest(wrong: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean ...?)" for the known word nearest to `wrong`."""
+    known = list(known)
+    found = difflib.get_close_matches(wrong, known, n=1, cutoff=0.0)
+    by_last = difflib.get_close_matches(wrong.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1, cutoff=0.75)
+    if by_last:  # the key is right and the section wrong, or nearly so
+        found = [k for k in known if k.rpartition(".")[2] == by_last[0]]
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _type_name(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return " | ".join(repr(o) for o in typing.get_args(hint))
+    if origin in (types.UnionType, typing.Union):
+        return next(_type_name(o) for o in typing.get_args(hint) if o is not type(None))
+    if origin is list:
+        return f"list of {_type_name(typing.get_args(hint)[0])}"
+    return {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]

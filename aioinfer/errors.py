@@ -1,0 +1,36 @@
+"""The errors that cross module borders: a request that is at fault, and an engine that is gone."""
+
+from __future__ import annotations
+
+
+class AioinferError(Exception):
+    """The base of every error that aioinfer raises on purpose."""
+
+
+class ConfigError(AioinferError):
+    """The configuration is wrong. The message names the key and what would be right."""
+
+
+class RequestError(AioinferError, ValueError):
+    """A request is at fault; nothing of it was scheduled.
+
+    Attributes:
+        param: the request's parameter that is wrong (`"temperature"`), if one can be named.
+        status: the HTTP status to answer with (400 unless something more exact fits).
+        code: a machine-readable reason (`"context_length_exceeded"`), if there is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class EngineDeadError(AioinferError):
+    """A worker died or hung, or the engine was closed: no request can be served any more."""
+
+
+class GenerationError(AioinferError):
+    """One request failed while it ran (its logits held NaN, say); the others go on."""

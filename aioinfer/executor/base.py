@@ -1,0 +1,76 @@
+"""What the engine asks of whatever runs the workers, and what it is told in return.
+
+An executor owns one worker per tensor-parallel rank. The engine posts `StepPlan`s and gets a
+`StepResult` for each, in order, on the event loop. Plans are executed strictly in the order of posting:
+the scheduler's reuse of blocks and slots rests on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from aioinfer.scheduler.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What the workers have found and made while starting; rows of the start-up table.
+
+    Attributes:
+        device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
+        dtype: of the weights and the arithmetic, such as `"float32"`, with the reason if it was chosen.
+        weights_bytes: of one rank.
+        kv_cache_bytes: of one rank.
+        block_size: tokens a KV block.
+        num_blocks: KV blocks, the same on every rank.
+        max_model_len: the longest sequence that the slots can hold.
+        max_model_len_reason: why it is less than the model's own, or empty.
+        phases: (name, seconds) of each phase of the start.
+    """
+
+    device: str
+    dtype: str
+    weights_bytes: int
+    kv_cache_bytes: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_model_len_reason: str = ""
+    phases: list[tuple[str, float]] = field(default_factory=list)
+
+
+#: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for weights).
+ProgressCallback = Callable[[str, int, int], None]
+
+
+class Executor(Protocol):
+    """Runs the workers. All methods are called on the event loop."""
+
+    async def start(
+        self,
+        on_result: Callable[[StepResult], None],
+        on_failure: Callable[[Exception], None],
+        on_progress: ProgressCallback,
+    ) -> WorkerReport:
+        """Starts the workers and returns when they can execute plans.
+
+        Args:
+            on_result: called on the event loop for each posted plan, in order.
+            on_failure: called on the event loop, once, when a worker died or hung; nothing works after it.
+            on_progress: called on the event loop while weights load.
+
+        Raises:
+            ConfigError: the configuration does not go with the model or the machine.
+            EngineDeadError: a worker failed to start; the message holds its error.
+        """
+        ...
+
+    def post(self, plan: StepPlan) -> None:
+        """Hands a plan to every worker without waiting."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Ends the workers, and waits until they are gone. Safe to call twice, and after a failure."""
+        ...

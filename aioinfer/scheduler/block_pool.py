@@ -1,0 +1,108 @@
+"""The pool of KV blocks: who owns which block, which are free, and which hold a known prefix.
+
+The scheduler is its only caller. A block is in one of three states: owned (one reference a request that
+has it in its block table), free and cached (no owner, but its contents are known by hash and can be
+taken back), or free and empty. Free blocks wait in the order in which they are reused: empty ones first,
+then the least recently used cached ones. All operations are O(1) a block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Reference counts, an LRU free list and the prefix index of `num_blocks` KV blocks."""
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by hash, owned or not."""
+        return len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks that requests own."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` blocks off the free list, forgetting what they held. The caller has checked `num_free`."""
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds an owner to each block; free ones leave the free list."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Takes an owner from each block of a request's table.
+
+        The last blocks become free first, so that the head of a prefix, which more prompts share, lives longest.
+        """
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def commit(self, block: int, block_hash: bytes) -> None:
+        """Makes a full block known by its hash. A hash that another block carries already stays with that one."""
+        if block_hash not in self._cached:
+            self._cached[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Returns the cached blocks of the longest known run of `hashes` from the start."""
+        found = []
+        for block_hash in hashes:
+            block = self._cached.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_unowned(self, blocks: Iterable[int]) -> int:
+        """Returns how many of `blocks` stand on the free list."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Takes blocks out of the prefix index: their contents cannot be trusted."""
+        for block in blocks:
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hash_of[block] = None
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError unless the books agree with the block tables of all requests."""
+        owners = Counter(block for table in tables for block in table)
+        for block, references in enumerate(self._references):
+            assert references == owners[block], f"block {block}: {references} references, {owners[block]} owners"
+            assert (references == 0) == (block in self._free), f"block {block}: {references} references, free: {block in self._free}"
+        for block_hash, block in self._cached.items():
+            assert self._hash_of[block] == block_hash, f"block {block} is cached under a hash that it does not carry"
+        assert sum(h is not None for h in self._hash_of) == len(self._cached), "a block carries a hash that the index lacks"

@@ -1,0 +1,99 @@
+"""A step plan while it is being drawn up: the budget that is left, and the rows as plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from aioinfer.scheduler.plan import I32, Admission, StepPlan
+from aioinfer.scheduler.request import Request
+
+
+class PlanDraft:
+    """Collects the rows of one step for the scheduler. Decode rows and longer ones are kept apart, as the plan wants them."""
+
+    def __init__(self, step_id: int, budget: int, prefill_allowance: int):
+        self.step_id = step_id
+        self.budget_left = budget
+        self._prefill_left = prefill_allowance
+        self._decodes: list[Request] = []
+        self._decode_starts: list[int] = []
+        self._prefills: list[Request] = []
+        self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
+        self._growth: list[tuple[int, int, int]] = []
+        self._copies: list[tuple[int, int]] = []
+        self._admissions: list[Admission] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self._decodes and not self._prefills
+
+    @property
+    def prefill_left(self) -> int:
+        """Prefill tokens that the step may still take."""
+        return min(self._prefill_left, self.budget_left)
+
+    @property
+    def sampled_requests(self) -> list[Request]:
+        """The requests that the step chooses a token for, in the order of the result's rows."""
+        sampled = [r for r, row in zip(self._prefills, self._prefill_rows, strict=True) if row[2]]
+        return self._decodes + sampled
+
+    def grant(self, wanted: int, *, prefill: bool = False) -> int:
+        """Takes up to `wanted` tokens off the budget and returns how many; more than one counts as prefill."""
+        if wanted == 1 and not prefill:
+            granted = 1 if self.budget_left > 0 else 0
+        else:
+            granted = min(wanted, self._prefill_left, self.budget_left)
+            self._prefill_left -= granted
+        self.budget_left -= granted
+        return granted
+
+    def add_row(self, request: Request, start: int, length: int, samples: bool) -> None:
+        """Adds the row of a request: `length` tokens from position `start`."""
+        if length == 1 and samples:
+            self._decodes.append(request)
+            self._decode_starts.append(start)
+        else:
+            self._prefills.append(request)
+            self._prefill_rows.append((start, length, int(samples)))
+
+    def admit(self, request: Request) -> None:
+        """Describes a request that takes its slot in this step."""
+        tokens = np.array(memoryview(request.tokens), np.int32)
+        banned = tuple(request.end_tokens) if request.params.min_tokens else ()
+        self._admissions.append(Admission(request.slot, tokens, request.prompt_len, request.params, request.seed, banned))
+
+    def grow_table(self, request: Request, blocks: Sequence[int], *, known: bool = False) -> None:
+        """Appends blocks to a request's table; `known` ones stand in `request.blocks` already."""
+        first = 0 if known else len(request.blocks)
+        slot = request.slot
+        self._growth.extend((slot, first + i, block) for i, block in enumerate(blocks))
+        if not known:
+            request.blocks.extend(blocks)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Has the workers copy a KV block before the step computes anything."""
+        self._copies.append((source, target))
+
+    def to_plan(self) -> StepPlan:
+        """Returns the plan as flat arrays."""
+        decodes, prefills = len(self._decodes), len(self._prefills)
+        rows = np.ones((4, decodes + prefills), np.int32)
+        rows[0] = [r.slot for r in self._decodes] + [r.slot for r in self._prefills]
+        rows[1, :decodes] = self._decode_starts
+        if prefills:
+            rows[1:, decodes:] = np.array(self._prefill_rows, np.int32).T
+        table_slots, table_indices, table_blocks = _columns(self._growth, 3)
+        copy_sources, copy_targets = _columns(self._copies, 2)
+        return StepPlan(
+            self.step_id, rows[0], rows[1], rows[2], rows[3], table_slots, table_indices, table_blocks,
+            copy_sources, copy_targets, self._admissions,
+        )  # fmt: skip
+
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> I32:
+    """Returns `rows` as contiguous int32 columns [width, len(rows)]."""
+    return np.ascontiguousarray(np.array(rows, np.int32).reshape(-1, width).T)

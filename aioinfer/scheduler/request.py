@@ -1,0 +1,95 @@
+"""A request as the scheduler sees it: tokens, how many of them are computed, and the blocks that hold them."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.prefix_cache import root_hash
+
+
+class Status(enum.Enum):
+    """Where a request stands. A preempted request is WAITING again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class ForkGroup:
+    """The n completions of one prompt. The leader computes the prompt; the others share its blocks."""
+
+    leader: Request | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to complete.
+
+    Given by the engine:
+        request_id: for messages.
+        tokens: int32 array, the prompt; generated tokens are appended as they become known.
+        prompt_len: how many of `tokens` are the prompt.
+        params: how tokens are chosen.
+        max_len: the length, prompt included, at which the request ends.
+        seed: 64 bits that key the sampler's noise.
+        end_tokens: the token ids that end it.
+        priority: lower goes first, where the policy asks.
+        block_hashes: the hashes of the full blocks of `tokens`, which the encoding thread computes for the prompt.
+        group: the fork group, if there are siblings.
+
+    Kept by the scheduler:
+        total: tokens known plus tokens chosen in posted steps whose results have not come yet (placeholders).
+        num_computed: tokens whose keys and values are in the cache once all posted steps have run.
+        blocks, num_committed: the block table, and how many of its blocks the prefix index knows.
+        slot: the worker slot while it runs.
+        prefill_step: the step that computed the last token of the prompt, or -1.
+        num_cached, num_preemptions, num_prefill_steps: prompt tokens found in the prefix cache when it first ran;
+            how often it was preempted; steps that computed more than a decode token for it.
+        finish_reason: "stop", "length", "abort" or "error"; stop_reason: the token or string that ended it.
+    """
+
+    request_id: str
+    tokens: array[int]
+    prompt_len: int
+    params: SamplingParams
+    max_len: int
+    seed: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    priority: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    hash_root: bytes = field(default_factory=root_hash)
+    group: ForkGroup | None = None
+
+    status: Status = Status.WAITING
+    key: tuple[int, int] = (0, 0)
+    total: int = 0
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_committed: int = 0
+    slot: int = -1
+    prefill_step: int = -1
+    num_cached: int = -1
+    num_preemptions: int = 0
+    num_prefill_steps: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.total = len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens that are known."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens chosen in posted steps whose results have not come yet."""
+        return self.total - len(self.tokens)
+
+    def __lt__(self, other: Request) -> bool:
+        return self.key < other.key

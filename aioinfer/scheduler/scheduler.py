@@ -1,0 +1,368 @@
+"""The scheduler: which tokens of which requests the next step computes, and in which KV blocks.
+
+There is no prefill or decode phase (the idea is vLLM V1's): every request has `total` tokens, of which
+`num_computed` are in the cache, and each step spends a token budget to let the second catch up with the
+first. Chunked prefill, prefix-cache hits, preemption with recompute and resumption all follow from that.
+
+Planning one step ahead. `schedule` may be called while the result of the step before is still out. A
+request that was sampled there counts one token that nobody has seen: a placeholder in `total`. The worker
+has the token in the request's slot, so it never travels back. What is unknown ahead is only whether the
+token ends the request; then the row that was posted meanwhile is wasted, and `update` drops its token.
+
+Reuse of blocks and slots. Workers execute plans strictly in the order of posting, so what a posted
+plan writes is written before a later plan reads or writes. Hence blocks and slots of a request that ends,
+is aborted or is preempted go back to the pool at once, even while a posted step still names them: the
+stale row can only write positions that the next owner computes itself before it reads them. A block
+enters the prefix index only when its tokens are known, so a stale row can never write into an indexed one.
+
+The engine is the only caller: `add`, `schedule`, `update`, `finish`. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.draft import PlanDraft
+from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.scheduler.prefix_cache import extend_hashes
+from aioinfer.scheduler.request import Request, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What the scheduler may hand out. `prefill_cap` bounds the prefill tokens of a step that also decodes."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    token_budget: int
+    prefill_cap: int
+    prefix_caching: bool = True
+    by_priority: bool = False
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals since the start. `prefix_*` count prompt tokens of first admissions."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
+    wasted_rows: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a result brought: `requests[i]` got `tokens[i]`, the result's sampled row `rows[i]`.
+
+    A request that ended with it has its `finish_reason` set; one whose row failed is there with token -1.
+    """
+
+    requests: list[Request]
+    tokens: list[int]
+    rows: list[int]
+
+
+class Scheduler:
+    """First come, first served, or by priority; preempts from the back."""
+
+    def __init__(self, limits: SchedulerLimits):
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.stats = SchedulerStats()
+        self.running: list[Request] = []  # sorted by key: who came first is served first and preempted last
+        self._waiting: list[Request] = []  # a heap by key; finished ones are dropped when they come up
+        self._num_waiting = 0
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._posted: deque[tuple[int, list[Request]]] = deque()  # (step id, the requests it samples)
+        self._arrivals = count()
+        self._step_id = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for blocks."""
+        return self._num_waiting
+
+    @property
+    def num_in_flight(self) -> int:
+        """Posted steps whose results have not come."""
+        return len(self._posted)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.running and not self._num_waiting
+
+    # ---------------------------------------------------------------- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queues a request. The caller has checked that `max_len` fits the pool (see `fits`)."""
+        request.key = (request.priority if self.limits.by_priority else 0, next(self._arrivals))
+        self._enqueue(request)
+
+    def fits(self, max_len: int) -> bool:
+        """Whether a request of this length could ever run. Its last token is chosen but never computed."""
+        return self._blocks_for(max_len - 1) <= self.limits.num_blocks
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a request now: its slot and blocks are free for the next plan. Does nothing if it has ended."""
+        if request.status is Status.FINISHED:
+            return
+        self._end(request, reason, stop_reason)
+        if request.slot < 0:
+            self._num_waiting -= 1
+        else:
+            self.running.remove(request)
+            self._leave_slot(request)
+
+    # ---------------------------------------------------------------- planning
+
+    def schedule(self) -> StepPlan | None:
+        """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
+        draft = PlanDraft(self._step_id, self.limits.token_budget, self._prefill_allowance())
+        preempted = self._plan_running(draft)
+        if not preempted:  # what was preempted here must not come back before its posted results have
+            self._plan_waiting(draft)
+        if draft.is_empty:
+            return None
+        self._posted.append((self._step_id, draft.sampled_requests))
+        self._step_id += 1
+        self.stats.steps += 1
+        return draft.to_plan()
+
+    def _prefill_allowance(self) -> int:
+        """Prefill tokens that this step may compute: decodes have the first call on the budget."""
+        decodes = sum(r.total - r.num_computed == 1 for r in self.running)
+        left = max(0, self.limits.token_budget - decodes)
+        return min(left, self.limits.prefill_cap) if decodes else left
+
+    def _plan_running(self, draft: PlanDraft) -> bool:
+        """Plans the next tokens of the running requests, oldest first. Returns whether any was preempted."""
+        block_size = self.limits.block_size
+        preempted = False
+        index = 0
+        while index < len(self.running):  # preemption shortens the list from the back
+            request = self.running[index]
+            index += 1
+            start, total = request.num_computed, request.total
+            if total >= request.max_len:
+                continue  # its last token is chosen and on its way
+            tokens = draft.grant(total - start)
+            if not tokens:
+                continue
+            missing = -((len(request.blocks) * block_size - start - tokens) // block_size)
+            if missing > 0:
+                if self.pool.num_free < missing:
+                    preempted = True
+                    if not self._preempt_for(request, missing):
+                        break
+                draft.grow_table(request, self.pool.allocate(missing))
+            self._plan_row(draft, request, tokens)
+        return preempted
+
+    def _plan_row(self, draft: PlanDraft, request: Request, tokens: int) -> None:
+        """Gives a request `tokens` tokens of this step; its blocks are in place."""
+        end = request.num_computed + tokens
+        samples = end == request.total
+        draft.add_row(request, request.num_computed, tokens, samples)
+        request.num_computed = end
+        if tokens > 1 or end <= request.prompt_len:
+            request.num_prefill_steps += 1
+            self._commit_full_blocks(request)
+            if request.prefill_step < 0 and end >= request.prompt_len:
+                request.prefill_step = draft.step_id
+        if samples:
+            request.total += 1
+
+    def _plan_waiting(self, draft: PlanDraft) -> None:
+        """Admits waiting requests in order, while slots, budget and blocks last. Nobody overtakes the first that does not fit."""
+        held_back = []
+        while self._waiting and self._free_slots and draft.prefill_left > 0:
+            request = self._waiting[0]
+            if request.status is Status.FINISHED:
+                heapq.heappop(self._waiting)
+            elif self._awaits_leader(request, draft.step_id):
+                held_back.append(heapq.heappop(self._waiting))
+            elif not self._admit(draft, request):
+                break
+        for request in held_back:
+            heapq.heappush(self._waiting, request)
+
+    def _awaits_leader(self, request: Request, step_id: int) -> bool:
+        """Whether a sibling is computing the prompt; this request then shares the blocks one step later."""
+        leader = request.group.leader if request.group else None
+        return leader is not None and leader.status is Status.RUNNING and not 0 <= leader.prefill_step < step_id
+
+    def _admit(self, draft: PlanDraft, request: Request) -> bool:
+        """Gives the first waiting request a slot, shared blocks and its first tokens, if its known tokens fit."""
+        if request.num_pending:
+            return False  # preempted, and the result that holds its last token is still out
+        shared, copied = self._shareable_blocks(request)
+        block_size = self.limits.block_size
+        computed = len(shared) * block_size if copied is None else request.prompt_len - 1
+        needed = self._blocks_for(request.total) - len(shared)
+        if needed > self.pool.num_free - self.pool.count_unowned(shared):
+            return False
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        self.pool.share(shared)
+        tokens = draft.grant(request.total - computed, prefill=True)
+        fresh = self.pool.allocate(self._blocks_for(computed + tokens) - len(shared))
+        if copied is not None and computed % block_size:
+            draft.copy_block(copied, fresh[0])
+        self._enter_slot(request, shared, computed)
+        draft.admit(request)
+        draft.grow_table(request, shared, known=True)
+        draft.grow_table(request, fresh)
+        self._plan_row(draft, request, tokens)
+        return True
+
+    def _shareable_blocks(self, request: Request) -> tuple[list[int], int | None]:
+        """Returns the blocks that a request can share, and the block to copy if it forks from its leader.
+
+        At least one token is always computed, since its logits are needed: a prompt that is known to its end
+        gives up its last block, and a fork computes the last token of the prompt in its copy of that block.
+        """
+        block_size = self.limits.block_size
+        if request.group and not request.num_output:
+            leader = request.group.leader
+            if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
+                full = (request.prompt_len - 1) // block_size
+                return leader.blocks[:full], leader.blocks[full]
+            request.group.leader = request
+        if not self.limits.prefix_caching:
+            return [], None
+        extend_hashes(request.block_hashes, request.tokens, block_size, request.hash_root)
+        return self.pool.find(request.block_hashes[: (request.total - 1) // block_size]), None
+
+    def _enter_slot(self, request: Request, shared: list[int], computed: int) -> None:
+        """Makes a request RUNNING with `computed` tokens in the cache, its first blocks shared."""
+        request.status = Status.RUNNING
+        request.slot = self._free_slots.pop()
+        request.blocks = list(shared)
+        request.num_computed = computed
+        request.num_committed = len(shared) if self.limits.prefix_caching else 0
+        if request.num_cached < 0:
+            request.num_cached = computed
+            self.stats.prefix_queried += request.prompt_len
+            self.stats.prefix_hit += computed
+        insort(self.running, request)
+
+    # ---------------------------------------------------------------- preemption
+
+    def _preempt_for(self, request: Request, blocks: int) -> bool:
+        """Preempts from the back until `blocks` blocks are free. False if `request` itself had to go."""
+        while self.pool.num_free < blocks:
+            victim = self.running.pop()
+            self._leave_slot(victim)
+            victim.num_preemptions += 1
+            self.stats.preemptions += 1
+            self._enqueue(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _leave_slot(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+        request.blocks = []
+        request.num_computed = request.num_committed = 0
+        request.prefill_step = -1
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        heapq.heappush(self._waiting, request)
+        self._num_waiting += 1
+
+    # ---------------------------------------------------------------- results
+
+    def update(self, result: StepResult) -> StepOutput:
+        """Takes the result of the oldest posted step: appends its tokens and ends the requests that are done."""
+        step_id, sampled = self._posted.popleft()
+        assert result.step_id == step_id, f"the result of step {result.step_id} came where {step_id} was due"
+        output = StepOutput([], [], [])
+        ended = False
+        for row, (request, token) in enumerate(zip(sampled, result.tokens.tolist(), strict=True)):
+            if request.status is Status.FINISHED:
+                self.stats.wasted_rows += 1
+                continue
+            output.requests.append(request)
+            output.tokens.append(token)
+            output.rows.append(row)
+            ended |= self._take_token(request, token)
+        if ended:
+            self.running = [r for r in self.running if r.status is Status.RUNNING]
+        return output
+
+    def _take_token(self, request: Request, token: int) -> bool:
+        """Appends a token. Returns whether the request ended with it."""
+        if token < 0:
+            self.pool.forget(request.blocks)
+            reason = "error"
+        else:
+            tokens = request.tokens
+            tokens.append(token)
+            length = len(tokens)
+            if token in request.end_tokens:
+                reason = "stop"
+            elif length >= request.max_len:
+                reason = "length"
+            else:
+                full = (request.num_committed + 1) * self.limits.block_size
+                if length >= full and request.num_computed >= full:
+                    self._commit_full_blocks(request)
+                return False
+        waiting = request.slot < 0  # preempted while its last token was on its way
+        self._end(request, reason, token if reason == "stop" else None)
+        if waiting:
+            self._num_waiting -= 1
+        else:
+            if reason != "error":
+                self._commit_full_blocks(request)
+            self._leave_slot(request)
+        return True
+
+    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+
+    def _commit_full_blocks(self, request: Request) -> None:
+        """Enters the request's full blocks of known tokens into the prefix index."""
+        if not self.limits.prefix_caching:
+            return
+        full = min(request.num_computed, len(request.tokens)) // self.limits.block_size
+        if full <= request.num_committed:
+            return
+        if len(request.block_hashes) < full:
+            extend_hashes(request.block_hashes, request.tokens, self.limits.block_size, request.hash_root)
+        for index in range(request.num_committed, full):
+            self.pool.commit(request.blocks[index], request.block_hashes[index])
+        request.num_committed = full
+
+    # ---------------------------------------------------------------- books
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def requests(self) -> Iterator[Request]:
+        """Yields every request that has not ended."""
+        yield from self.running
+        yield from (r for r in self._waiting if r.status is Status.WAITING)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all books agree: blocks, slots, queues (for tests, and when idle)."""
+        self.pool.check_integrity(r.blocks for r in self.running)
+        slots = [r.slot for r in self.running] + self._free_slots
+        assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot was lost or given twice"
+        assert self.running == sorted(self.running), "the running requests are out of order"
+        assert all(r.status is Status.RUNNING for r in self.running), "a request that ended still runs"
+        assert sum(r.status is Status.WAITING for r in self._waiting) == self._num_waiting, "the waiting requests are miscounted"
