@@ -1,0 +1,17 @@
+"""Chooses the executor that the configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aioinfer.config import Config
+from aioinfer.executor.base import Executor
+from aioinfer.executor.inline import InlineExecutor
+from aioinfer.executor.multiprocess import MultiprocessExecutor
+
+
+def make_executor(config: Config, folder: Path) -> Executor:
+    """Returns the executor of `parallel.executor`; `auto` gives workers processes of their own."""
+    if config.parallel.executor == "inline":
+        return InlineExecutor(config, folder)
+    return MultiprocessExecutor(config, folder)

@@ -1,0 +1,89 @@
+"""The executor without processes: one worker in one thread of the server, for tests and small models on CPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from aioinfer.config import Config
+from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.executor.capacity import settle_capacity
+from aioinfer.scheduler.plan import StepPlan, StepResult
+
+
+class InlineExecutor:
+    """Implements `Executor` with a thread, which executes plans in the order of posting."""
+
+    def __init__(self, config: Config, folder: Path):
+        self.config = config
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._closed = False
+
+    async def start(
+        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+    ) -> WorkerReport:
+        """See `Executor.start`."""
+        self._loop = asyncio.get_running_loop()
+        self._on_result, self._on_failure = on_result, on_failure
+
+        def report_progress(done: int, total: int) -> None:
+            self._loop.call_soon_threadsafe(on_progress, "load weights", done, total)
+
+        return await self._loop.run_in_executor(self._thread, self._start_worker, report_progress)
+
+    def _start_worker(self, on_progress: Callable[[int, int], None]) -> WorkerReport:
+        from aioinfer.layers.parallel import ParallelGroup
+        from aioinfer.worker.worker import Worker
+
+        began = time.perf_counter()
+        self._worker = Worker(self.config, self._folder, ParallelGroup.single())
+        report = self._worker.load(on_progress)
+        loaded = time.perf_counter()
+        capacity = settle_capacity(self.config, [report])
+        self._worker.allocate(capacity.num_blocks, capacity.max_model_len)
+        self._worker.warm_up()
+        return WorkerReport(
+            report.device,
+            report.dtype,
+            report.weights_bytes,
+            capacity.num_blocks * report.bytes_per_block,
+            report.block_size,
+            capacity.num_blocks,
+            capacity.max_model_len,
+            capacity.reason,
+            [("load weights", loaded - began), ("allocate, warm up", time.perf_counter() - loaded)],
+        )
+
+    def post(self, plan: StepPlan) -> None:
+        """See `Executor.post`."""
+        self._thread.submit(self._execute, plan)
+
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            result = self._worker.execute(plan).wait()
+        except Exception as error:
+            self._tell(self._fail, error)
+        else:
+            self._tell(self._take, result)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        if not self._closed:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _take(self, result: StepResult) -> None:
+        if not self._closed:
+            self._on_result(result)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._closed:
+            self._closed = True
+            self._on_failure(error)
+
+    async def shutdown(self) -> None:
+        """See `Executor.shutdown`."""
+        self._closed = True
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)

@@ -1,0 +1,152 @@
+"""A worker process: one rank between two rings.
+
+`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its share of the model, agrees with the parent on
+the size of the cache, and then sleeps in the kernel until plans come. It ends when the parent asks, and at
+once when the parent dies. Torch is imported late, so that the settings of its thread pool can still be made.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.config import Config
+from aioinfer.errors import AioinferError
+from aioinfer.executor.heartbeat import Heartbeat
+from aioinfer.executor.ring import Ring
+from aioinfer.scheduler.plan import StepPlan
+
+if TYPE_CHECKING:
+    from aioinfer.worker.model_runner import PendingResult
+    from aioinfer.worker.worker import Worker
+
+
+@dataclass(slots=True)
+class WorkerSpec:
+    """What a worker process is given.
+
+    Attributes:
+        config, folder: what to serve.
+        rank, size: which of how many.
+        plans, results: the rings; only rank 0 writes results.
+        heartbeat: where this rank says what it is doing.
+        control: messages while starting, both ways.
+        lifeline: reads end-of-file when the parent is gone.
+        store_port: of the parent's `TCPStore` on 127.0.0.1, through which ranks find each other; 0 for one rank.
+    """
+
+    config: Config
+    folder: Path
+    rank: int
+    size: int
+    plans: Ring
+    results: Ring
+    heartbeat: Heartbeat
+    control: Connection
+    lifeline: Any
+    store_port: int = 0
+
+
+def main(spec: WorkerSpec) -> None:
+    """The body of the process. Errors travel to the parent; the exit status says that there was one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers in order
+    threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
+    # The parent needs the cores between steps: idle compute threads must sleep, not spin. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        worker = _start(spec)
+        _serve(spec, worker)
+    except Exception as error:
+        spec.control.send(("failed", error if isinstance(error, AioinferError) else None, traceback.format_exc()))
+        os._exit(1)
+    os._exit(0)  # no teardown: collectives and GPU contexts may wait for ranks that are gone
+
+
+def _die_with_parent(lifeline: Any) -> None:
+    """Ends this process when the parent is gone, even in the middle of a step or a collective."""
+    os.read(lifeline.detach(), 1)
+    os._exit(1)
+
+
+def _start(spec: WorkerSpec) -> Worker:
+    """Brings a worker up to the point where it can execute plans, telling the parent of each phase."""
+    began = time.perf_counter()
+    from aioinfer.worker.worker import Worker
+
+    worker = Worker(spec.config, spec.folder, _join_group(spec))
+    imported = time.perf_counter()
+    report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))
+    loaded = time.perf_counter()
+    spec.control.send(("loaded", report))
+    num_blocks, max_model_len = spec.control.recv()
+    begun = time.perf_counter()
+    worker.allocate(num_blocks, max_model_len)
+    worker.warm_up()
+    phases = [("import", imported - began), ("load weights", loaded - imported), ("allocate, warm up", time.perf_counter() - begun)]
+    spec.control.send(("ready", phases))
+    return worker
+
+
+def _serve(spec: WorkerSpec, worker: Worker) -> None:
+    """Executes plans in order until the parent closes the control connection."""
+    post = _post_directly if worker.device.type == "cpu" else _PostingThread(spec).put
+    poll = select.poll()
+    poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
+    poll.register(spec.control.fileno(), select.POLLIN)
+    while True:
+        spec.heartbeat.beat(spec.rank, -1, 1)
+        if any(fd == spec.control.fileno() for fd, _ in poll.poll()):
+            return
+        spec.plans.clear_event(spec.rank)
+        while (message := spec.plans.read(spec.rank)) is not None:
+            plan = StepPlan.decode(message)
+            spec.heartbeat.beat(spec.rank, plan.step_id, 2)
+            pending = worker.execute(plan)
+            spec.plans.release(spec.rank)
+            post(spec, pending)
+
+
+def _post_directly(spec: WorkerSpec, pending: PendingResult) -> None:
+    if spec.rank == 0:
+        spec.results.write(pending.wait().encode())
+
+
+class _PostingThread:
+    """Waits for results in order while the main thread launches the next step: a GPU must not stand idle between."""
+
+    def __init__(self, spec: WorkerSpec):
+        self._pending: queue.SimpleQueue[PendingResult] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(spec,), daemon=True).start()
+
+    def put(self, spec: WorkerSpec, pending: PendingResult) -> None:
+        self._pending.put(pending)
+
+    def _run(self, spec: WorkerSpec) -> None:
+        try:
+            while True:
+                _post_directly(spec, self._pending.get())
+        except Exception:
+            spec.control.send(("failed", None, traceback.format_exc()))
+            os._exit(1)
+
+
+def _join_group(spec: WorkerSpec) -> Any:
+    from aioinfer.layers.parallel import ParallelGroup
+
+    if spec.size == 1:
+        return ParallelGroup.single()
+    from torch.distributed import TCPStore
+
+    from aioinfer.worker.worker import choose_device
+
+    store = TCPStore("127.0.0.1", spec.store_port, is_master=False)
+    return ParallelGroup.connect(spec.rank, spec.size, store, choose_device(spec.config, spec.rank))
