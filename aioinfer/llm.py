@@ -1,0 +1,202 @@
+"""The offline door: the same engine as the server's, called like a function.
+
+The engine lives on an event loop of its own in a background thread, so that `LLM` works in scripts, in
+notebooks and inside other event loops alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from rich.progress import Progress, TaskID
+
+from aioinfer.config import Config, load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.generation import Generation, TokenLogprob
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.startup import StartupDisplay
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One completion of a prompt. `num_preemptions`: how often it lost its KV blocks and computed them anew."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Output:
+    """What `generate` returns for a prompt.
+
+    Attributes:
+        prompt_token_ids: the prompt as the model saw it.
+        completions: n of them.
+        num_cached_tokens: prompt tokens whose KV blocks were in the prefix cache.
+        num_prefill_steps: the steps that it took to compute the prompt.
+    """
+
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    num_cached_tokens: int
+    num_prefill_steps: int
+
+    @property
+    def text(self) -> str:
+        """The text of the first completion."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the first completion."""
+        return self.completions[0].token_ids
+
+
+class LLM:
+    """A model for offline use. Close it, or use it as a context manager, to end its workers.
+
+    Args:
+        model: what `model.path` may be: a folder, a GGUF file, a hub id, or `package:NAME/FILE`.
+        config: a TOML file to start from.
+        settings: further configuration by dotted key, such as `{"cache.block_size": 32}`.
+        progress: show progress bars and the start-up table (on stderr).
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ):
+        overrides = dict(settings or {})
+        if model is not None:
+            overrides["model.path"] = str(model)
+        self.config: Config = load_config(config, overrides)
+        self._progress = progress
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="aioinfer", daemon=True)
+        self._thread.start()
+        try:
+            with StartupDisplay(quiet=not progress) as display:
+                self.engine: Engine = self._call(Engine.launch(self.config, display.on_progress))
+        except BaseException:
+            _stop_loop(self._loop, self._thread)
+            raise
+        if progress:
+            display.show(self.engine.report, self.config.served_model_names)
+        self._close = weakref.finalize(self, _close, self.engine, self._loop, self._thread)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priorities: Sequence[int] | None = None,
+    ) -> list[Output]:
+        """Completes prompts together and returns their outputs in the same order.
+
+        Args:
+            prompts: one or many, each a text or token ids.
+            params: for all, or one for each; the model's own defaults if missing.
+            priorities: one for each, under `scheduler.policy = "priority"`.
+
+        Raises:
+            RequestError: one of them is at fault; the others are given up.
+            EngineDeadError: a worker died.
+        """
+        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        given = params if params is not None else self.engine.defaults.sampling_params()
+        each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
+        return self._call(self._generate(cast(list[Prompt], many), each, priorities or [0] * len(many)))
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Answers one conversation (a list of messages), or many, under the model's chat template.
+
+        `options` are those of `Tokenizer.encode_chat`, such as `tools`. Otherwise as `generate`.
+        """
+        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        encoded = [self.engine.tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many]
+        return self.generate(encoded, params)
+
+    async def _generate(self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]) -> list[Output]:
+        with Progress(disable=not self._progress, transient=True) as progress:
+            task = progress.add_task("generating", total=len(prompts))
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
+                    generation = await self.engine.submit(prompt, wanted, priority=priority)
+                    tasks.append(group.create_task(_collect(generation, progress, task)))
+        return [t.result() for t in tasks]
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the engine's loop; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Ends the workers. Safe to call twice."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+async def _collect(generation: Generation, progress: Progress, task: TaskID) -> Output:
+    """Gathers the deltas of a generation, and gives it up if the caller goes away."""
+    completions = [Completion() for _ in range(generation.params.n)]
+    try:
+        async for delta in generation:
+            completion = completions[delta.index]
+            completion.text += delta.text
+            completion.token_ids += delta.token_ids
+            if delta.logprobs:
+                completion.logprobs = (completion.logprobs or []) + delta.logprobs
+            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+    finally:
+        generation.abort()
+    progress.advance(task)
+    requests = [choice.request for choice in generation.choices]
+    for completion, request in zip(completions, requests, strict=True):
+        completion.num_preemptions = request.num_preemptions
+    return Output(generation.prompt_token_ids, completions, generation.num_cached_tokens, requests[0].num_prefill_steps)
+
+
+def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
+    _stop_loop(loop, thread)
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,71 @@
+"""End tokens and default sampling parameters from a model's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aioinfer.engine.generation_defaults import GenerationDefaults
+from aioinfer.engine.tokenizer import Tokenizer
+from aioinfer.errors import ConfigError, RequestError
+from aioinfer.sampling_params import SamplingParams
+from tests.real_tokenizers import smollm2_folder
+
+QWEN3 = {
+    "bos_token_id": 151643,
+    "do_sample": True,
+    "eos_token_id": [151645, 151643],
+    "pad_token_id": 151643,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "transformers_version": "4.51.0",
+}
+
+
+def write(folder: Path, **files: object) -> Path:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    return folder
+
+
+def test_a_model_that_says_everything(tmp_path: Path):
+    defaults = GenerationDefaults.load(write(tmp_path, generation_config=QWEN3, config={"eos_token_id": 1}))
+    assert defaults.eos_token_ids == (151645, 151643)
+    assert defaults.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def test_a_request_goes_before_the_defaults(tmp_path: Path):
+    given = {"min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 512, "top_p": None}
+    defaults = GenerationDefaults.load(write(tmp_path, generation_config=QWEN3 | given))
+    assert defaults.sampling_params(temperature=0, stop=("x",)) == SamplingParams(
+        temperature=0, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=512, stop=("x",)
+    )
+    with pytest.raises(RequestError, match="top_k"):
+        defaults.sampling_params(top_k=-7)
+
+
+def test_end_tokens_from_where_they_are_named(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    tokenizer = Tokenizer.load(smollm2_folder(tmp_path_factory.getbasetemp() / "tokenizers"))
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults((), {})
+    assert GenerationDefaults.load(tmp_path, tokenizer).eos_token_ids == (2,)
+    assert GenerationDefaults.load(write(tmp_path, config={"eos_token_id": [7, 8]}), tokenizer).eos_token_ids == (7, 8)
+    assert GenerationDefaults.load(write(tmp_path, generation_config={"eos_token_id": None}), tokenizer).eos_token_ids == (7, 8)
+    assert GenerationDefaults.load(write(tmp_path, generation_config={"eos_token_id": 0}), tokenizer).eos_token_ids == (0,)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"top_p": 2}, {"top_k": "many"}, {"eos_token_id": "</s>"}, {"eos_token_id": ["</s>"]}]
+)
+def test_values_that_no_request_could_ask_for(tmp_path: Path, wrong: dict[str, object]):
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        GenerationDefaults.load(write(tmp_path, generation_config=wrong))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: str):
+    (tmp_path / "generation_config.json").write_text(content, "latin-1")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        GenerationDefaults.load(tmp_path)
