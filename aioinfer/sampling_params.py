@@ -14,6 +14,7 @@ from aioinfer.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOPS = 64
+MAX_INT32 = 2**31 - 1  # what the step plan has room for
 #: Below this a temperature is taken as greedy: dividing logits by it would overflow float32.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -69,15 +70,15 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         _check("n", self.n, 1, MAX_N)
         _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_k", self.top_k, -1, None)
+        _check("top_k", self.top_k, -1, MAX_INT32)
         _check("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
         _check("min_p", self.min_p, 0.0, 1.0)
         _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_excluded=True)
         _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check("seed", self.seed, -(2**63), 2**64 - 1)
-        _check("max_tokens", self.max_tokens, 1, None)
-        _check("min_tokens", self.min_tokens, 0, None)
+        _check("max_tokens", self.max_tokens, 1, MAX_INT32)
+        _check("min_tokens", self.min_tokens, 0, MAX_INT32)
         _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_stops()
         for token, bias in self.logit_bias.items():
@@ -103,11 +104,10 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _check(name: str, value: float | None, low: float, high: float | None, *, low_excluded: bool = False) -> None:
+def _check(name: str, value: float | None, low: float, high: float, *, low_excluded: bool = False) -> None:
     """Raises `RequestError` unless `value` is None or a finite number in [low, high] (or (low, high])."""
     if value is None:
         return
     too_low = value <= low if low_excluded else value < low
-    if not math.isfinite(value) or too_low or (high is not None and value > high):
-        bounds = f"{'(' if low_excluded else '['}{low}, {high}]" if high is not None else f"at least {low}"
-        raise RequestError(f"{name} must be {'in ' if high is not None else ''}{bounds}, not {value}", param=name)
+    if not math.isfinite(value) or too_low or value > high:
+        raise RequestError(f"{name} must be in {'(' if low_excluded else '['}{low}, {high}], not {value}", param=name)

@@ -11,7 +11,6 @@ results wake it through the executor, and new requests through `submit`. An idle
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import time
 from array import array
@@ -90,8 +89,6 @@ class Engine:
         report.phases[:0] = [("find the model", resolved - begin)]
         report.phases.append(("in all", time.perf_counter() - begin))
         engine._open(report)
-        gc.collect()
-        gc.freeze()  # what lives now lives as long as the server: the collector need not look at it again
         return engine
 
     def _load_text_side(self, folder: Path) -> None:

@@ -45,8 +45,8 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
         raise ConfigError(f"model.max_model_len is {wanted}, but the model was made for {model_max_len}: set it to {model_max_len} or less")
     if wanted > tokens:
         blocks = -(-wanted // block_size)
+        remedy = f"let cache.num_blocks be {blocks} or more" if blocks <= fitting else "give the cache more memory"
         raise ConfigError(
-            f"model.max_model_len is {wanted}, but {num_blocks} KV blocks hold {tokens} tokens: "
-            f"set it to {tokens} or less, or let cache.num_blocks be {blocks} or more"
+            f"model.max_model_len is {wanted}, but {num_blocks} KV blocks hold {tokens} tokens: set it to {tokens} or less, or {remedy}"
         )
     return Capacity(num_blocks, wanted, "as configured" if wanted < model_max_len else "")

@@ -10,36 +10,46 @@ from typing import Any
 
 import numpy as np
 
-PHASES = ("starting", "waiting for a plan", "executing")
+_LINE = 8  # int64 of a rank: a cache line. In it: step begun, when, step finished, when
 
 
 class Heartbeat:
-    """A line of int64 for each rank: step, phase, and when it began (`time.monotonic_ns`, one clock for all processes)."""
+    """The last step that each rank began and the last that it finished; on a GPU the next begins before one is finished.
+
+    Times are of `time.monotonic_ns`, one clock for all processes of a machine. It can be pickled only for a process
+    that is being spawned, which inherits the memory.
+    """
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
         self._fd = os.memfd_create("aioinfer-heartbeat", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, mmap.PAGESIZE * (1 + num_ranks * 64 // mmap.PAGESIZE))
+        os.ftruncate(self._fd, num_ranks * _LINE * 8)
         self._map()
 
     def _map(self) -> None:
-        memory = mmap.mmap(self._fd, 0)
-        self._lines = np.frombuffer(memory, np.int64, self._num_ranks * 8).reshape(self._num_ranks, 8)
+        self._lines = np.frombuffer(mmap.mmap(self._fd, 0), np.int64).reshape(self._num_ranks, _LINE)
 
-    def beat(self, rank: int, step_id: int, phase: int) -> None:
-        """Says that `rank` begins phase `PHASES[phase]` of a step."""
-        self._lines[rank, :3] = step_id, phase, time.monotonic_ns()
+    def begin(self, rank: int, step_id: int) -> None:
+        """Says that `rank` begins a step."""
+        self._lines[rank, :2] = step_id, time.monotonic_ns()
+
+    def finish(self, rank: int, step_id: int) -> None:
+        """Says that `rank` has finished a step."""
+        self._lines[rank, 2:4] = step_id, time.monotonic_ns()
 
     def describe(self, rank: int) -> str:
         """Returns what `rank` said last, and how long ago."""
-        step_id, phase, began = (int(x) for x in self._lines[rank, :3])
-        if not began:
-            return f"rank {rank} has not begun"
-        return f"rank {rank} was {PHASES[phase]} (step {step_id}) since {(time.monotonic_ns() - began) / 1e9:.1f} s"
+        begun, begun_ns, finished, finished_ns = (int(x) for x in self._lines[rank, :4])
+        if not begun_ns:
+            return f"rank {rank} has begun no step"
+        doing = f"waiting for a plan after step {finished}" if finished_ns and finished == begun else f"executing step {begun}"
+        return f"rank {rank} was {doing}, last heartbeat {(time.monotonic_ns() - max(begun_ns, finished_ns)) / 1e9:.1f} s ago"
 
     def close(self) -> None:
-        """Closes the descriptor."""
-        os.close(self._fd)
+        """Closes the descriptor. Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __getstate__(self) -> dict[str, Any]:
         return {"num_ranks": self._num_ranks, "fd": reduction.DupFd(self._fd)}

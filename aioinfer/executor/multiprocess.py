@@ -1,24 +1,27 @@
 """The executor for worker processes: one spawned process a rank, fed through shared memory.
 
 The engine's event loop is woken by file descriptors alone: results by an eventfd, start-up messages by the
-control connections, a worker's death by its process's sentinel. Nothing here waits or polls.
+control connections, a worker's death by its pidfd. (The sentinel of multiprocessing comes too early: when a process closes
+its descriptors it has no exit status yet.) Nothing here waits or polls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import multiprocessing
 
@@ -44,13 +47,19 @@ class MultiprocessExecutor:
         self._plans = Ring(self._size)
         self._results = Ring(1)
         self._heartbeat = Heartbeat(self._size)
-        self._lifeline = os.pipe2(os.O_CLOEXEC)
-        self._processes: list[Any] = []
+        self._processes: list[SpawnProcess] = []
+        self._pidfds: list[int] = []
         self._controls: list[Connection] = []
+        self._lifeline: Connection | None = None
+        self._store: Any = None
+        self._spawning: asyncio.Future[None] | None = None
         self._answers: list[deque[Any]] = []
+        self._news = asyncio.Event()  # an answer or a failure while starting
         self._posted: deque[tuple[int, float]] = deque()  # (step id, when) of unanswered plans
+        self._last_result = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
-        self._failed = False
+        self._failure: Exception | None = None
+        self._started = False
         self._closed = False
 
     # ---------------------------------------------------------------- start
@@ -58,18 +67,28 @@ class MultiprocessExecutor:
     async def start(
         self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
     ) -> WorkerReport:
-        """See `Executor.start`."""
+        """See `Executor.start`. If it raises, or is cancelled, the workers are gone."""
         self._loop = asyncio.get_running_loop()
         self._on_result, self._on_failure, self._on_progress = on_result, on_failure, on_progress
-        self._starting: asyncio.Future[None] = self._loop.create_future()
+        try:
+            report = await self._start()
+        except BaseException:
+            await self.shutdown()
+            raise
+        self._started = True
+        return report
+
+    async def _start(self) -> WorkerReport:
         began = time.perf_counter()
-        await asyncio.to_thread(self._spawn_all)
+        self._spawning = self._loop.run_in_executor(None, self._spawn_all)
+        await asyncio.shield(self._spawning)
         spawned = time.perf_counter()
         self._watch()
         reports = await self._gather("loaded")
         capacity = settle_capacity(self.config, reports)
         for control in self._controls:
-            control.send((capacity.num_blocks, capacity.max_model_len))
+            with contextlib.suppress(OSError):  # the worker is dead, as we shall hear
+                control.send((capacity.num_blocks, capacity.max_model_len))
         phases = (await self._gather("ready"))[0]
         first = reports[0]
         return WorkerReport(
@@ -85,42 +104,50 @@ class MultiprocessExecutor:
         )
 
     def _spawn_all(self) -> None:
+        """Starts the processes; runs in a thread, since each start takes milliseconds."""
         context = multiprocessing.get_context("spawn")
         self._store, store_port = _host_store(self._size)
+        lifeline, self._lifeline = context.Pipe(duplex=False)
         for rank in range(self._size):
             here, there = context.Pipe()
+            self._controls.append(here)
             spec = WorkerSpec(
-                self.config, self._folder, rank, self._size, self._plans, self._results, self._heartbeat, there,
-                _Inherited(self._lifeline[0]), store_port,
-            )  # fmt: skip
+                self.config, self._folder, rank, self._size, self._plans, self._results, self._heartbeat, there, lifeline, store_port
+            )
             process = context.Process(target=main, args=(spec,), name=f"aioinfer-worker-{rank}", daemon=True)
             with _without_main_module():
                 process.start()
             there.close()
             self._processes.append(process)
-            self._controls.append(here)
+            self._pidfds.append(os.pidfd_open(cast(int, process.pid)))
+        lifeline.close()
 
     def _watch(self) -> None:
         """Has the event loop look at every descriptor from which something can come."""
         self._loop.add_reader(self._results.event_fd(0), self._take_results)
-        for rank, (process, control) in enumerate(zip(self._processes, self._controls, strict=True)):
+        for rank, (pidfd, control) in enumerate(zip(self._pidfds, self._controls, strict=True)):
             self._answers.append(deque())
             self._loop.add_reader(control.fileno(), self._take_message, rank)
-            self._loop.add_reader(process.sentinel, self._take_death, rank)
+            self._loop.add_reader(pidfd, self._take_death, rank)
 
     async def _gather(self, kind: str) -> list[Any]:
         """Returns what each rank sent under `kind`, once all have. Raises what ended one of them."""
-        while not all(answers and answers[0][0] == kind for answers in self._answers):
-            self._starting = self._loop.create_future()
-            await self._starting
-        return [answers.popleft()[1] for answers in self._answers]
+        while self._failure is None and not all(self._answers):
+            self._news.clear()
+            await self._news.wait()
+        if self._failure is not None:
+            raise self._failure
+        answers = [answers.popleft() for answers in self._answers]
+        assert all(answer[0] == kind for answer in answers), answers
+        return [answer[1] for answer in answers]
 
-    def _take_message(self, rank: int) -> None:
+    def _take_message(self, rank: int) -> bool:
+        """Takes a worker's message; returns False if there was none, since the worker has hung up."""
         try:
             message = self._controls[rank].recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             self._loop.remove_reader(self._controls[rank].fileno())  # its death follows
-            return
+            return False
         if message[0] == "progress":
             if rank == 0:
                 self._on_progress("load weights", *message[1:])
@@ -129,8 +156,8 @@ class MultiprocessExecutor:
             self._fail(error or EngineDeadError(f"worker {rank} failed:\n{trace}"))
         else:
             self._answers[rank].append(message)
-            if not self._starting.done():
-                self._starting.set_result(None)
+            self._news.set()
+        return True
 
     # ---------------------------------------------------------------- steps
 
@@ -142,21 +169,21 @@ class MultiprocessExecutor:
             self._watchdog = self._loop.call_later(self.config.parallel.step_timeout_s, self._check_progress)
 
     def _take_results(self) -> None:
-        self._results.clear_event(0)
-        while (message := self._results.read(0)) is not None:
-            result = StepResult.decode(message)
+        for _ in range(self._results.announced(0)):
+            result = StepResult.decode(self._results.read(0))
             self._results.release(0)
             self._posted.popleft()
+            self._last_result = time.monotonic()
             self._on_result(result)
 
     def _check_progress(self) -> None:
-        """Runs once a timeout while there is work, not once a step: fails if the oldest plan is that old."""
+        """Runs once a timeout while there is work, not once a step: fails if the oldest step has run that long."""
         self._watchdog = None
         if not self._posted:
             return
         timeout = self.config.parallel.step_timeout_s
         step_id, posted = self._posted[0]
-        left = posted + timeout - time.monotonic()
+        left = max(posted, self._last_result) + timeout - time.monotonic()  # a step runs once the one before is done
         if left > 0:
             self._watchdog = self._loop.call_later(left, self._check_progress)
             return
@@ -166,77 +193,71 @@ class MultiprocessExecutor:
     # ---------------------------------------------------------------- the end
 
     def _take_death(self, rank: int) -> None:
-        self._loop.remove_reader(self._processes[rank].sentinel)
-        while not self._failed and self._controls[rank].poll():  # its last words explain more than its status
-            try:
-                self._take_message(rank)
-            except OSError:
+        self._loop.remove_reader(self._pidfds[rank])
+        while self._failure is None and self._controls[rank].poll():  # its last words explain more than its status
+            if not self._take_message(rank):
                 break
-        code = self._processes[rank].exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with status {code}"
-        self._fail(EngineDeadError(f"worker {rank} {how}; {self._heartbeat.describe(rank)}"))
+        code = self._processes[rank].exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        self._fail(EngineDeadError(f"worker {rank} {how}: {self._heartbeat.describe(rank)}"))
 
     def _fail(self, error: Exception) -> None:
         """Tells of the first failure and ends all workers: none can go on without the others."""
-        if self._failed or self._closed:
+        if self._failure is not None or self._closed:
             return
-        self._failed = True
+        self._failure = error
         for process in self._processes:
             process.kill()
-        if not self._starting.done():
-            self._starting.set_exception(error)
-        else:
+        if self._started:
             self._on_failure(error)
+        else:
+            self._news.set()
 
     async def shutdown(self) -> None:
         """See `Executor.shutdown`."""
         if self._closed:
             return
         self._closed = True
+        if self._spawning is not None:
+            await asyncio.wait([self._spawning])  # a start that was cancelled may still be at it
         if self._watchdog is not None:
             self._watchdog.cancel()
-        for fd in [self._results.event_fd(0), *(c.fileno() for c in self._controls), *(p.sentinel for p in self._processes)]:
-            self._loop.remove_reader(fd)
+        if self._answers:
+            for fd in [self._results.event_fd(0), *(control.fileno() for control in self._controls), *self._pidfds]:
+                self._loop.remove_reader(fd)
         await asyncio.to_thread(self._end_all)
 
     def _end_all(self) -> None:
         for control in self._controls:
             control.close()  # the worker's sign to end
-        os.close(self._lifeline[1])
-        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        deadline = time.monotonic() + (_JOIN_TIMEOUT_S if self._started and self._failure is None else 0)
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
             process.close()
-        os.close(self._lifeline[0])
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._store = None  # closes its socket
         self._plans.close()
         self._results.close()
         self._heartbeat.close()
 
 
-class _Inherited:
-    """A descriptor for a process that is being spawned; `detach` gives it there."""
-
-    def __init__(self, fd: int):
-        self._fd = fd
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _identity, (reduction.DupFd(self._fd),)
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
 def _host_store(size: int) -> tuple[Any, int]:
-    """Returns the store through which ranks find each other, and its port: a free one, so that servers never meet."""
+    """Returns the store through which ranks find each other, and its port: a free one, so that servers never meet.
+
+    `TCPStore` by itself would listen on every address of the machine, so it is given a socket that does not.
+    """
     if size == 1:
         return None, 0
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
 
 
 @contextmanager

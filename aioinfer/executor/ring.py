@@ -9,14 +9,14 @@ Layout: int64 counters, each on a cache line of its own, then `num_slots` slots 
 slots were ever used; counter 1 + r how many reader r has given back. A message is its length (int64) and its
 bytes, in as many consecutive slots as it needs; if those would run over the end, the rest of the lap is skipped.
 
-Order: the writer fills the slots, then moves its counter, then writes to the readers' eventfds. Python has no
-memory fences, but entering the kernel is one: what was stored before the `write` is there after the `read`
-that it wakes. So a reader looks only after its eventfd has woken it.
+Order: the writer fills the slots, moves its counter, and then adds one to each reader's eventfd. Python has no memory
+fences, but the kernel's lock on an eventfd is one: what was stored before the `write` is there after the `read` that
+takes its count. So a reader reads exactly as many messages as its eventfd has announced, and never looks at the
+writer's counter, which could be seen before the message itself on CPUs that reorder stores.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _SKIP = -1  # in place of a length: the rest of this lap is unused
 
 
 class RingFullError(RuntimeError):
-    """A reader has not given back enough slots for the message."""
+    """The message is longer than the ring allows, or a reader has not given back enough slots for it."""
 
 
 class Ring:
@@ -54,7 +54,7 @@ class Ring:
 
     @property
     def max_message_bytes(self) -> int:
-        """The longest message: a third of the ring, so that two fit wherever the lap ends."""
+        """The longest message: a third of the ring, so that two of them fit wherever the lap ends."""
         return self.num_slots // 3 * self.slot_bytes - _LENGTH_BYTES
 
     def _map(self) -> None:
@@ -66,19 +66,28 @@ class Ring:
     # ---------------------------------------------------------------- the writer
 
     def write(self, parts: Sequence[memoryview]) -> None:
-        """Writes a message, given in parts, and wakes every reader. Never waits.
+        """Writes a message and wakes every reader. Never waits.
+
+        Args:
+            parts: views of bytes (format "B"), which follow each other in the message.
 
         Raises:
-            RingFullError: it is longer than `max_message_bytes`, or a reader lags by most of the ring.
+            RingFullError: it is longer than `max_message_bytes`, or a reader lags by most of the ring. Nothing was written.
         """
         length = sum(map(len, parts))
+        if length > self.max_message_bytes:
+            raise RingFullError(f"a message of {length} bytes is too long: {self.max_message_bytes} is the most")
         slots = self._slots_for(length)
         used = int(self._counters[0])
         lap_left = self.num_slots - used % self.num_slots
         skipped = lap_left if slots > lap_left else 0
         free = self.num_slots - (used - int(self._counters[1:].min()))
-        if length > self.max_message_bytes or skipped + slots > free:
-            raise RingFullError(f"a message of {length} bytes does not fit: {free} of {self.num_slots} slots are free")
+        if skipped + slots > free:
+            lagging = int(self._counters[1:].argmin())
+            raise RingFullError(
+                f"a message of {length} bytes does not fit: reader {lagging} has given back all but {self.num_slots - free} "
+                f"of {self.num_slots} slots, and {skipped + slots} are needed"
+            )
         if skipped:
             self._store_length(used, _SKIP)
             used += skipped
@@ -94,14 +103,19 @@ class Ring:
     # ---------------------------------------------------------------- a reader
 
     def event_fd(self, reader: int) -> int:
-        """The descriptor that becomes readable when there are messages for `reader`."""
+        """Returns the descriptor that is readable while messages for `reader` are not yet `announced`."""
         return self._event_fds[reader]
 
-    def read(self, reader: int) -> memoryview | None:
-        """Returns the next message, a view that holds until `release`, or None if there is none. Never waits."""
+    def announced(self, reader: int) -> int:
+        """Returns how many messages have come for `reader` since the last call; it must `read` that many. Never waits."""
+        try:
+            return os.eventfd_read(self._event_fds[reader])
+        except BlockingIOError:
+            return 0
+
+    def read(self, reader: int) -> memoryview:
+        """Returns the next announced message, a view that holds until `release`."""
         taken = int(self._counters[1 + reader])
-        if taken == int(self._counters[0]):
-            return None
         length = self._load_length(taken)
         if length == _SKIP:
             taken += self.num_slots - taken % self.num_slots
@@ -111,14 +125,9 @@ class Ring:
         return self._view[offset : offset + length]
 
     def release(self, reader: int) -> None:
-        """Gives the slots of the message that `read` returned back to the writer."""
+        """Gives the slots of the message that `read` returned back to the writer; then the next one can be read."""
         taken = int(self._counters[1 + reader])
         self._counters[1 + reader] = taken + self._slots_for(self._load_length(taken))
-
-    def clear_event(self, reader: int) -> None:
-        """Takes back the wake-ups so far; call it before reading, so that none is lost."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event_fds[reader])
 
     # ---------------------------------------------------------------- both
 
@@ -137,11 +146,12 @@ class Ring:
         return int.from_bytes(self._view[offset : offset + _LENGTH_BYTES], "little", signed=True)
 
     def close(self) -> None:
-        """Closes the descriptors. The memory itself goes when the last view of it does."""
+        """Closes the descriptors. The memory itself goes when the last view of it does. Safe to call twice."""
+        if self._memory_fd < 0:
+            return
         for fd in [self._memory_fd, *self._event_fds]:
             os.close(fd)
-        self._event_fds = []
-        self._memory_fd = -1
+        self._memory_fd, self._event_fds = -1, []
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -58,6 +58,7 @@ class Gather:
         blocks: int64 [n], the KV blocks to bring together, or None if the step itself has all keys.
         shape: (sequences, padded length in tokens) of what is brought together.
         mask: what may be attended to, as float32 to add to the scores, or None for all (or plainly causal).
+        padding: int64 [m], the positions of what is brought together that lie past their sequence's end.
     """
 
     first: int
@@ -65,6 +66,7 @@ class Gather:
     blocks: torch.Tensor | None
     shape: tuple[int, int]
     mask: torch.Tensor | None
+    padding: torch.Tensor | None = None
 
 
 class PagedAttention:
@@ -116,8 +118,11 @@ class PagedAttention:
         assert gather.blocks is not None
         grouped = queries.view(rows, self.num_kv_heads, -1, self.head_size)
         paged = (rows, length, self.num_kv_heads, self.head_size)
-        all_keys = cache.keys.index_select(0, gather.blocks).view(paged).transpose(1, 2)
-        all_values = cache.values.index_select(0, gather.blocks).view(paged).transpose(1, 2)
+        all_keys, all_values = (kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values))
+        if gather.padding is not None:  # a former owner of the block may have left NaN there, which no mask hides
+            all_keys.index_fill_(0, gather.padding, 0)
+            all_values.index_fill_(0, gather.padding, 0)
+        all_keys, all_values = all_keys.view(paged).transpose(1, 2), all_values.view(paged).transpose(1, 2)
         attended = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=gather.mask, scale=self.scale)
         return attended.reshape(queries.shape)
 
@@ -172,11 +177,12 @@ def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], block_
     ends = torch.tensor(lengths)[:, None]
     positions = torch.arange(blocks * block_size)
     hidden = positions >= ends
+    padding = hidden.flatten().nonzero()[:, 0] if hidden.any() else None
     if window is not None:
         hidden |= positions < ends - window
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None] if hidden.any() else None
     wanted = tables[first : first + len(lengths), :blocks].flatten()
-    return Gather(first, len(lengths), wanted, (len(lengths), blocks * block_size), mask)
+    return Gather(first, len(lengths), wanted, (len(lengths), blocks * block_size), mask, padding)
 
 
 def _gather_row(table: torch.Tensor, first: int, count: int, length: int, block_size: int, window: int | None) -> Gather:

@@ -90,7 +90,7 @@ class ModelRunner:
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Copies KV blocks; all sources are read before any target is written."""
         if len(plan.copy_sources):
-            sources, targets = (torch.tensor(blocks, device=self.kv.device) for blocks in (plan.copy_sources, plan.copy_targets))
+            sources, targets = (torch.tensor(blocks, device=self.kv.device).long() for blocks in (plan.copy_sources, plan.copy_targets))
             self.kv.index_copy_(2, targets, self.kv.index_select(2, sources))
 
     def _choose(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:

@@ -2,11 +2,12 @@
 
 `MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its share of the model, agrees with the parent on
 the size of the cache, and then sleeps in the kernel until plans come. It ends when the parent asks, and at
-once when the parent dies. Torch is imported late, so that the settings of its thread pool can still be made.
+once when the parent dies. Nothing here imports torch before `main` has set how its thread pool waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -40,7 +41,7 @@ class WorkerSpec:
         plans, results: the rings; only rank 0 writes results.
         heartbeat: where this rank says what it is doing.
         control: messages while starting, both ways.
-        lifeline: reads end-of-file when the parent is gone.
+        lifeline: the reading end of a pipe that only the parent can write to; it ends with the parent.
         store_port: of the parent's `TCPStore` on 127.0.0.1, through which ranks find each other; 0 for one rank.
     """
 
@@ -52,7 +53,7 @@ class WorkerSpec:
     results: Ring
     heartbeat: Heartbeat
     control: Connection
-    lifeline: Any
+    lifeline: Connection
     store_port: int = 0
 
 
@@ -66,14 +67,20 @@ def main(spec: WorkerSpec) -> None:
         worker = _start(spec)
         _serve(spec, worker)
     except Exception as error:
-        spec.control.send(("failed", error if isinstance(error, AioinferError) else None, traceback.format_exc()))
-        os._exit(1)
+        _report_failure(spec, error)
     os._exit(0)  # no teardown: collectives and GPU contexts may wait for ranks that are gone
 
 
-def _die_with_parent(lifeline: Any) -> None:
+def _report_failure(spec: WorkerSpec, error: Exception) -> None:
+    """Sends the error to the parent, and ends the process."""
+    with contextlib.suppress(OSError):  # the parent has hung up
+        spec.control.send(("failed", error if isinstance(error, AioinferError) else None, traceback.format_exc()))
+    os._exit(1)
+
+
+def _die_with_parent(lifeline: Connection) -> None:
     """Ends this process when the parent is gone, even in the middle of a step or a collective."""
-    os.read(lifeline.detach(), 1)
+    lifeline.poll(None)
     os._exit(1)
 
 
@@ -98,30 +105,31 @@ def _start(spec: WorkerSpec) -> Worker:
 
 def _serve(spec: WorkerSpec, worker: Worker) -> None:
     """Executes plans in order until the parent closes the control connection."""
-    post = _post_directly if worker.device.type == "cpu" else _PostingThread(spec).put
+    finish = _finish if worker.device.type == "cpu" else _FinishingThread(spec).put
     poll = select.poll()
     poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
     poll.register(spec.control.fileno(), select.POLLIN)
     while True:
-        spec.heartbeat.beat(spec.rank, -1, 1)
         if any(fd == spec.control.fileno() for fd, _ in poll.poll()):
             return
-        spec.plans.clear_event(spec.rank)
-        while (message := spec.plans.read(spec.rank)) is not None:
-            plan = StepPlan.decode(message)
-            spec.heartbeat.beat(spec.rank, plan.step_id, 2)
+        for _ in range(spec.plans.announced(spec.rank)):
+            plan = StepPlan.decode(spec.plans.read(spec.rank))
+            spec.heartbeat.begin(spec.rank, plan.step_id)
             pending = worker.execute(plan)
             spec.plans.release(spec.rank)
-            post(spec, pending)
+            finish(spec, pending)
 
 
-def _post_directly(spec: WorkerSpec, pending: PendingResult) -> None:
+def _finish(spec: WorkerSpec, pending: PendingResult) -> None:
+    """Waits for a step's result; rank 0, whose result is every rank's, posts it."""
+    result = pending.wait()
     if spec.rank == 0:
-        spec.results.write(pending.wait().encode())
+        spec.results.write(result.encode())
+    spec.heartbeat.finish(spec.rank, result.step_id)
 
 
-class _PostingThread:
-    """Waits for results in order while the main thread launches the next step: a GPU must not stand idle between."""
+class _FinishingThread:
+    """Finishes steps in order while the main thread launches the next step: a GPU must not stand idle between."""
 
     def __init__(self, spec: WorkerSpec):
         self._pending: queue.SimpleQueue[PendingResult] = queue.SimpleQueue()
@@ -133,10 +141,9 @@ class _PostingThread:
     def _run(self, spec: WorkerSpec) -> None:
         try:
             while True:
-                _post_directly(spec, self._pending.get())
-        except Exception:
-            spec.control.send(("failed", None, traceback.format_exc()))
-            os._exit(1)
+                _finish(spec, self._pending.get())
+        except Exception as error:
+            _report_failure(spec, error)
 
 
 def _join_group(spec: WorkerSpec) -> Any:

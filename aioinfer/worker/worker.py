@@ -192,7 +192,7 @@ def choose_device(config: Config, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def choose_dtype(wanted: str, stored: str, device: torch.device) -> tuple[torch.dtype, str]:
+def choose_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     """Returns the dtype of weights and arithmetic, and how to call it in the start-up table.
 
     Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as long: on a CPU it is
@@ -202,10 +202,11 @@ def choose_dtype(wanted: str, stored: str, device: torch.device) -> tuple[torch.
         wanted: the configured dtype, or "auto".
         stored: the checkpoint's.
     """
+    name = str(stored).removeprefix("torch.")
     if wanted != "auto":
         return _DTYPES[wanted], wanted
-    if device.type == "cpu" and stored != "float32":
-        return torch.float32, f"float32 (the weights are {stored}, in which few CPUs compute fast)"
-    if stored not in _DTYPES:
-        return torch.bfloat16, f"bfloat16 (the weights are {stored})"
-    return _DTYPES[stored], stored
+    if device.type == "cpu" and name != "float32":
+        return torch.float32, f"float32 (the weights are {name}, in which few CPUs compute fast)"
+    if name not in _DTYPES:
+        return torch.bfloat16, f"bfloat16 (the weights are {name})"
+    return stored, name

@@ -1,4 +1,4 @@
-"""What the outputs are compared with: `generate` of transformers, greedy, in float32, one prompt at a time."""
+"""What the outputs are compared with: `generate` of transformers, greedy, in float32."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+_BATCH = 10
 
 
 class Reference:
@@ -24,11 +26,26 @@ class Reference:
         rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-        """Returns the new tokens, an end token included."""
-        ids = torch.tensor([list(prompt)])
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Returns each prompt's new tokens, an end token included. Prompts of about equal length go together, padded on the left."""
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        outputs: dict[int, list[int]] = {}
+        for first in range(0, len(order), _BATCH):
+            batch = order[first : first + _BATCH]
+            outputs.update(zip(batch, self._generate([prompts[i] for i in batch], max_new_tokens), strict=True))
+        return [outputs[i] for i in range(len(prompts))]
+
+    def _generate(self, prompts: list[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
         with torch.inference_mode():
-            output = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
-            )
-        return output[0, ids.shape[1] :].tolist()
+            output = self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0)
+        ends = self.model.generation_config.eos_token_id
+        return [_until_end(row, ends if isinstance(ends, list) else [ends]) for row in output[:, longest:].tolist()]
+
+
+def _until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    found = [index for index, token in enumerate(tokens) if token in ends]
+    return tokens[: found[0] + 1] if found else tokens
