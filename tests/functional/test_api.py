@@ -1,0 +1,254 @@
+"""The HTTP API over a socket: shapes of replies and streams, and that each field does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from aioinfer import __version__
+from tests.functional.conftest import Served
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT = "The capital of France is"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
+    """Joins the text of a choice's chunks."""
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+class TestCompletions:
+    async def test_a_reply(self, served: Served) -> None:
+        before = int(time.time())
+        reply = await served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+        assert reply["id"].startswith("cmpl-")
+        assert reply["object"] == "text_completion"
+        assert before <= reply["created"] <= time.time()
+        assert reply["model"] == "smollm2"
+        (choice,) = reply["choices"]
+        assert choice["index"] == 0
+        assert "Paris" in choice["text"]
+        assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("length", None, None)
+        prompt_tokens = len(await served.engine.encode(PROMPT))
+        usage = reply["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt_tokens, 8, prompt_tokens + 8)
+
+    async def test_a_stream_says_the_same_in_pieces(self, served: Served) -> None:
+        reply = await served.complete(prompt=PROMPT, **GREEDY)
+        events = await served.stream("/v1/completions", prompt=PROMPT, **GREEDY)
+        assert text_of(events) == reply["text"]
+        assert len(events) > 5
+        assert len({(event["id"], event["created"]) for event in events}) == 1
+        assert {event["object"] for event in events} == {"text_completion"}
+        assert {event["model"] for event in events} == {"smollm2"}
+        assert all("usage" not in event for event in events)
+        assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
+
+    async def test_usage_comes_last_in_a_stream_that_asks_for_it(self, served: Served) -> None:
+        *events, last = await served.stream("/v1/completions", prompt=PROMPT, stream_options={"include_usage": True}, **GREEDY)
+        assert all(event["usage"] is None for event in events)
+        assert last["choices"] == []
+        assert last["usage"] == (await served.post("/v1/completions", prompt=PROMPT, **GREEDY))["usage"]
+
+    async def test_token_ids_are_as_good_as_text(self, served: Served) -> None:
+        ids = await served.engine.encode(PROMPT)
+        assert await served.complete(prompt=ids, **GREEDY) == await served.complete(prompt=PROMPT, **GREEDY)
+
+    @pytest.mark.parametrize("as_ids", [False, True])
+    async def test_several_prompts_with_several_choices(self, served: Served, as_ids: bool) -> None:
+        texts = [PROMPT, "Water boils at"]
+        prompts = [await served.engine.encode(text) for text in texts] if as_ids else texts
+        alone = [(await served.complete(prompt=text, **GREEDY))["text"] for text in texts]
+        reply = await served.post("/v1/completions", prompt=prompts, n=2, **GREEDY)
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in reply["choices"]] == [text for text in alone for _ in range(2)]
+        assert reply["usage"]["prompt_tokens"] == sum([len(await served.engine.encode(text)) for text in texts])
+        assert reply["usage"]["completion_tokens"] == 4 * 8
+        events = await served.stream("/v1/completions", prompt=prompts, n=2, **GREEDY)
+        assert [text_of(events, index) for index in range(4)] == [choice["text"] for choice in reply["choices"]]
+        finished = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+        assert sorted(finished) == [0, 1, 2, 3]
+
+    async def test_sixteen_tokens_unless_told_otherwise(self, served: Served) -> None:
+        reply = await served.post("/v1/completions", prompt=PROMPT, ignore_eos=True)
+        assert reply["usage"]["completion_tokens"] == 16
+
+    async def test_the_default_length_shrinks_to_what_fits(self, served: Served) -> None:
+        reply = await served.post("/v1/completions", prompt=[5] * (served.engine.max_model_len - 3), ignore_eos=True)
+        assert reply["usage"]["completion_tokens"] == 3
+
+    async def test_echo(self, served: Served) -> None:
+        ids = await served.engine.encode(PROMPT)
+        text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
+        assert (await served.complete(prompt=PROMPT, echo=True, **GREEDY))["text"] == PROMPT + text
+        assert (await served.complete(prompt=ids, echo=True, **GREEDY))["text"] == PROMPT + text
+        assert text_of(await served.stream("/v1/completions", prompt=PROMPT, echo=True, **GREEDY)) == PROMPT + text
+
+    async def test_stop_strings(self, served: Served) -> None:
+        text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
+        stop = text[5:8]  # begins and ends within tokens
+        expected = text[: text.index(stop)]
+        choice = await served.complete(prompt=PROMPT, stop=stop, **GREEDY)
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+        assert text_of(await served.stream("/v1/completions", prompt=PROMPT, stop=[stop], **GREEDY)) == expected
+        choice = await served.complete(prompt=PROMPT, stop=stop, include_stop_str_in_output=True, **GREEDY)
+        assert choice["text"] == expected + stop
+
+    async def test_stop_tokens(self, served: Served) -> None:
+        text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
+        token = (await served.engine.encode(text))[3]
+        choice = await served.complete(prompt=PROMPT, stop_token_ids=[token], **GREEDY)
+        assert text.startswith(choice["text"])
+        assert len(choice["text"]) < len(text)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+
+    async def test_logit_bias(self, served: Served) -> None:
+        (token,) = await served.engine.encode(" cheese")
+        choice = await served.complete(prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100})
+        assert choice["text"] == " cheese cheese cheese"
+
+    async def test_a_seed_repeats(self, served: Served) -> None:
+        body = {"prompt": PROMPT, "temperature": 1.5, "max_tokens": 8, "top_p": 0.99, "top_k": 1000, "min_p": 0.0001}
+        first, second, other = [(await served.complete(seed=seed, **body))["text"] for seed in (7, 7, 8)]
+        assert first == second != other
+
+    async def test_logprobs(self, served: Served) -> None:
+        choice = await served.complete(prompt=PROMPT, logprobs=3, **GREEDY)
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        for token, offset, logprob, top in zip(
+            *(logprobs[k] for k in ("tokens", "text_offset", "token_logprobs", "top_logprobs")), strict=True
+        ):
+            assert choice["text"][offset : offset + len(token)] == token
+            assert len(top) == 3
+            assert top[token] == logprob == max(top.values()) < 0
+        events = await served.stream("/v1/completions", prompt=PROMPT, logprobs=3, **GREEDY)
+        parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
+        assert {key: [entry for part in parts for entry in part[key]] for key in logprobs} == logprobs
+
+    async def test_a_repeated_prompt_is_cached(self, served: Served) -> None:
+        prompt = "A hash table maps keys to values. " * 12
+        first = (await served.post("/v1/completions", prompt=prompt, **GREEDY))["usage"]
+        second = (await served.post("/v1/completions", prompt=prompt, **GREEDY))["usage"]
+        assert first["prompt_tokens_details"]["cached_tokens"] == 0
+        assert 48 <= second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
+
+    @pytest.mark.parametrize("model", ["smollm2", "org/alias", None])
+    async def test_names_of_the_model(self, served: Served, model: str | None) -> None:
+        assert (await served.post("/v1/completions", prompt=PROMPT, max_tokens=1, model=model))["model"] == "smollm2"
+
+    async def test_nul_bytes_are_text(self, served: Served) -> None:
+        await served.post("/v1/completions", prompt="a\0b", max_tokens=1)
+
+    async def test_many_at_once(self, served: Served) -> None:
+        alone = await served.complete(prompt=PROMPT, **GREEDY)
+        replies = await asyncio.gather(*[served.complete(prompt=PROMPT, **GREEDY) for _ in range(6)])
+        assert replies == [alone] * 6
+
+
+class TestChat:
+    async def test_a_reply(self, served: Served) -> None:
+        reply = await served.post("/v1/chat/completions", messages=QUESTION, temperature=0)
+        assert reply["id"].startswith("chatcmpl-")
+        assert reply["object"] == "chat.completion"
+        (choice,) = reply["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert "Paris" in choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+        assert reply["usage"]["prompt_tokens"] == len(await served.engine.encode_chat(QUESTION))
+
+    async def test_a_stream_opens_with_the_role(self, served: Served) -> None:
+        body = {"messages": QUESTION, "temperature": 0, "max_tokens": 6}
+        reply = await served.post("/v1/chat/completions", **body)
+        events = await served.stream("/v1/chat/completions", stream_options={"include_usage": True}, **body)
+        assert {event["object"] for event in events} == {"chat.completion.chunk"}
+        first, *chunks, finish, usage = events
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(set(chunk["choices"][0]["delta"]) == {"content"} for chunk in chunks)
+        assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == ({}, "length")
+        assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 6)
+        assert text_of(events) == reply["choices"][0]["message"]["content"]
+
+    async def test_every_choice_has_its_own_opening(self, served: Served) -> None:
+        events = await served.stream("/v1/chat/completions", messages=QUESTION, n=3, temperature=0, max_tokens=3)
+        opened = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
+        assert sorted(opened) == [0, 1, 2]
+        assert text_of(events, 0) == text_of(events, 1) == text_of(events, 2) != ""
+
+    async def test_limits_by_either_name(self, served: Served) -> None:
+        for name in ("max_tokens", "max_completion_tokens"):
+            reply = await served.post("/v1/chat/completions", messages=QUESTION, **{name: 2})
+            assert reply["usage"]["completion_tokens"] == 2
+
+    async def test_logprobs(self, served: Served) -> None:
+        body = {"messages": QUESTION, "temperature": 0, "max_tokens": 6}
+        reply = await served.post("/v1/chat/completions", logprobs=True, top_logprobs=2, **body)
+        choice = reply["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"]
+        for entry in content:
+            assert len(entry["top_logprobs"]) == 2
+            assert entry["top_logprobs"][0] == {key: entry[key] for key in ("token", "logprob", "bytes")}
+
+    async def test_what_makes_up_the_prompt(self, served: Served) -> None:
+        async def prompt(**body: Any) -> str:
+            tokens = (await served.post("/tokenize", **body))["tokens"]
+            return (await served.post("/detokenize", tokens=tokens))["prompt"]
+
+        parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]}]
+        assert await prompt(messages=parts) == await prompt(messages=[{"role": "user", "content": "Hi\nthere"}])
+        developer, system = ([{"role": role, "content": "Be brief."}, *QUESTION] for role in ("developer", "system"))
+        assert await prompt(messages=developer) == await prompt(messages=system) != await prompt(messages=QUESTION)
+        assert (await prompt(messages=QUESTION)).startswith(await prompt(messages=QUESTION, add_generation_prompt=False))
+        unfinished = [*QUESTION, {"role": "assistant", "content": "The capital is"}]
+        assert (await prompt(messages=unfinished, continue_final_message=True)).endswith("The capital is")
+
+    async def test_going_on_with_the_last_message(self, served: Served) -> None:
+        unfinished = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
+        reply = await served.post("/v1/chat/completions", messages=unfinished, continue_final_message=True, **GREEDY)
+        assert reply["choices"][0]["message"]["content"].startswith(" Paris")
+
+
+class TestTokens:
+    async def test_there_and_back(self, served: Served) -> None:
+        text = "Größe 🎉 <|im_start|>"
+        reply = await served.post("/tokenize", prompt=text, return_token_strs=True)
+        assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+        assert reply["tokens"] == await served.engine.encode(text)
+        assert reply["token_strs"][-1] == "<|im_start|>"
+        assert reply["max_model_len"] == served.engine.max_model_len
+        assert await served.post("/detokenize", tokens=reply["tokens"]) == {"prompt": text}
+
+    async def test_nothing(self, served: Served) -> None:
+        assert (await served.post("/tokenize", prompt=""))["tokens"] == []
+        assert await served.post("/detokenize", tokens=[]) == {"prompt": ""}
+
+    async def test_a_long_text(self, served: Served) -> None:
+        text = "Lorem ipsum dolor sit amet. " * 10_000
+        tokens = (await served.post("/tokenize", prompt=text))["tokens"]
+        assert (await served.post("/detokenize", tokens=tokens))["prompt"] == text
+
+
+class TestInfo:
+    async def test_models(self, served: Served) -> None:
+        async with served.http.get("/v1/models") as response:
+            models = await response.json()
+        assert models["object"] == "list"
+        assert [model["id"] for model in models["data"]] == ["smollm2", "org/alias"]
+        for model in models["data"]:
+            assert (model["object"], model["max_model_len"]) == ("model", 512)
+            async with served.http.get(f"/v1/models/{model['id']}") as response:
+                assert await response.json() == model
+
+    async def test_health_and_version(self, served: Served) -> None:
+        async with served.http.get("/health") as response:
+            assert (response.status, await response.json()) == (200, {"status": "ok"})
+        async with served.http.get("/version") as response:
+            assert await response.json() == {"version": __version__}

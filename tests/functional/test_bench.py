@@ -1,0 +1,58 @@
+"""The load generator against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.conftest import Served
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench.py"
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def bench(served: Served, file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Runs the script as a process. Returns its exit status and its figures."""
+    command = [BENCH, "--url", served.url, "--seed", "7", "--output", file, *arguments]
+    process = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert "output tokens/s" in output.decode()
+    assert process.returncode is not None
+    return process.returncode, json.loads(await asyncio.to_thread(file.read_text, "utf-8"))
+
+
+async def test_a_closed_loop_of_token_ids(served: Served, tmp_path: Path) -> None:
+    arguments = ["--num-requests", "6", "--concurrency", "3", "--warmup", "1", "--input-len", "20-40", "--output-len", "8"]
+    status, figures = await bench(served, tmp_path / "result.json", *arguments, "--ignore-eos")
+    assert status == 0
+    assert figures["model"] == "smollm2"
+    assert figures["requests"] == {"sent": 6, "succeeded": 6, "failed": 0}
+    assert figures["tokens"]["output"] == 48
+    assert 120 <= figures["tokens"]["prompt"] <= 240
+    assert figures["tokens"]["requests_without_usage"] == figures["tokens"]["requests_shorter_than_asked"] == 0
+    assert 0 < figures["tokens"]["output_chunks"] <= 48
+    latency = figures["latency_ms"]
+    assert 0 < latency["ttft"]["p50"] < latency["e2e"]["p99"]
+    assert latency["tpot"]["mean"] > 0
+
+
+async def test_an_open_loop_of_chats(served: Served, tmp_path: Path) -> None:
+    arguments = ["--num-requests", "4", "--rate", "50", "--endpoint", "chat", "--input-len", "10", "--output-len", "5"]
+    status, figures = await bench(served, tmp_path / "result.json", *arguments)
+    assert status == 0
+    assert figures["requests"]["succeeded"] == 4
+    assert 4 <= figures["tokens"]["output"] <= 20
+
+
+async def test_refused_requests_are_shown(served: Served, tmp_path: Path) -> None:
+    status, figures = await bench(served, tmp_path / "result.json", "--num-requests", "2", "--input-len", "3000", "--no-stream")
+    assert status == 1
+    [error] = figures["errors"]
+    assert (error["kind"], error["count"]) == ("HTTP 400", 2)
+    assert "3000" in error["example"]

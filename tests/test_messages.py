@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioinfer.api.messages import ROLES, Message
+from aioinfer.errors import RequestError
+
+
+def message(**fields: Any) -> Message:
+    made = msgspec.convert({"role": "user", "content": "x"} | fields, Message)
+    made.check("messages[0]")
+    return made
+
+
+def tool_call(arguments: Any) -> dict[str, Any]:
+    return {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles(role: str) -> None:
+    # templates know no developer, which is the newer name of the system's role
+    assert message(role=role).for_template() == {"role": {"developer": "system"}.get(role, role), "content": "x"}
+
+
+def test_text_parts_are_joined_by_newlines() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert message(content=parts).for_template()["content"] == "one\ntwo"
+
+
+def test_only_an_assistant_may_say_nothing() -> None:
+    assert message(role="assistant", content=None).for_template() == {"role": "assistant", "content": ""}
+    with pytest.raises(RequestError, match="content is missing") as caught:
+        message(role="tool", content=None)
+    assert caught.value.param == "messages[0].content"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_of_calls_are_objects(arguments: Any) -> None:
+    rendered = message(role="assistant", content=None, tool_calls=[tool_call(arguments)]).for_template()
+    assert rendered["tool_calls"] == [tool_call({"a": 1})]
+
+
+@pytest.mark.parametrize("arguments", ["", None])
+def test_a_call_without_arguments(arguments: str | None) -> None:
+    rendered = message(role="assistant", tool_calls=[tool_call(arguments)]).for_template()
+    assert rendered["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", '{"a":' * 100_000])
+def test_arguments_that_are_no_object(arguments: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        message(role="assistant", tool_calls=[tool_call(arguments)])
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_the_answer_of_a_tool() -> None:
+    fields = {"role": "tool", "content": "3", "tool_call_id": "call-1", "name": "add"}
+    assert message(**fields).for_template() == fields

@@ -1,0 +1,258 @@
+"""Worker processes with a real, tiny model: what they answer, how their end is told, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aioinfer.errors import ConfigError, EngineDeadError
+from aioinfer.executor.inline import InlineExecutor
+from aioinfer.executor.multiprocess import MultiprocessExecutor
+from tests.executor_runs import Run, broken_plan, decode_plan, greedy, tiny_config, tiny_llama
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def workers(parent: psutil.Process | None = None) -> list[psutil.Process]:
+    """Returns the spawned workers below a process (this one), zombies included, in the order of their ranks."""
+    children = (parent or psutil.Process()).children(recursive=True)
+    found = [c for c in children if c.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(c.cmdline())]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def open_files() -> list[str]:
+    """Returns what the descriptors of this process are of."""
+    gc.collect()
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists
+            found.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{fd}")))
+    return sorted(found)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """After each test: no worker, no zombie, no shared memory."""
+    shared = set(os.listdir("/dev/shm"))
+    yield
+    assert workers() == []
+    assert multiprocessing.active_children() == []
+    assert set(os.listdir("/dev/shm")) - shared == set()
+
+
+@pytest.fixture
+async def run(folder: Path) -> AsyncIterator[Run]:
+    """Two ranks, not yet started."""
+    run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2, **{"parallel.step_timeout_s": 3.0}), folder))
+    yield run
+    await run.executor.shutdown()
+    assert workers() == []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - other processes set no event here
+            await asyncio.sleep(0.01)
+
+
+def listening_addresses(pid: int) -> set[str]:
+    return {connection.laddr.ip for connection in psutil.Process(pid).net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+
+
+async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
+    inline = Run(InlineExecutor(tiny_config(folder, executor="inline"), folder))
+    await inline.start()
+    expected = await greedy(inline, 7)
+    await inline.executor.shutdown()
+    assert len(set(expected)) > 1
+
+    report = await run.start()
+    assert (report.num_blocks, report.block_size, report.max_model_len) == (32, 4, 128)
+    assert [name for name, _ in report.phases] == ["spawn workers", "import", "load weights", "allocate, warm up"]
+    assert run.progress[-1][1] == run.progress[-1][2]
+    assert len(workers()) == 2
+    assert listening_addresses(os.getpid()) <= {"127.0.0.1"}
+    assert await greedy(run, 7) == expected
+    await run.executor.shutdown()
+    assert workers() == []
+    assert run.failures == []
+
+
+async def test_an_idle_executor_uses_no_cpu(run: Run) -> None:
+    await run.start()
+    await greedy(run, 2)
+    processes = [psutil.Process(), *workers()]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    await asyncio.sleep(2)
+    used = [sum(process.cpu_times()[:2]) - begin for process, begin in zip(processes, before, strict=True)]
+    assert max(used) < 0.025  # 1 %, in the kernel's units of 10 ms
+
+
+async def test_a_step_that_fails_ends_all(run: Run) -> None:
+    await run.start()
+    run.executor.post(broken_plan(0))
+    message = await run.wait_for_failure()
+    assert re.match(r"worker \d failed:\nTraceback", message)
+    assert "IndexError" in message
+    await until(lambda: workers() == [])
+    await run.executor.shutdown()
+    assert len(run.failures) == 1
+
+
+async def test_a_killed_worker_is_told_at_once(run: Run) -> None:
+    await run.start()
+    rank_0, rank_1 = workers()
+    await greedy(run, 2)
+    rank_0.suspend()  # so that rank 1 is in the middle of the step, waiting for rank 0
+    run.executor.post(decode_plan(2, 7))
+    heartbeat = run.executor._heartbeat  # type: ignore[attr-defined]
+    await until(lambda: "executing" in heartbeat.describe(1))
+    rank_1.kill()
+    killed_at = time.monotonic()
+    message = await run.wait_for_failure()
+    assert time.monotonic() - killed_at < 1
+    assert re.fullmatch(r"worker 1 was killed by SIGKILL: rank 1 was executing step 2, last heartbeat \d+\.\d s ago", message)
+    await until(lambda: workers() == [])
+    await run.executor.shutdown()
+    assert len(run.failures) == 1
+
+
+async def test_a_stopped_worker_is_named(run: Run) -> None:
+    await run.start()
+    _, rank_1 = workers()
+    await greedy(run, 3)
+    rank_1.suspend()
+    run.executor.post(decode_plan(3, 8))
+    message = await run.wait_for_failure()
+    heartbeat = r"last heartbeat \d+\.\d s ago"
+    expected = rf"step 3 was not answered within 3 s: rank 0 was executing step 3, {heartbeat}; "
+    assert re.fullmatch(rf"{expected}rank 1 was waiting for a plan after step 2, {heartbeat}", message)
+
+
+async def test_errors_of_the_start_arrive_as_they_are(folder: Path) -> None:
+    run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=3), folder))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        await run.start()
+    assert workers() == []  # without a shutdown
+    assert run.failures == []
+
+
+async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    os.truncate(folder / "model.safetensors", 5000)
+    with pytest.raises((EngineDeadError, ConfigError), match=r"(?i)safetensor"):
+        await Run(MultiprocessExecutor(tiny_config(folder), folder)).start()
+
+
+async def test_a_worker_killed_while_starting(run: Run) -> None:
+    start = asyncio.create_task(run.start())
+    await until(lambda: len(workers()) == 2)
+    workers()[1].kill()
+    with pytest.raises(EngineDeadError, match="worker 1 was killed by SIGKILL: rank 1 has begun no step"):
+        await start
+    assert run.failures == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.5])
+async def test_a_start_that_is_cancelled_leaves_nothing(run: Run, delay: float) -> None:
+    start = asyncio.create_task(run.start())
+    await asyncio.sleep(delay)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert workers() == []
+
+
+async def test_no_descriptor_is_left(folder: Path) -> None:
+    """The first round also opens what Python, asyncio and torch keep."""
+    after: list[list[str]] = []
+    for fails in (False, False, True):
+        run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
+        await run.start()
+        if fails:
+            run.executor.post(broken_plan(0))
+            await run.wait_for_failure()
+        await run.executor.shutdown()
+        after.append(open_files())
+    await MultiprocessExecutor(tiny_config(folder), folder).shutdown()  # never started
+    after.append(open_files())
+    assert after == [after[0]] * 4
+
+
+async def test_two_executors_do_not_meet(folder: Path) -> None:
+    runs = [Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder)) for _ in range(2)]
+    try:
+        await asyncio.gather(*(run.start() for run in runs))
+        first, second = [await greedy(run, 4) for run in runs]
+        assert first == second
+    finally:
+        await asyncio.gather(*(run.executor.shutdown() for run in runs))
+
+
+UNGUARDED = """
+    import asyncio, pathlib, sys
+    print("imported", flush=True)
+    from aioinfer.executor.multiprocess import MultiprocessExecutor
+    from tests.executor_runs import Run, greedy, tiny_config
+    folder = pathlib.Path(sys.argv[1])
+
+    async def main():
+        run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
+        await run.start()
+        print(await greedy(run, 2), flush=True)
+        {then}
+
+    asyncio.run(main())
+"""
+
+
+def run_script(tmp_path: Path, folder: Path, then: str) -> subprocess.Popen[str]:
+    """Runs a script without an `if __name__` guard, in which two workers answer; then it does as told."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(UNGUARDED).format(then=then))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, script, folder], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("then", ["await run.executor.shutdown()", "pass"])
+def test_a_script_without_a_guard_works_and_ends(tmp_path: Path, folder: Path, then: str) -> None:
+    """Also without a shutdown."""
+    process = run_script(tmp_path, folder, then)
+    output, errors = process.communicate(timeout=60)  # its workers would hold these open
+    assert (process.returncode, errors) == (0, "")
+    assert re.fullmatch(r"imported\n\[\d+, \d+\]\n", output)
+
+
+def test_nothing_survives_the_parent(tmp_path: Path, folder: Path) -> None:
+    process = run_script(tmp_path, folder, "await asyncio.sleep(600)")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "imported\n"
+    assert process.stdout.readline().startswith("[")
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    assert len(descendants) == 3  # two workers and multiprocessing's resource tracker
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert psutil.wait_procs(descendants, timeout=5)[1] == []
+    assert process.stderr.read() == ""
+    process.stdout.close()
+    process.stderr.close()

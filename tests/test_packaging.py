@@ -1,0 +1,58 @@
+"""What pyproject.toml and the lock files say, compared with the tree."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import aioinfer
+import lock
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def locked(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text("utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_every_package_of_the_tree_is_installed() -> None:
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "aioinfer").rglob("*.py")}
+    assert {".".join(folder.parts) for folder in folders} | {"aioinfer.kernels"} == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_kernels_is_no_package_of_its_own() -> None:
+    """transformers looks for an importable PyPI package of that name, and must not find this folder instead."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "kernels").is_dir()
+
+
+def test_the_lock_files_hold_every_dependency_once() -> None:
+    run_time, test = locked("requirements.lock"), locked("requirements-test.lock")
+    assert not run_time.keys() & test.keys()
+    for requirements, pins in (
+        (PROJECT["project"]["dependencies"], run_time),
+        (PROJECT["dependency-groups"]["test"], run_time | test),
+    ):
+        for requirement in requirements:
+            match = re.match(r"[\w.-]+", requirement)
+            assert match is not None
+            assert lock.normalize(match.group()) in pins, f"{requirement} is not locked: run `make lock`"
+
+
+def test_the_lock_leaves_the_build_of_torch_to_the_machine() -> None:
+    pins = locked("requirements.lock")
+    assert re.fullmatch(r"[\d.]+", pins["torch"])
+    assert not [name for name in pins if "nvidia" in name or "cuda" in name]
+
+
+def test_one_version() -> None:
+    assert aioinfer.__version__ == PROJECT["project"]["version"]
+
+
+def test_lock_text_and_names() -> None:
+    assert lock.normalize("Typing_Extensions.x") == "typing-extensions-x"
+    assert lock.lock_text("Title.", {"b": "2", "a": "1"}).endswith("by hand.\na==1\nb==2\n")

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aioinfer.api.protocol import (
+    MAX_PROMPTS,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+    template_options,
+)
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import SamplingParams
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return decode(json.dumps({"prompt": "hello"} | fields).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode(json.dumps({"messages": HELLO} | fields).encode(), ChatRequest)
+
+
+def refused(raw: bytes, kind: type[Body] = CompletionRequest) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        decode(raw, kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+class TestSampling:
+    def test_every_field_reaches_the_sampling_parameters(self) -> None:
+        given = {
+            "n": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": -3, "repetition_penalty": 1.1,
+            "presence_penalty": 0.2, "frequency_penalty": 0.3, "max_tokens": 9, "min_tokens": 2, "ignore_eos": True,
+            "skip_special_tokens": False, "logprobs": 4,
+        }  # fmt: skip
+        params = SamplingParams(
+            **completion(
+                **given, logit_bias={"5": 1, "6": -2.5}, stop=["a", "b"], stop_token_ids=[1, 2], include_stop_str_in_output=True
+            ).sampling_fields()
+        )
+        assert {name: getattr(params, name) for name in given} == given
+        assert params.logit_bias == {5: 1.0, 6: -2.5}
+        assert params.stop == ("a", "b")
+        assert params.stop_token_ids == (1, 2)
+        assert params.include_stop is True
+
+    def test_what_is_missing_or_null_is_left_to_the_defaults(self) -> None:
+        assert completion().sampling_fields() == {}
+        assert completion(temperature=None, stop=None, n=None, stream=None, logit_bias=None).sampling_fields() == {}
+
+    def test_zero_and_false_are_not_missing(self) -> None:
+        given = {"temperature": 0, "top_k": 0, "min_tokens": 0, "ignore_eos": False, "logprobs": 0}
+        assert completion(**given).sampling_fields() == given
+
+    def test_a_single_stop_string(self) -> None:
+        assert completion(stop="END").sampling_fields() == {"stop": ("END",)}
+
+    def test_unknown_fields_are_ignored(self) -> None:
+        assert completion(whatever={"deep": [1, {"x": None}]}, user="me").sampling_fields() == {}
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"temperature": "hot"}, "temperature"),
+            ({"temperature": True}, "temperature"),
+            ({"n": 1.5}, "n"),
+            ({"n": True}, "n"),
+            ({"n": 10**30}, "n"),
+            ({"top_k": 2**31}, "top_k"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": 2**40}, "max_tokens"),
+            ({"min_tokens": 2**31}, "min_tokens"),
+            ({"seed": 2**64}, "seed"),
+            ({"seed": "x"}, "seed"),
+            ({"stop": 3}, "stop"),
+            ({"stop": ["a", 3]}, "stop[1]"),
+            ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+            ({"stop_token_ids": 5}, "stop_token_ids"),
+            ({"logit_bias": {"x": 1}}, "logit_bias"),
+            ({"logit_bias": {"-1": 1}}, "logit_bias"),
+            ({"logit_bias": {"5": "much"}}, "logit_bias"),
+            ({"logit_bias": [1]}, "logit_bias"),
+            ({"stream": "yes"}, "stream"),
+            ({"stream_options": {"include_usage": True}}, "stream_options"),
+            ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+            ({"model": 5}, "model"),
+            ({"echo": 1}, "echo"),
+            ({"logprobs": True}, "logprobs"),
+            ({"suffix": "x"}, "suffix"),
+            ({"best_of": 2}, "best_of"),
+            ({"n": 2, "best_of": 3}, "best_of"),
+            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"priority": 2**63}, "priority"),
+        ],
+    )
+    def test_a_wrong_field_is_named(self, fields: dict[str, Any], param: str) -> None:
+        error = refused(json.dumps({"prompt": "x"} | fields).encode())
+        assert error.param == param
+        assert param.split("[")[0] in error.message
+
+    @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5000, "0x10", "01", "+1"])
+    def test_numbers_that_are_none(self, number: str) -> None:
+        refused(f'{{"prompt": "x", "temperature": {number}}}'.encode())
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        ("prompt", "prompts"),
+        [
+            ("text", ["text"]),
+            ("", [""]),
+            ([1, 2], [[1, 2]]),
+            (["a", "b"], ["a", "b"]),
+            ([[1], [2, 3]], [[1], [2, 3]]),
+            ([[]], [[]]),
+        ],
+    )
+    def test_four_shapes(self, prompt: Any, prompts: list[Any]) -> None:
+        assert completion(prompt=prompt).prompts() == prompts
+
+    @pytest.mark.parametrize("prompt", [[], ["a", 1], [1, "a"], [[1], "a"], [1, [2]]])
+    def test_empty_and_mixed_lists(self, prompt: Any) -> None:
+        assert refused(json.dumps({"prompt": prompt}).encode()).param == "prompt"
+
+    @pytest.mark.parametrize(
+        ("prompt", "param"),
+        [
+            (5, "prompt"),
+            (None, "prompt"),
+            ({"text": "x"}, "prompt"),
+            ([1, -2], "prompt[1]"),
+            ([1, 2**31], "prompt[1]"),
+            ([1, 2**70], "prompt[1]"),
+            ([1, 1.0], "prompt[1]"),
+            ([1, True], "prompt[1]"),
+            ([1, None], "prompt[1]"),
+            ([[1], [2, "a"]], "prompt[1][1]"),
+            ([[[1]]], "prompt[0][0]"),
+        ],
+    )
+    def test_wrong_types(self, prompt: Any, param: str) -> None:
+        assert refused(json.dumps({"prompt": prompt}).encode()).param == param
+
+    def test_missing(self) -> None:
+        error = refused(b"{}")
+        assert error.param == "prompt"
+        assert "missing" in error.message
+
+    def test_as_many_prompts_as_allowed(self) -> None:
+        assert len(completion(prompt=["x"] * MAX_PROMPTS).prompts()) == MAX_PROMPTS
+        assert refused(json.dumps({"prompt": ["x"] * (MAX_PROMPTS + 1)}).encode()).param == "prompt"
+        assert len(completion(prompt=[1] * (MAX_PROMPTS + 1)).prompts()) == 1
+
+
+class TestMalformed:
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b"",
+            b"{",
+            b"nonsense",
+            b'{"prompt": "x"} trailing',
+            b'{"prompt": "x",}',
+            b"{'prompt': 'x'}",
+            b'{"prompt": "x\x00y"}',
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": "\\udc00 x"}',
+            b'{"prompt": "\\ud83d\\ud83d"}',
+            b'{"prompt": "\xed\xa0\x80"}',
+            b'{"prompt": "\xff"}',
+            b"\xef\xbb\xbf{}",
+            '{"prompt": "x"}'.encode("utf-16"),
+            b'{"prompt": "x", "unknown": ' + b"[" * 100_000,
+            b'{"prompt": "x", "unknown": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+            b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        ],
+    )
+    def test_refused(self, raw: bytes) -> None:
+        refused(raw)
+
+    @pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"text"'])
+    def test_not_an_object(self, raw: bytes) -> None:
+        error = refused(raw)
+        assert error.param is None
+        assert "object" in error.message
+
+    def test_an_escaped_nul_is_a_character(self) -> None:
+        assert decode(b'{"prompt": "a\\u0000b"}', CompletionRequest).prompts() == ["a\0b"]
+
+
+class TestChat:
+    def test_limit_and_logprobs(self) -> None:
+        assert chat(max_tokens=5, max_completion_tokens=7).sampling_fields() == {"max_tokens": 7}
+        assert chat(logprobs=True).sampling_fields() == {"logprobs": 0}
+        assert chat(logprobs=True, top_logprobs=3).sampling_fields() == {"logprobs": 3}
+        assert chat(logprobs=False).sampling_fields() == {}
+
+    def test_plain_text_may_be_asked_for(self) -> None:
+        chat(response_format={"type": "text"}, tool_choice="auto")
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"messages": []}, "messages"),
+            ({"messages": None}, "messages"),
+            ({"messages": "hello"}, "messages"),
+            ({"messages": ["hello"]}, "messages[0]"),
+            ({"messages": [*HELLO, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
+            ({"messages": [{"content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+            ({"max_completion_tokens": 0}, "max_completion_tokens"),
+            ({"logprobs": 3}, "logprobs"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"response_format": "json"}, "response_format"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+            ({"tools": "hammer"}, "tools"),
+            ({"tools": [3]}, "tools[0]"),
+            ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ],
+    )
+    def test_a_wrong_field_is_named(self, fields: dict[str, Any], param: str) -> None:
+        assert refused(json.dumps({"messages": HELLO} | fields).encode(), ChatRequest).param == param
+
+    def test_template_options(self) -> None:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        plain = {"tools": None, "add_generation_prompt": True, "continue_final_message": False, "template_kwargs": None}
+        assert template_options(chat()) == plain
+        assert template_options(chat(tools=tools)) == plain | {"tools": tools}
+        assert template_options(chat(tools=tools, tool_choice="none")) == plain
+        assert template_options(chat(chat_template_kwargs={"enable_thinking": False})) == plain | {
+            "template_kwargs": {"enable_thinking": False}
+        }
+        assert template_options(chat(continue_final_message=True)) == plain | {
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        }
+
+
+class TestTokenize:
+    def test_prompt_or_messages(self) -> None:
+        assert decode(b'{"prompt": ""}', TokenizeRequest).prompt == ""
+        assert decode(json.dumps({"messages": HELLO}).encode(), TokenizeRequest).messages is not None
+        assert refused(b"{}", TokenizeRequest).param == "prompt"
+        assert refused(json.dumps({"prompt": "x", "messages": HELLO}).encode(), TokenizeRequest).param == "prompt"
+
+    def test_tokens_are_ids(self) -> None:
+        assert decode(b'{"tokens": [1, 2]}', DetokenizeRequest).tokens == [1, 2]
+        assert refused(b'{"tokens": [1, -2]}', DetokenizeRequest).param == "tokens[1]"
+        assert refused(b'{"tokens": "x"}', DetokenizeRequest).param == "tokens"

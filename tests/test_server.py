@@ -1,0 +1,68 @@
+"""The listening socket, without a model behind it: `/health` and `/version` need none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from aioinfer.api.server import HttpServer
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.errors import ConfigError
+
+
+def make_server(**settings: Any) -> HttpServer:
+    config = load_config(None, {"model.path": "none", "server.port": 0} | {f"server.{name}": value for name, value in settings.items()})
+    return HttpServer(cast(Engine, SimpleNamespace(config=config, is_healthy=lambda: True)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+async def test_the_url_is_the_servers(host: str) -> None:
+    server = make_server(host=host)
+    url = await server.start()
+    async with aiohttp.ClientSession(url) as http, http.get("/health") as response:
+        assert response.status == 200
+    await server.close()
+
+
+async def test_a_taken_port_is_a_matter_of_configuration() -> None:
+    first = make_server()
+    port = URL(await first.start()).port
+    second = make_server(port=port)
+    with pytest.raises(ConfigError, match=f"server.port = {port}"):
+        await second.start()
+    await second.close()
+    await first.close()
+
+
+async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
+    leave = asyncio.Event()
+
+    async def held_back() -> AsyncIterator[bytes]:
+        yield b"{"
+        await leave.wait()
+        yield b"}"
+
+    server = make_server()
+    url = await server.start()
+    async with aiohttp.ClientSession(url) as busy, aiohttp.ClientSession(url) as late:
+        posting = asyncio.ensure_future(busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"}))
+        while not server._num_handling:  # noqa: ASYNC110  # nothing tells that a handler has begun
+            await asyncio.sleep(0.001)
+        draining = asyncio.ensure_future(server.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await late.get("/version")
+        assert not draining.done()
+        leave.set()
+        async with await posting as response:
+            assert response.status == 400
+            assert response.headers["Connection"] == "close"
+        await draining
+    await server.close()

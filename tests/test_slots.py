@@ -1,0 +1,181 @@
+"""The slots: what a plan writes into them, and that nothing of a former owner stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import I32, Admission, StepPlan
+from aioinfer.worker.sampler import adjust_logits, sample
+from aioinfer.worker.slots import BANNED, BIASED, FILTERED, LOGPROBS, PENALIZED, RANDOM, Slots
+
+VOCAB = 50
+CPU = torch.device("cpu")
+
+
+def ids(*values: int) -> I32:
+    return np.array(values, np.int32)
+
+
+def make_plan(*admissions: Admission, growth: list[tuple[int, int, int]] | None = None) -> StepPlan:
+    """A plan without rows. `growth`: (slot, index, block)."""
+    slots, indices, blocks = (ids(*column) for column in zip(*growth, strict=True)) if growth else (ids(), ids(), ids())
+    return StepPlan(0, ids(), ids(), ids(), ids(), slots, indices, blocks, ids(), ids(), list(admissions))
+
+
+def admit(
+    slot: int, tokens: list[int] | None = None, prompt_len: int = 1, banned: tuple[int, ...] = (), seed: int = 0, **params: Any
+) -> Admission:
+    return Admission(slot, ids(*(tokens or [1])), prompt_len, SamplingParams(**params), seed, banned)
+
+
+def make_slots(max_num_seqs: int = 4) -> Slots:
+    return Slots(max_num_seqs, 20, 8, VOCAB, CPU)
+
+
+def adjusted(slots: Slots, slot: int, position: int) -> torch.Tensor:
+    """What the sampler makes of logits that are all 1."""
+    logits = torch.ones(1, VOCAB)
+    adjust_logits(logits, slots, slots.current_wishes(ids(slot), ids(position)), ids(slot), ids(position))
+    return logits[0]
+
+
+def test_shapes_and_dtypes() -> None:
+    slots = make_slots()
+    assert slots.tokens.shape == (4, 21)
+    assert slots.tokens.dtype == torch.int32
+    assert slots.block_table.shape == (4, 3)
+    assert slots.block_table.dtype == torch.int32
+    for name in ("top_k", "banned_until"):
+        assert getattr(slots, name).dtype == torch.int32
+        assert getattr(slots, name).is_contiguous()
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert getattr(slots, name).dtype == torch.float32
+        assert getattr(slots, name).is_contiguous()
+
+
+def test_an_admission_is_written_whole() -> None:
+    slots = make_slots()
+    params: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 5, "top_p": 0.75, "min_p": 0.125,
+        "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.25, "min_tokens": 3, "logprobs": 4,
+    }  # fmt: skip
+    slots.apply(make_plan(admit(2, [7, 8, 9, 8], prompt_len=2, seed=2**64 - 2, banned=(6,), logit_bias={4: 1.0}, **params)))
+    assert slots.tokens[2, :4].tolist() == [7, 8, 9, 8]
+    assert slots.seeds[2] == -2
+    assert slots.banned_until[2] == 5
+    for name, value in params.items():
+        if name not in ("logprobs", "min_tokens"):
+            assert getattr(slots, name)[2] == value, name
+    assert slots.wishes.tolist() == [0, 0, RANDOM | FILTERED | BIASED | PENALIZED | BANNED | LOGPROBS, 0]
+    assert slots.num_logprobs.tolist() == [0, 0, 4, 0]
+    assert slots.current_wishes(ids(2), ids(4)) & BANNED
+    assert not slots.current_wishes(ids(2), ids(5)) & BANNED
+
+
+def test_a_plan_decoded_from_the_ring_serves_as_well() -> None:
+    """Its arrays are read-only views into a buffer that is overwritten after the step."""
+    plan = make_plan(admit(1, [4, 5, 6], prompt_len=2, frequency_penalty=1.0, logit_bias={3: -2.0}, seed=2**63), growth=[(1, 2, 9)])
+    message = bytearray(b"".join(plan.encode()))
+    decoded = StepPlan.decode(bytes(message))
+    slots = make_slots()
+    slots.apply(decoded)
+    overwritten = make_slots()
+    overwritten.apply(StepPlan.decode(message))
+    message[:] = bytes(len(message))
+    for some in (slots, overwritten):
+        assert some.tokens[1, :3].tolist() == [4, 5, 6]
+        assert some.block_table[1, 2] == 9
+        assert some.seeds[1] == -(2**63)
+        expected = torch.ones(VOCAB)
+        expected[3], expected[6] = -1.0, 0.0
+        assert adjusted(some, 1, 3).equal(expected)
+
+
+def test_block_tables_grow_before_admissions_and_survive_them() -> None:
+    slots = make_slots()
+    slots.apply(make_plan(growth=[(0, 0, 5), (0, 1, 6), (3, 2, 7)]))
+    slots.apply(make_plan(admit(3), growth=[(3, 0, 8), (0, 2, 4)]))
+    assert slots.block_table.tolist() == [[5, 6, 4], [0, 0, 0], [0, 0, 0], [8, 0, 7]]
+
+
+def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
+    slots = make_slots()
+    former = admit(
+        1, [9, 9, 8], banned=(2, 3), min_tokens=10, temperature=0.9, top_k=3, top_p=0.5, min_p=0.5, logprobs=5,
+        logit_bias={7: 50.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0,
+    )  # fmt: skip
+    slots.apply(make_plan(former))
+    assert adjusted(slots, 1, 3).ne(1).nonzero()[:, 0].tolist() == [2, 3, 7, 8, 9]
+    slots.apply(make_plan(admit(1, temperature=0)))
+    assert adjusted(slots, 1, 1).eq(1).all()
+    assert slots.wishes[1] == 0
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 2] = 1
+    result = sample(logits, slots, ids(1), ids(1))
+    assert result.tokens.tolist() == [2]
+    assert result.logprobs.shape == (0,)
+
+
+def test_a_new_owner_with_the_same_wishes_starts_afresh() -> None:
+    slots = make_slots()
+    wishes: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 2}
+    slots.apply(make_plan(admit(0, [9, 9, 9], logit_bias={1: 5.0, 2: 5.0, 3: 5.0}, banned=(4, 5, 6), **wishes)))
+    slots.apply(make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **wishes)))
+    expected = torch.ones(VOCAB)
+    expected[7], expected[8], expected[4] = 0.0, 2.0, -torch.inf
+    assert adjusted(slots, 0, 2).equal(expected)
+
+
+def test_longer_lists_leave_those_of_others_alone() -> None:
+    slots = make_slots()
+    slots.apply(make_plan(admit(0, logit_bias={1: 1.0})))
+    slots.apply(make_plan(admit(1, logit_bias=dict.fromkeys(range(30), 2.0))))
+    slots.apply(make_plan(admit(2, logit_bias={3: 3.0, 4: 4.0})))
+    expected = torch.ones(VOCAB)
+    expected[1] += 1
+    assert adjusted(slots, 0, 1).equal(expected)
+    assert adjusted(slots, 1, 1).tolist() == [3.0] * 30 + [1.0] * 20
+
+
+def test_counts_are_kept_only_for_slots_that_ask_and_their_rows_are_used_again() -> None:
+    slots = make_slots(16)
+    assert len(slots.occurrences.rows) == 0
+    for turn in range(6):
+        for slot in range(3):
+            slots.apply(make_plan(admit(slot, [1, 8 * turn + slot], frequency_penalty=1.0)))
+            assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [8 * turn + slot]
+        slots.apply(make_plan(*(admit(slot) for slot in range(3))))
+    assert len(slots.occurrences.rows) == 4
+    slots.apply(make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
+    assert len(slots.occurrences.rows) == 16
+    for slot in range(16):
+        assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [slot]
+
+
+def test_appended_tokens_are_written_and_counted() -> None:
+    slots = make_slots()
+    slots.apply(make_plan(admit(0, [1, 2]), admit(1, frequency_penalty=1.0), admit(3, presence_penalty=1.0)))
+    slots.append(ids(3, 0, 1), ids(1, 2, 1), torch.tensor([30, 31, -1], dtype=torch.int32))
+    assert slots.tokens[3, 1] == 30
+    assert slots.tokens[0, 2] == 31
+    assert slots.tokens[1, 1] == 0, "a row that failed leaves an id that can be embedded"
+    assert adjusted(slots, 3, 2)[30] == 0
+    assert adjusted(slots, 0, 3).eq(1).all()
+
+
+def test_reset_leaves_no_trace() -> None:
+    slots = make_slots()
+    wishes: dict[str, Any] = {"logit_bias": {1: 1.0}, "frequency_penalty": 1.0, "min_tokens": 4, "logprobs": 2, "top_p": 0.5}
+    slots.apply(make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **wishes), growth=[(1, 0, 3)]))
+    slots.reset()
+    for name, fresh in vars(make_slots()).items():
+        kept = getattr(slots, name)
+        if isinstance(fresh, torch.Tensor):
+            assert kept.equal(fresh), name
+        elif isinstance(fresh, np.ndarray):
+            assert (kept == fresh).all(), name
+    assert slots.bias.ids.shape[1] == slots.banned.ids.shape[1] == len(slots.occurrences.rows) == 0

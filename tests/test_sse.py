@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event, role_event
+
+COMPLETION = Envelope("cmpl-1", "text_completion", 1_700_000_000, 'a "quoted" name')
+CHAT = Envelope("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m")
+SHARED = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "m"}
+
+TEXTS = [
+    "",
+    "plain",
+    'quotes " and \\ slashes',
+    "line\nbreaks\r\n\ttabs",
+    "\0\x1f\x7f",
+    "ünï ✓ 🎉",
+    "\u2028\u2029",
+    "data: [DONE]\n\n",
+    "</script>",
+]
+
+
+def parse(event: bytes) -> dict[str, Any]:
+    """Reads one event as a client does: a single line of data, and an empty line."""
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    assert event.count(b"\n") == 2
+    assert b"\r" not in event
+    return json.loads(event.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_text_of_a_completion_survives(text: str) -> None:
+    assert parse(ChunkTemplate.for_completion(COMPLETION, 3).chunk(text)) == {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1_700_000_000,
+        "model": 'a "quoted" name',
+        "choices": [{"index": 3, "text": text, "logprobs": None, "finish_reason": None}],
+    }
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_text_of_a_chat_survives(text: str) -> None:
+    assert parse(ChunkTemplate.for_chat(CHAT, 0).chunk(text)) == SHARED | {
+        "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}]
+    }
+
+
+def test_logprobs_go_with_the_text() -> None:
+    logprobs = {"content": [{"token": "a", "logprob": -0.5}]}
+    (choice,) = parse(ChunkTemplate.for_chat(CHAT, 1).chunk_with_logprobs("a", logprobs))["choices"]
+    assert choice == {"index": 1, "delta": {"content": "a"}, "logprobs": logprobs, "finish_reason": None}
+    (choice,) = parse(ChunkTemplate.for_completion(COMPLETION, 0).chunk_with_logprobs("a", logprobs))["choices"]
+    assert choice == {"index": 0, "text": "a", "logprobs": logprobs, "finish_reason": None}
+
+
+@pytest.mark.parametrize("stop_reason", [None, 2, "END\n"])
+def test_the_last_event_of_a_choice(stop_reason: int | str | None) -> None:
+    (choice,) = parse(ChunkTemplate.for_chat(CHAT, 1).finish("stop", stop_reason))["choices"]
+    assert choice == {"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": stop_reason}
+    (choice,) = parse(ChunkTemplate.for_completion(COMPLETION, 1).finish("length", stop_reason))["choices"]
+    assert choice == {"index": 1, "text": "", "logprobs": None, "finish_reason": "length", "stop_reason": stop_reason}
+
+
+def test_a_chat_opens_with_the_role() -> None:
+    assert parse(role_event(CHAT, 2)) == SHARED | {
+        "choices": [{"index": 2, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
+    }
+
+
+def test_with_usage_every_chunk_has_the_field() -> None:
+    envelope = Envelope("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m", include_usage=True)
+    template = ChunkTemplate.for_chat(envelope, 0)
+    for event in (role_event(envelope, 0), template.chunk("x"), template.chunk_with_logprobs("x", {}), template.finish("stop", None)):
+        assert parse(event)["usage"] is None
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    assert parse(envelope.usage_event(usage)) == SHARED | {"choices": [], "usage": usage}
+
+
+def test_errors_and_the_end() -> None:
+    assert parse(error_event({"error": {"message": "gone\n"}})) == {"error": {"message": "gone\n"}}
+    assert DONE == b"data: [DONE]\n\n"

@@ -1,0 +1,174 @@
+"""The worker: what it chooses and reports when it loads, that warm-up leaves no trace, and that it executes plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
+from aioinfer.errors import ConfigError
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import Admission, StepPlan
+from aioinfer.worker.worker import LoadReport, Worker, choose_device, choose_dtype
+
+CPU = torch.device("cpu")
+VOCAB = 120
+PROMPT = [5, 99, 23, 7, 64, 31, 8, 2, 77]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=None, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def make_worker(folder: Path, *, max_num_seqs: int = 4, model: dict[str, Any] | None = None, **cache: Any) -> Worker:
+    config = Config(
+        model=ModelConfig(path=str(folder), **(model or {})),
+        cache=CacheConfig(**({"cpu_memory_gib": 0.01} | cache)),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        parallel=ParallelConfig(device="cpu", cpu_threads=1),
+    )
+    return Worker(config, folder, ParallelGroup.single())
+
+
+def load(worker: Worker) -> LoadReport:
+    return worker.load(lambda done, total: None)
+
+
+def test_loading_reports_sizes_and_progress(folder: Path) -> None:
+    worker = make_worker(folder)
+    progress: list[tuple[int, int]] = []
+    report = worker.load(lambda done, total: progress.append((done, total)))
+    assert report.device == "cpu (1 thread)"
+    assert torch.get_num_threads() == 1
+    assert report.dtype == "float32 (the weights are bfloat16, in which few CPUs compute fast)"
+    parameters = LlamaForCausalLM.from_pretrained(folder).num_parameters()
+    assert report.weights_bytes == 4 * parameters
+    assert progress[-1] == (4 * parameters, 4 * parameters)
+    assert report.block_size == 16
+    assert report.bytes_per_block == 2 * 2 * 16 * 2 * 8 * 4
+    assert report.max_blocks == int(0.01 * 2**30) // report.bytes_per_block
+    assert report.model_max_len == 64
+    assert report.vocab_size == VOCAB
+
+
+def test_dummy_weights_need_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    worker = make_worker(tmp_path, model={"load_format": "dummy"})
+    assert load(worker).weights_bytes == load(make_worker(folder)).weights_bytes
+    worker.allocate(4, 20)
+    assert 0 <= greedy(worker, PROMPT, 1)[0] < VOCAB
+
+
+def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
+    """Runs a request in slot 0 and blocks 0, 1, 2, ..."""
+    none = np.empty(0, np.int32)
+    blocks = np.arange(-(-(len(prompt) + count) // worker.block_size), dtype=np.int32)
+    admission = Admission(0, np.array(prompt, np.int32), len(prompt), SamplingParams(temperature=0), 0)
+    tokens: list[int] = []
+    for step in range(count):
+        row = [[0], [len(prompt) + step - 1], [1], [1]] if step else [[0], [0], [len(prompt)], [1]]
+        growth = [none] * 3 if step else [0 * blocks, blocks, blocks]
+        plan = StepPlan(step, *(np.array(column, np.int32) for column in row), *growth, none, none, [] if step else [admission])
+        tokens += worker.execute(plan).wait().tokens.tolist()
+    return tokens
+
+
+def test_it_executes_plans_in_float32(folder: Path) -> None:
+    worker = make_worker(folder)
+    load(worker)
+    worker.allocate(3, 40)
+    worker.warm_up()
+    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    output = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    expected = output[0, len(PROMPT) :].tolist()
+    assert len(set(expected)) > 3
+    assert greedy(worker, PROMPT, 20) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_serve_a_cpu_that_is_told_to(folder: Path, dtype: str) -> None:
+    worker = make_worker(folder, model={"dtype": dtype})
+    assert load(worker).dtype == dtype
+    worker.allocate(3, 40)
+    worker.warm_up()
+    assert worker._runner.kv.dtype == getattr(torch, dtype)
+    assert all(0 <= token < VOCAB for token in greedy(worker, PROMPT, 5))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "max_model_len", "max_num_seqs"),
+    [(16, 10, 64, 4), (1, 3, 3, 2), (16, 1, 16, 4), (4, 2, 1, 1), (2, 2, 4, 1)],
+)
+def test_warm_up_leaves_no_trace_at_any_size(folder: Path, block_size: int, num_blocks: int, max_model_len: int, max_num_seqs: int) -> None:
+    worker = make_worker(folder, block_size=block_size, max_num_seqs=max_num_seqs)
+    load(worker)
+    worker.allocate(num_blocks, max_model_len)
+    untouched = make_worker(folder, block_size=block_size, max_num_seqs=max_num_seqs)
+    load(untouched)
+    untouched.allocate(num_blocks, max_model_len)
+    worker.warm_up()
+    runner = worker._runner
+    assert runner.kv.shape == (2, 2, num_blocks, block_size, 2, 8)
+    assert runner.kv.count_nonzero() == 0
+    assert runner.slots.tokens.shape == (max_num_seqs, max_model_len + 1)
+    for name, fresh in vars(untouched._runner.slots).items():
+        if isinstance(fresh, torch.Tensor):
+            assert getattr(runner.slots, name).equal(fresh), name
+        elif isinstance(fresh, np.ndarray):
+            assert (getattr(runner.slots, name) == fresh).all(), name
+
+
+def test_a_cache_that_cannot_hold_the_longest_request_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.max_model_len = 64 needs 4 KV blocks .* set cache.cpu_memory_gib to at least"):
+        load(make_worker(folder, model={"max_model_len": 64}, cpu_memory_gib=1e-5))
+    with pytest.raises(ConfigError, match=r"set cache.num_blocks to at least 4"):
+        load(make_worker(folder, model={"max_model_len": 64}, num_blocks=3))
+
+
+def make_config(device: str, size: int = 1) -> Config:
+    return Config(model=ModelConfig(path="x"), parallel=ParallelConfig(device=device, tensor_parallel_size=size))  # type: ignore[arg-type]
+
+
+def test_the_device_follows_configuration_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device(make_config("auto"), 0) == choose_device(make_config("cpu"), 0) == CPU
+    with pytest.raises(ConfigError, match=r"parallel.device = 'cuda'.*'cpu' or 'auto'"):
+        choose_device(make_config("cuda"), 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(make_config("auto", 2), 1) == choose_device(make_config("cuda", 2), 1) == torch.device("cuda:1")
+    assert choose_device(make_config("cpu", 4), 3) == CPU
+    with pytest.raises(ConfigError, match="tensor_parallel_size = 4 needs as many GPUs, and there are 2"):
+        choose_device(make_config("auto", 4), 2)
+
+
+def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu() -> None:
+    gpu = torch.device("cuda")
+    assert choose_dtype("auto", torch.bfloat16, gpu) == (torch.bfloat16, "bfloat16")
+    assert choose_dtype("auto", torch.float32, gpu) == (torch.float32, "float32")
+    assert choose_dtype("auto", torch.float8_e4m3fn, gpu) == (torch.bfloat16, "bfloat16 (the weights are float8_e4m3fn)")
+    assert choose_dtype("auto", torch.float32, CPU) == (torch.float32, "float32")
+    assert choose_dtype("auto", torch.float16, CPU)[0] == torch.float32
+    assert choose_dtype("bfloat16", torch.float32, CPU) == (torch.bfloat16, "bfloat16")

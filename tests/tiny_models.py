@@ -1,0 +1,61 @@
+"""Small random models of every supported family, made and saved by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_model(
+    family: str, folder: Path, *, vocab_size: int = 512, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
+) -> Path:
+    """Saves a random model into `folder` and returns it.
+
+    Two layers, 8 heads over 2 KV heads of 16 channels, so that 1, 2, 4 and 8 ranks divide it. Weights are drawn wider
+    than for training, so that greedy texts are varied. `fields` go over those of the configuration.
+    """
+    config_class, model_class = _CLASSES[family]
+    config = config_class(
+        **{
+            "vocab_size": vocab_size,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": None,
+            "initializer_range": 0.2,
+            "tie_word_embeddings": False,
+            **fields,
+        }
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # zeros and ones would hide that they are left out
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
