@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import sys
@@ -61,6 +62,8 @@ async def _launch(config: Config, stop: _StopSignals) -> Engine | None:
         return None
     engine = launching.result()
     display.show(engine.report, config.served_model_names)
+    gc.collect()
+    gc.freeze()  # what lives now lives as long as the process: the collector need not look at it again
     return engine
 
 

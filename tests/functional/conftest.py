@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 import uvloop
-from blockbuster import blockbuster_ctx
+from blockbuster import BlockBuster, blockbuster_ctx
 
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
@@ -28,10 +28,10 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 
 @pytest.fixture(autouse=True)
-def nothing_blocks() -> Iterator[None]:
+def nothing_blocks() -> Iterator[BlockBuster]:
     """Makes a blocking call on an event loop raise, in whatever thread the loop runs."""
-    with blockbuster_ctx():
-        yield
+    with blockbuster_ctx() as guard:
+        yield guard
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,135 @@
+"""The offline door: order, parameters for each, errors, and what a request asks of its sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.errors import RequestError
+from tests.functional.prompts import PROMPTS
+from tests.functional.test_equality import MODEL
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    settings = {"parallel.executor": "inline", "cache.num_blocks": 128, "scheduler.max_num_seqs": 24, "scheduler.policy": "priority"}
+    with LLM(MODEL, settings=settings, progress=False) as llm:
+        yield llm
+        llm.engine.scheduler.check_integrity()
+
+
+def sampled(seed: int, **fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.9, "max_tokens": 16, "seed": seed, **fields})
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    lengths = [1 + (7 * i) % 12 for i in range(len(PROMPTS))]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate(PROMPTS, params)
+    assert [len(o.token_ids) for o in outputs] == lengths
+    assert [o.prompt_token_ids for o in outputs] == [llm.engine.tokenizer.encode(p) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.2, "presence_penalty": 0.5}]
+)
+def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm, fields):
+    (alone,) = llm.generate(PROMPTS[1], sampled(7, **fields))
+    others = [sampled(seed) for seed in range(100, 118)]
+    crowd = llm.generate([*PROMPTS[2:11], PROMPTS[1], *PROMPTS[11:20]], [*others[:9], sampled(7, **fields), *others[9:]])
+    assert crowd[9].token_ids == alone.token_ids
+    (other,) = llm.generate(PROMPTS[1], sampled(8, **fields))
+    assert other.token_ids != alone.token_ids
+
+
+def test_siblings_differ_and_repeat(llm):
+    (first,) = llm.generate(PROMPTS[5], sampled(3, n=4))
+    (again,) = llm.generate(PROMPTS[5], sampled(3, n=4))
+    texts = [c.text for c in first.completions]
+    assert texts == [c.text for c in again.completions]
+    assert len(set(texts)) > 1
+
+
+def test_a_stop_string_across_tokens_does_not_leak(llm):
+    (whole,) = llm.generate("The three primary colours are red,", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    stop = whole.text[9:14]  # begins and ends within words
+    (cut,) = llm.generate("The three primary colours are red,", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop))
+    completion = cut.completions[0]
+    assert completion.text == whole.text[: whole.text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_min_tokens_holds_the_end_back(llm):
+    prompt = [{"role": "user", "content": "Say hi."}]
+    (free,) = llm.chat([prompt], SamplingParams(temperature=0, max_tokens=40))
+    assert free.completions[0].finish_reason == "stop"
+    assert len(free.token_ids) < 39
+    (held,) = llm.chat([prompt], SamplingParams(temperature=0, max_tokens=40, min_tokens=39))
+    assert len(held.token_ids) >= 39
+    end = llm.engine.tokenizer.eos_token_id
+    assert end not in held.token_ids[:38]
+
+
+def test_logit_bias_and_stop_token_ids(llm):
+    (biased,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4, logit_bias={1234: 100.0}, ignore_eos=True))
+    assert biased.token_ids == [1234] * 4
+    (stopped,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4, logit_bias={1234: 100.0}, stop_token_ids=[1234]))
+    assert (stopped.token_ids, stopped.text, stopped.completions[0].stop_reason) == ([1234], "", 1234)
+
+
+def test_penalties_keep_a_text_from_repeating_itself(llm):
+    plain, penalized = (
+        llm.generate("la la la la la la la", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, frequency_penalty=penalty))[0]
+        for penalty in (0.0, 2.0)
+    )
+    assert len(set(penalized.token_ids)) > len(set(plain.token_ids))
+
+
+def test_logprobs_belong_to_the_tokens(llm):
+    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=5, logprobs=3))
+    logprobs = output.completions[0].logprobs
+    assert [entry.token_id for entry in logprobs] == output.token_ids
+    for entry in logprobs:
+        assert len(entry.top) == 3
+        assert entry.top[0] == (entry.token_id, entry.logprob), "a greedy token is the likeliest"
+        assert entry.logprob <= 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [
+        ("", {}, "prompt"),
+        ([5, 60_000], {}, "prompt"),
+        ([5, -1], {}, "prompt"),
+        ([7] * 5000, {}, "prompt"),
+        ("x", {"max_tokens": 5000}, "max_tokens"),
+        ("x", {"min_tokens": 5000}, "min_tokens"),
+        ("x", {"logit_bias": {60_000: 1.0}}, "logit_bias"),
+        ("x", {"stop_token_ids": [-1]}, "stop_token_ids"),
+    ],
+)
+def test_requests_that_could_never_run_are_refused_at_once(llm, prompt, fields, param):
+    with pytest.raises(RequestError) as caught:
+        llm.generate([prompt], SamplingParams(**fields))
+    assert caught.value.param == param
+    assert llm.engine.scheduler.is_idle
+
+
+def test_the_longest_request_that_fits_runs(llm):
+    longest = llm.engine.max_model_len
+    assert longest == 128 * 16, "what the KV cache holds"
+    assert "KV cache" in llm.engine.report.max_model_len_reason
+    (output,) = llm.generate([[7] * (longest - 2)], SamplingParams(temperature=0, ignore_eos=True))
+    assert len(output.token_ids) == 2
+
+
+def test_inside_a_running_event_loop(llm, nothing_blocks):
+    nothing_blocks.deactivate()  # a notebook's own loop waits, as the notebook asked
+
+    async def notebook() -> str:
+        return llm.generate("Water boils at", SamplingParams(temperature=0, max_tokens=3))[0].text
+
+    assert asyncio.run(notebook())
