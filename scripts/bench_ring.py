@@ -40,7 +40,7 @@ def answer(plans: Ring, results: Ring, requests: int) -> None:
 def decode_plan(step_id: int, requests: int) -> StepPlan:
     """Returns a step that decodes for all requests, one in sixteen of which gets a block."""
     slots = np.arange(requests, dtype=np.int32)
-    ones, none, growing = np.ones(requests, np.int32), np.empty(0, np.int32), slots[::16]
+    ones, none, growing = np.ones(requests, np.int32), np.empty(0, np.int32), slots[: requests // 16]
     return StepPlan(step_id, slots, slots + 500, ones, ones, growing, growing, growing, none, none)
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     plans, results = Ring(1), Ring(1)
-    process = multiprocessing.get_context("spawn").Process(target=answer, args=(plans, results, arguments.requests))
+    process = multiprocessing.get_context("spawn").Process(target=answer, args=(plans, results, arguments.requests), daemon=True)
     process.start()
     measure(plans, results, arguments.requests, 200)  # until both sides are warm
     runs = [measure(plans, results, arguments.requests, arguments.steps) for _ in range(arguments.runs)]

@@ -55,7 +55,9 @@ def tiny_model(
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # zeros and ones would hide that they are left out
+        if name.endswith("bias"):  # zeros here, and ones below, would hide that they are left out
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+        elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder)
     return folder

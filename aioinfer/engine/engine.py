@@ -74,7 +74,7 @@ class Engine:
             EngineDeadError: a worker failed to start.
         """
         begin = time.perf_counter()
-        folder = await asyncio.to_thread(resolve_model, config.model)
+        folder = await asyncio.to_thread(_find_model, config)
         resolved = time.perf_counter()
         engine = cls(config, make_executor(config, folder))
         loading = asyncio.ensure_future(engine._in_thread(lambda: engine._load_text_side(folder)))
@@ -352,6 +352,13 @@ class Engine:
             choice.generation.fail(EngineDeadError(self.dead_reason))
         self._choices.clear()
         self._drained.set()
+
+
+def _find_model(config: Config) -> Path:
+    """Returns the model's folder, after a check that costs nothing yet: whether the workers can share the model."""
+    folder = resolve_model(config.model)
+    Architecture.load(folder).check_tensor_parallel(config.parallel.tensor_parallel_size)
+    return folder
 
 
 def _logprob(result: StepResult, row: int, token: int, params: SamplingParams) -> TokenLogprob | None:

@@ -30,7 +30,7 @@ class AttentionMetadata:
 
     Attributes:
         slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset.
-        block_tables: int32 [R, max_blocks], the KV blocks of each row; entries past a row's length are arbitrary.
+        block_tables: int32 [R, max_blocks], the KV blocks of each row; entries past a row's length may be any block.
         query_starts: int32 [R + 1], the first token of each row.
         seq_lens: int32 [R], tokens of each row that are in the cache once this step's are written.
         num_decodes: how many rows, counted from the first, have exactly one token until one has more.

@@ -10,13 +10,13 @@ from aioinfer.layers.parallel import ParallelGroup
 
 
 class Vocabulary:
-    """Which token ids a rank holds: equal shares, the last ones padded where the ranks do not divide the vocabulary."""
+    """Which token ids a rank holds: equal shares, the last ones padded with zeros where the ranks do not divide the vocabulary."""
 
     def __init__(self, vocab_size: int, group: ParallelGroup):
         self.vocab_size = vocab_size
         self.group = group
         self.share = -(-vocab_size // group.size)
-        self.start = group.rank * self.share
+        self.start = min(group.rank * self.share, vocab_size)
 
     def rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a weight [share, hidden_size] of zeros."""
@@ -24,7 +24,7 @@ class Vocabulary:
 
     def target(self, weight: torch.Tensor) -> Target:
         """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding stays zero."""
-        return Target(weight[: max(0, min(self.share, self.vocab_size - self.start))], 0, self.start)
+        return Target(weight[: min(self.share, self.vocab_size - self.start)], 0, self.start, self.vocab_size)
 
 
 class Embedding:

@@ -25,11 +25,21 @@ class Target:
         destination: a view of the parameter.
         dim: the dimension of the checkpoint tensor along which a part is taken.
         start: where the part begins; it is as long as the destination.
+        whole: the length of the checkpoint tensor in that dimension, or None where the destination takes all of it.
     """
 
     destination: torch.Tensor
     dim: int = 0
     start: int = 0
+    whole: int | None = None
+
+    @property
+    def checkpoint_shape(self) -> list[int]:
+        """The shape that the checkpoint tensor must have."""
+        shape = list(self.destination.shape)
+        if self.whole is not None:
+            shape[self.dim] = self.whole
+        return shape
 
 
 class Linear:
@@ -54,22 +64,26 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [..., out_features] for x [..., in_features]."""
+        return self._multiply(x, self.bias)
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, bias)
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose inputs are split over the ranks; its results are summed. The bias is rank 0's."""
+    """A linear layer whose inputs are split over the ranks; its results are summed; then every rank adds the bias."""
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool, dtype: torch.dtype, device: torch.device):
-        super().__init__(in_features // group.size, out_features, bias=bias and group.rank == 0, dtype=dtype, device=device)
+        super().__init__(in_features // group.size, out_features, bias=bias, dtype=dtype, device=device)
         self._group = group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [..., out_features], the same on every rank, for this rank's part of x."""
-        return self._group.all_reduce(super().__call__(x))
+        total = self._group.all_reduce(self._multiply(x, None))
+        return total if self.bias is None else total.add_(self.bias)
 
 
 def pack_weight(weight: torch.Tensor | None) -> torch.Tensor | None:

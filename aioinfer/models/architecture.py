@@ -17,6 +17,14 @@ import torch
 
 from aioinfer.errors import ConfigError
 
+#: What each variant of RoPE must be told.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "dynamic": ("factor",),
+}
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -78,9 +86,11 @@ class Architecture:
             raise ConfigError(f"the architecture {config.get('architectures')} is not supported; these are: {', '.join(FAMILIES)}")
         if config.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"the activation {config['hidden_act']!r} is not supported, only 'silu' is")
+        if config.get("quantization_config"):
+            raise ConfigError("quantized safetensors are not supported: use the model's bfloat16 or float16 weights, or a GGUF file")
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         rope = _read_rope(config)
-        bias = bool(config.get("attention_bias", False))
+        bias = bool(config.get("attention_bias", False)) and family in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -89,17 +99,17 @@ class Architecture:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
+            head_size=config.get("head_dim") or (128 if family == "Qwen3ForCausalLM" else config["hidden_size"] // heads),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             max_position_embeddings=_stretched_length(config["max_position_embeddings"], rope),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=bias or family == "Qwen2ForCausalLM",
-            output_bias=bias and family != "Qwen2ForCausalLM",
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            output_bias=bias,
+            mlp_bias=bool(config.get("mlp_bias", False)) and family == "LlamaForCausalLM",
             qk_norm=family == "Qwen3ForCausalLM",
             rope=rope,
             sliding_windows=_read_windows(config, family, layers),
-            dtype=getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")),
+            dtype=_read_dtype(config),
         )
 
     def heads_of_rank(self, rank: int, size: int) -> tuple[range, range]:
@@ -132,13 +142,20 @@ def _read_rope(config: Mapping[str, Any]) -> Rope:
     """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
-    if kind not in ("default", "linear", "llama3", "yarn", "dynamic"):
-        raise ConfigError(f"the RoPE variant {kind!r} is not supported; these are: default, linear, llama3, yarn, dynamic")
-    scaling.setdefault(
-        "original_max_position_embeddings", config.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    )
+    kinds = [scaling.pop(name, None) for name in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
+    if kind not in _ROPE_KEYS:
+        raise ConfigError(f"the RoPE variant {kind!r} is not supported; these are: {', '.join(_ROPE_KEYS)}")
+    if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+        raise ConfigError("partial_rotary_factor: RoPE over a part of the channels is not supported")
+    longest = config["max_position_embeddings"]
+    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
+    scaling["original_max_position_embeddings"] = original
+    if kind == "yarn" and scaling.get("factor") is None:
+        scaling["factor"] = longest / original
+    for key in _ROPE_KEYS[kind]:
+        if scaling.get(key) is None:
+            raise ConfigError(f"the RoPE variant {kind!r} lacks {key!r} in rope_parameters (or rope_scaling)")
     return Rope(float(theta), kind, scaling)
 
 
@@ -152,7 +169,7 @@ def _stretched_length(max_position_embeddings: int, rope: Rope) -> int:
 
 def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer, in tokens, or None."""
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", 4096)  # as transformers, where the key is left out
     if family == "LlamaForCausalLM" or not window:
         return (None,) * layers
     if family == "MistralForCausalLM":
@@ -162,4 +179,13 @@ def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[
     kinds = config.get("layer_types")
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(window if layer >= config.get("max_window_layers", layers) else None for layer in range(layers))
+    return tuple(window if layer >= config.get("max_window_layers", 28) else None for layer in range(layers))
+
+
+def _read_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Reads `dtype` (transformers 5) or `torch_dtype` (before)."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype = {name!r} is not one of torch's")
+    return dtype

@@ -74,6 +74,8 @@ def _read_config(reader: gguf.GGUFReader, file: Path) -> dict[str, Any]:
 
     heads, hidden = field("attention.head_count"), field("embedding_length")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if "token_embd.weight" not in tensors:
+        raise ConfigError(f"{file} holds no token_embd.weight")
     config = {
         "architectures": [_FAMILIES[name]],
         "model_type": name,
@@ -105,7 +107,9 @@ def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> 
         raise ConfigError(f"{file} stretches RoPE by a table of factors, which is not supported: use the model's safetensors")
     kind = _value(reader, f"{name}.rope.scaling.type", "none")
     rope = {"rope_type": "default", "rope_theta": theta}
-    if kind in ("linear", "yarn"):
+    if kind not in ("none", "linear", "yarn"):
+        raise ConfigError(f"{file} stretches RoPE in the way {kind!r}, which is not supported, only 'linear' and 'yarn' are")
+    if kind != "none":
         rope |= {"rope_type": kind, "factor": _value(reader, f"{name}.rope.scaling.factor")}
         original = _value(reader, f"{name}.rope.scaling.original_context_length")
         if original is not None:

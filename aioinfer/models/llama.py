@@ -28,6 +28,7 @@ class Attention:
 
     def __init__(self, arch: Architecture, layer: int, group: ParallelGroup, dtype: torch.dtype, device: torch.device):
         self._heads, self._kv_heads = arch.heads_of_rank(group.rank, group.size)
+        self._all_heads, self._all_kv_heads = arch.num_heads, arch.num_kv_heads
         self._size = size = arch.head_size
         heads, kv_heads = len(self._heads), len(self._kv_heads)
         self.qkv = Linear(arch.hidden_size, (heads + 2 * kv_heads) * size, bias=arch.qkv_bias, dtype=dtype, device=device)
@@ -51,13 +52,18 @@ class Attention:
     def targets(self, prefix: str) -> NamedTargets:
         """Yields where this rank's parts of the checkpoint's tensors go."""
         size, first = self._size, 0
-        for name, heads in (("q_proj", self._heads), ("k_proj", self._kv_heads), ("v_proj", self._kv_heads)):
+        parts = (
+            ("q_proj", self._heads, self._all_heads),
+            ("k_proj", self._kv_heads, self._all_kv_heads),
+            ("v_proj", self._kv_heads, self._all_kv_heads),
+        )
+        for name, heads, all_heads in parts:
             rows = slice(first, first + len(heads) * size)
             first = rows.stop
             for kind, parameter in (("weight", self.qkv.weight), ("bias", self.qkv.bias)):
                 if parameter is not None:
-                    yield f"{prefix}.{name}.{kind}", Target(parameter[rows], 0, heads.start * size)
-        yield from _row_parallel_targets(f"{prefix}.o_proj", self.output, self._heads.start * size)
+                    yield f"{prefix}.{name}.{kind}", Target(parameter[rows], 0, heads.start * size, all_heads * size)
+        yield from _row_parallel_targets(f"{prefix}.o_proj", self.output, self._heads.start * size, self._all_heads * size)
         if self.query_norm is not None and self.key_norm is not None:
             yield f"{prefix}.q_norm.weight", Target(self.query_norm.weight)
             yield f"{prefix}.k_norm.weight", Target(self.key_norm.weight)
@@ -67,7 +73,8 @@ class MLP:
     """The gated MLP: this rank's share of the intermediate channels."""
 
     def __init__(self, arch: Architecture, group: ParallelGroup, dtype: torch.dtype, device: torch.device):
-        self._share = arch.intermediate_size // group.size
+        self._size = arch.intermediate_size
+        self._share = self._size // group.size
         self._start = group.rank * self._share
         self.gate_up = Linear(arch.hidden_size, 2 * self._share, bias=arch.mlp_bias, dtype=dtype, device=device)
         self.down = RowParallelLinear(arch.intermediate_size, arch.hidden_size, group, bias=arch.mlp_bias, dtype=dtype, device=device)
@@ -81,8 +88,8 @@ class MLP:
             rows = slice(number * self._share, (number + 1) * self._share)
             for kind, parameter in (("weight", self.gate_up.weight), ("bias", self.gate_up.bias)):
                 if parameter is not None:
-                    yield f"{prefix}.{name}.{kind}", Target(parameter[rows], 0, self._start)
-        yield from _row_parallel_targets(f"{prefix}.down_proj", self.down, self._start)
+                    yield f"{prefix}.{name}.{kind}", Target(parameter[rows], 0, self._start, self._size)
+        yield from _row_parallel_targets(f"{prefix}.down_proj", self.down, self._start, self._size)
 
 
 class Layer:
@@ -167,8 +174,8 @@ class LlamaModel:
         return self.head(hidden)
 
 
-def _row_parallel_targets(name: str, linear: RowParallelLinear, start: int) -> NamedTargets:
+def _row_parallel_targets(name: str, linear: RowParallelLinear, start: int, whole: int) -> NamedTargets:
     assert linear.weight is not None
-    yield f"{name}.weight", Target(linear.weight, 1, start)
+    yield f"{name}.weight", Target(linear.weight, 1, start, whole)
     if linear.bias is not None:
         yield f"{name}.bias", Target(linear.bias)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.linear import Target
@@ -55,13 +56,11 @@ def _load_safetensors(targets: list[tuple[str, Target]], folder: Path, on_progre
     wanted = {name for name, _ in targets}
     foreign = [name for name in file_of if name not in wanted and not name.endswith(_COMPUTED) and name != "lm_head.weight"]
     if missing or foreign:
-        listed = [
-            f"{len(names)} {kind} ({', '.join(names[:3])}...)" for kind, names in (("missing", missing), ("unknown", foreign)) if names
-        ]
+        listed = [f"{len(names)} {kind} ({_first(names)})" for kind, names in (("missing", missing), ("unknown", foreign)) if names]
         raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
     done = 0
-    for file in sorted(set(file_of.values())):
-        with safe_open(file, framework="pt") as tensors:
+    for file in sorted({file_of[name] for name in wanted}):
+        with _open(file) as tensors:
             for name, target in targets:
                 if file_of[name] == file:
                     _copy_part(tensors.get_slice(name), name, target)
@@ -69,32 +68,41 @@ def _load_safetensors(targets: list[tuple[str, Target]], folder: Path, on_progre
                     on_progress(done, total)
 
 
-def _copy_part(stored: object, name: str, target: Target) -> None:
+def _copy_part(stored: Any, name: str, target: Target) -> None:
     """Copies the part of a stored tensor that a target wants, converting its dtype."""
-    destination = target.destination
-    stop = target.start + destination.shape[target.dim]
-    shape = stored.get_shape()  # type: ignore[attr-defined]
-    expected = list(destination.shape)
-    if (
-        len(shape) != len(expected)
-        or shape[target.dim] < stop
-        or any(shape[d] != expected[d] for d in range(len(shape)) if d != target.dim)
-    ):
-        raise ConfigError(f"the tensor {name} has the shape {list(shape)}, which does not hold the expected part {expected}")
-    part = stored[target.start : stop] if target.dim == 0 else stored[:, target.start : stop]  # type: ignore[index]
-    destination.copy_(part)
+    shape = list(stored.get_shape())
+    if shape != target.checkpoint_shape:
+        raise ConfigError(f"the tensor {name} has the shape {shape}; by config.json it should be {target.checkpoint_shape}")
+    part = slice(target.start, target.start + target.destination.shape[target.dim])
+    target.destination.copy_(stored[part] if target.dim == 0 else stored[:, part])
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:
     """Returns the file of each tensor, from the index of a sharded checkpoint or from the files themselves."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
-    files = sorted(folder.glob("*.safetensors"))
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}") from error
+    single = folder / "model.safetensors"  # others beside it hold the same weights under other names
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds no safetensors files; model.load_format = 'dummy' would make random weights")
-    located = {}
+    located: dict[str, Path] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
+        with _open(file) as tensors:
             located.update(dict.fromkeys(tensors.keys(), file))
     return located
+
+
+def _open(file: Path) -> Any:
+    """Returns the file, mapped into memory, as a context manager. Raises `ConfigError` if it cannot be read."""
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

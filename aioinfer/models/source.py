@@ -18,6 +18,8 @@ from aioinfer.errors import ConfigError
 
 #: Part of a conversion's cache key: raise it when `convert_gguf` gives something else than before.
 _CONVERTER_VERSION = 1
+#: The weights once more, in the layout of another program.
+_TWICE = ["consolidated*", "original/*"]
 _TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
 
 
@@ -66,15 +68,18 @@ def _converted(file: Path) -> Path:
         return folder
     from aioinfer.models.gguf import convert_gguf
 
-    root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
+    except OSError as error:
+        raise ConfigError(f"the cache folder for conversions cannot be used: {error}") from error
     try:
         convert_gguf(file, scratch)
         scratch.chmod(0o755)
         os.rename(scratch, folder)
-    except OSError:
+    except OSError as error:
         if not folder.is_dir():
-            raise
+            raise ConfigError(f"{file} cannot be converted into {folder}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
@@ -86,6 +91,6 @@ def _downloaded(config: ModelConfig) -> Path:
 
     patterns = _TEXT_FILES + ([] if config.load_format == "dummy" else ["*.safetensors"])
     try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns))
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns, ignore_patterns=_TWICE))
     except Exception as error:  # the hub's client has a dozen kinds
         raise ConfigError(f"model.path = {config.path!r} is no local folder, and the hub does not give it: {error}") from error
