@@ -80,14 +80,13 @@ class SymbolicWorker:
         return self.cache[self.tables[slot][position // self.block_size]], position % self.block_size
 
     def _write(self, slot: int, start: int, length: int) -> None:
+        """Writes before any row reads, as a layer does: a row may share a block that another fills in this very step."""
         prefix = 0
-        if start:
-            block, offset = self._entry(slot, start - 1)
-            prefix = block[offset]
-        for position in range(start, start + length):
+        for position in range(start + length):
             prefix = extend(prefix, self.tokens[slot][position])
-            block, offset = self._entry(slot, position)
-            block[offset] = prefix
+            if position >= start:
+                block, offset = self._entry(slot, position)
+                block[offset] = prefix
 
     def _choose(self, slot: int, end: int) -> int:
         prefix = 0

@@ -118,6 +118,17 @@ def test_prefix_cache_hit_leaves_one_token_to_compute():
         assert_complete(request)
 
 
+def test_a_plan_carries_a_bounded_number_of_prompt_tokens(monkeypatch):
+    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_TOKENS", 50)
+    harness = Harness(num_blocks=256, token_budget=512, prefill_cap=512)
+    requests = [make_request(str(i), [i] * 30, 2) for i in range(6)]
+    harness.add(*requests)
+    harness.run()
+    assert [len(p.admissions) for p in harness.plans if p.admissions] == [2, 2, 2]
+    for request in requests:
+        assert_complete(request)
+
+
 def test_prefix_caching_can_be_off():
     harness = Harness(prefix_caching=False)
     prompt = list(range(32))
@@ -260,7 +271,7 @@ def test_results_out_of_order_are_refused():
         harness.scheduler.update(StepResult(7, np.zeros(1, np.int32)))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
     """Random arrivals, forks, aborts and pool sizes: every request ends as if it had run alone, and nothing leaks."""

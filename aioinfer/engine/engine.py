@@ -163,11 +163,14 @@ class Engine:
 
     def _fill_pipeline(self) -> None:
         self._turn_is_due = False
-        while self.scheduler.num_in_flight < self._pipeline_depth and self.dead_reason is None:
-            plan = self.scheduler.schedule()
-            if plan is None:
-                return
-            self._executor.post(plan)
+        try:
+            while self.scheduler.num_in_flight < self._pipeline_depth and self.dead_reason is None:
+                plan = self.scheduler.schedule()
+                if plan is None:
+                    return
+                self._executor.post(plan)
+        except Exception as error:  # a step that cannot be posted would leave every request waiting for ever
+            self._die(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
 
     def _kick(self) -> None:
         """Fills the pipeline once the event loop has handled what is ready: requests that arrive together share a step."""

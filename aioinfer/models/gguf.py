@@ -110,7 +110,10 @@ def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> 
     if kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"{file} stretches RoPE in the way {kind!r}, which is not supported, only 'linear' and 'yarn' are")
     if kind != "none":
-        rope |= {"rope_type": kind, "factor": _value(reader, f"{name}.rope.scaling.factor")}
+        factor = _value(reader, f"{name}.rope.scaling.factor")
+        if factor is None:
+            raise ConfigError(f"{file} lacks {name}.rope.scaling.factor")
+        rope |= {"rope_type": kind, "factor": factor}
         original = _value(reader, f"{name}.rope.scaling.original_context_length")
         if original is not None:
             rope["original_max_position_embeddings"] = original

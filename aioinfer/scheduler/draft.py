@@ -16,6 +16,7 @@ class PlanDraft:
     def __init__(self, step_id: int, budget: int, prefill_allowance: int):
         self.step_id = step_id
         self.budget_left = budget
+        self.num_admitted_tokens = 0
         self._prefill_left = prefill_allowance
         self._decodes: list[Request] = []
         self._decode_starts: list[int] = []
@@ -63,6 +64,7 @@ class PlanDraft:
     def admit(self, request: Request) -> None:
         """Describes a request that takes its slot in this step."""
         tokens = np.array(memoryview(request.tokens), np.int32)
+        self.num_admitted_tokens += len(tokens)
         banned = tuple(request.end_tokens) if request.params.min_tokens else ()
         self._admissions.append(Admission(request.slot, tokens, request.prompt_len, request.params, request.seed, banned))
 

@@ -14,6 +14,7 @@ plan writes is written before a later plan reads or writes. Hence blocks and slo
 is aborted or is preempted go back to the pool at once, even while a posted step still names them: the
 stale row can only write positions that the next owner computes itself before it reads them. A block
 enters the prefix index only when its tokens are known, so a stale row can never write into an indexed one.
+It may be shared in the very step that fills it: workers write all keys of a layer before they attend to any.
 
 The engine is the only caller: `add`, `schedule`, `update`, `finish`. Imports neither torch nor aiohttp.
 """
@@ -32,6 +33,10 @@ from aioinfer.scheduler.draft import PlanDraft
 from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import Request, Status
+
+#: A request's tokens are sent whole when it is admitted. Once a plan carries so many, the next request waits for the
+#: next plan; so a plan is never longer than 4 MiB and one request of the longest kind.
+MAX_ADMITTED_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +189,7 @@ class Scheduler:
     def _plan_waiting(self, draft: PlanDraft) -> None:
         """Admits waiting requests in order, while slots, budget and blocks last. Nobody overtakes the first that does not fit."""
         held_back = []
-        while self._waiting and self._free_slots and draft.prefill_left > 0:
+        while self._waiting and self._free_slots and draft.prefill_left > 0 and draft.num_admitted_tokens < MAX_ADMITTED_TOKENS:
             request = self._waiting[0]
             if request.status is Status.FINISHED:
                 heapq.heappop(self._waiting)
