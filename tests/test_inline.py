@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor.factory import make_executor
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
@@ -42,9 +42,13 @@ async def test_a_failing_step_is_told_once(folder: Path) -> None:
     await run.start()
     run.executor.post(broken_plan(0))
     run.executor.post(broken_plan(1))
-    await run.wait_for_failure()
+    message = await run.wait_for_failure()
     await run.executor.shutdown()
     assert len(run.failures) == 1
+    assert isinstance(run.failures[0], EngineDeadError)
+    assert message.startswith("the worker failed:\nTraceback")
+    assert "IndexError" in message
+    run.executor.post(broken_plan(2))
     assert run.results == []
 
 

@@ -12,17 +12,21 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor.inline import InlineExecutor
-from aioinfer.executor.multiprocess import MultiprocessExecutor
-from tests.executor_runs import Run, broken_plan, decode_plan, greedy, tiny_config, tiny_llama
+from aioinfer.executor.multiprocess import MultiprocessExecutor, _without_main_module
+from aioinfer.scheduler.plan import StepResult
+from tests.executor_runs import Run, broken_plan, decode_plan, greedy, prefill_plan, tiny_config, tiny_llama
 
 ROOT = Path(__file__).parents[1]
 
@@ -260,3 +264,62 @@ def test_nothing_survives_the_parent(tmp_path: Path, folder: Path) -> None:
     assert process.stderr.read() == ""
     process.stdout.close()
     process.stderr.close()
+
+
+def test_executors_that_spawn_together_put_the_main_module_back() -> None:
+    """The second would begin while the first is at it, take its stand-in for the real module, and put that back."""
+    main = sys.modules["__main__"]
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def spawn() -> None:
+        with _without_main_module():
+            entered.set()
+            may_leave.wait(10)
+
+    second = threading.Thread(target=spawn)
+    try:
+        with _without_main_module():
+            second.start()
+            entered.wait(0.3)
+        may_leave.set()
+        second.join()
+        assert sys.modules["__main__"] is main
+    finally:
+        sys.modules["__main__"] = main
+
+
+async def test_a_plan_that_is_too_long_is_a_failure_that_is_told(run: Run) -> None:
+    await run.start()
+    plan = prefill_plan(0)
+    plan.admissions = [replace(plan.admissions[0], tokens=np.zeros(6_000_000, np.int32))]
+    run.executor.post(plan)
+    assert re.match("step 0 could not be posted: a message of 24000140 bytes is too long", await run.wait_for_failure())
+
+
+async def test_an_error_in_taking_a_result_is_told_and_ends_the_results(run: Run) -> None:
+    """Both results lie there before the first is taken."""
+    await run.start()
+    taken = []
+
+    def take(result: StepResult) -> None:
+        taken.append(result.step_id)
+        raise AssertionError("the books are wrong")
+
+    run.executor._on_result = take  # type: ignore[attr-defined]
+    unhandled = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context["exception"]))
+    run.executor.post(prefill_plan(0))
+    run.executor.post(decode_plan(1, 6))
+    message = await run.wait_for_failure()
+    assert message == "the result of step 0 could not be taken: AssertionError('the books are wrong')"
+    await until(lambda: workers() == [])
+    assert (taken, len(run.failures), len(unhandled)) == ([0], 1, 1)
+
+
+async def test_a_second_shutdown_waits_as_well(run: Run) -> None:
+    await run.start()
+    first = asyncio.create_task(run.executor.shutdown())
+    await asyncio.sleep(0)
+    await run.executor.shutdown()
+    assert workers() == []
+    await first

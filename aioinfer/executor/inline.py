@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from aioinfer.config import Config
+from aioinfer.errors import AioinferError, EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.scheduler.plan import StepPlan, StepResult
@@ -33,7 +35,10 @@ class InlineExecutor:
         def report_progress(done: int, total: int) -> None:
             self._loop.call_soon_threadsafe(on_progress, "load weights", done, total)
 
-        return await self._loop.run_in_executor(self._thread, self._start_worker, report_progress)
+        try:
+            return await self._loop.run_in_executor(self._thread, self._start_worker, report_progress)
+        except Exception as error:
+            raise _as_engine_error(error) from error
 
     def _start_worker(self, on_progress: Callable[[int, int], None]) -> WorkerReport:
         from aioinfer.layers.parallel import ParallelGroup
@@ -60,13 +65,14 @@ class InlineExecutor:
 
     def post(self, plan: StepPlan) -> None:
         """See `Executor.post`."""
-        self._thread.submit(self._execute, plan)
+        if not self._closed:
+            self._thread.submit(self._execute, plan)
 
     def _execute(self, plan: StepPlan) -> None:
         try:
             result = self._worker.execute(plan).wait()
         except Exception as error:
-            self._tell(self._fail, error)
+            self._tell(self._fail, _as_engine_error(error))
         else:
             self._tell(self._take, result)
 
@@ -75,8 +81,13 @@ class InlineExecutor:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _take(self, result: StepResult) -> None:
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self._on_result(result)
+        except Exception as error:  # the engine's books and the worker are apart: nothing can go on
+            self._fail(EngineDeadError(f"the result of step {result.step_id} could not be taken: {error!r}"))
+            raise
 
     def _fail(self, error: Exception) -> None:
         if not self._closed:
@@ -87,3 +98,10 @@ class InlineExecutor:
         """See `Executor.shutdown`."""
         self._closed = True
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+
+
+def _as_engine_error(error: Exception) -> Exception:
+    """Returns what tells the caller why the worker failed: an error of ours as it is, any other with its traceback."""
+    if isinstance(error, AioinferError):
+        return error
+    return EngineDeadError("the worker failed:\n" + "".join(traceback.format_exception(error)))

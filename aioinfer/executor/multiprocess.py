@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import types
 from collections import deque
@@ -30,11 +31,12 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.executor.heartbeat import Heartbeat
-from aioinfer.executor.ring import Ring
+from aioinfer.executor.ring import Ring, RingFullError
 from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.worker.process import WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
+_MAIN_MODULE_LOCK = threading.Lock()  # executors that start together would put back each other's stand-in
 
 
 class MultiprocessExecutor:
@@ -60,7 +62,7 @@ class MultiprocessExecutor:
         self._watchdog: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
         self._started = False
-        self._closed = False
+        self._ending: asyncio.Future[None] | None = None
 
     # ---------------------------------------------------------------- start
 
@@ -163,7 +165,11 @@ class MultiprocessExecutor:
 
     def post(self, plan: StepPlan) -> None:
         """See `Executor.post`."""
-        self._plans.write(plan.encode())
+        try:
+            self._plans.write(plan.encode())
+        except RingFullError as error:
+            self._fail(EngineDeadError(f"step {plan.step_id} could not be posted: {error}"))
+            return
         self._posted.append((plan.step_id, time.monotonic()))
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self.config.parallel.step_timeout_s, self._check_progress)
@@ -174,7 +180,16 @@ class MultiprocessExecutor:
             self._results.release(0)
             self._posted.popleft()
             self._last_result = time.monotonic()
+            if self._failure is None:
+                self._hand_on(result)
+
+    def _hand_on(self, result: StepResult) -> None:
+        """Gives a result to the engine. An error there leaves its books and the workers apart: nothing can go on."""
+        try:
             self._on_result(result)
+        except Exception as error:
+            self._fail(EngineDeadError(f"the result of step {result.step_id} could not be taken: {error!r}"))
+            raise
 
     def _check_progress(self) -> None:
         """Runs once a timeout while there is work, not once a step: fails if the oldest step has run that long."""
@@ -203,7 +218,7 @@ class MultiprocessExecutor:
 
     def _fail(self, error: Exception) -> None:
         """Tells of the first failure and ends all workers: none can go on without the others."""
-        if self._failure is not None or self._closed:
+        if self._failure is not None or self._ending is not None:
             return
         self._failure = error
         for process in self._processes:
@@ -215,9 +230,11 @@ class MultiprocessExecutor:
 
     async def shutdown(self) -> None:
         """See `Executor.shutdown`."""
-        if self._closed:
-            return
-        self._closed = True
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._shut_down())
+        await asyncio.shield(self._ending)
+
+    async def _shut_down(self) -> None:
         if self._spawning is not None:
             await asyncio.wait([self._spawning])  # a start that was cancelled may still be at it
         if self._watchdog is not None:
@@ -263,9 +280,10 @@ def _host_store(size: int) -> tuple[Any, int]:
 @contextmanager
 def _without_main_module() -> Iterator[None]:
     """Keeps a spawned process from importing the caller's script again, which may have no `if __name__` guard."""
-    actual = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = actual
+    with _MAIN_MODULE_LOCK:
+        actual = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = actual

@@ -74,6 +74,8 @@ class Architecture:
             config = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise ConfigError(f"{file} does not hold an object")
         try:
             return cls._from_config(config)
         except KeyError as error:
@@ -186,6 +188,6 @@ def _read_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """Reads `dtype` (transformers 5) or `torch_dtype` (before)."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype = {name!r} is not one of torch's")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"the dtype {name!r} is not supported")
     return dtype

@@ -50,7 +50,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
     try:
         reader = gguf.GGUFReader(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{file} cannot be read as GGUF: {error}") from error
     config = _read_config(reader, file)
     (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")

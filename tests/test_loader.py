@@ -1,0 +1,176 @@
+"""Filling a model: from one file, from shards, at random; and the message for each way in which files can be wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.architecture import Architecture
+from aioinfer.models.loader import load_weights
+from aioinfer.models.registry import CausalLM, build_model
+from tests.tiny_models import tiny_model
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_model("llama", tmp_path, attention_bias=True)
+
+
+def load(
+    folder: Path, load_format: str = "auto", seed: int = 0, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1
+) -> CausalLM:
+    model = build_model(Architecture.load(folder), ParallelGroup(rank, size), dtype, torch.device("cpu"))
+    load_weights(model, folder, load_format, seed, lambda done, total: None)
+    return model
+
+
+def loaded(model: CausalLM) -> Tensors:
+    return {name: target.destination for name, target in model.targets()}
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def assert_same(model: CausalLM, tensors: Tensors) -> None:
+    found = loaded(model)
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=0)
+
+
+def shard(folder: Path) -> Tensors:
+    """Distributes the tensors over three files, as large checkpoints are; returns them."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    place = {name: f"model-{number % 3 + 1:05}-of-00003.safetensors" for number, name in enumerate(tensors)}
+    for file in set(place.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    return tensors
+
+
+def test_one_file(folder: Path):
+    assert_same(load(folder), load_file(folder / "model.safetensors"))
+
+
+def test_shards(folder: Path):
+    tensors = shard(folder)
+    save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert_same(load(folder), tensors)
+
+
+def test_the_same_weights_under_other_names_are_left_alone(folder: Path):
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert_same(load(folder), load_file(folder / "model.safetensors"))
+
+
+def test_a_file_by_any_name(folder: Path):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert_same(load(folder), load_file(folder / "weights.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_are_converted(folder: Path, dtype: torch.dtype):
+    assert_same(load(folder, dtype=dtype), {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()})
+
+
+def test_ranks_take_their_parts(folder: Path):
+    whole = load_file(folder / "model.safetensors")
+    ranks = [loaded(load(folder, rank=rank, size=2)) for rank in range(2)]
+    columns = {name for name in whole if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    for name, tensor in whole.items():
+        if "norm" in name or name.endswith("o_proj.bias"):
+            parts = [ranks[0][name]]
+            assert torch.equal(parts[0], ranks[1][name])
+        else:
+            parts = [rank[name] for rank in ranks]
+        assert torch.equal(torch.cat(parts, dim=int(name in columns)), tensor), name
+
+
+def test_tensors_that_are_computed_or_tied_may_lie_there(tmp_path: Path):
+    folder = tiny_model("llama", tmp_path, tie_word_embeddings=True)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(512, 64)}
+    rewrite(folder, lambda tensors: tensors.update(extra))
+    assert "lm_head.weight" not in loaded(load(folder))
+
+
+def test_progress_ends_at_the_total(folder: Path):
+    for load_format in ("auto", "dummy"):
+        model, reports = build_model(Architecture.load(folder), ParallelGroup.single(), torch.float32, torch.device("cpu")), []
+        load_weights(model, folder, load_format, 0, lambda done, total, reports=reports: reports.append((done, total)))
+        assert reports == sorted(reports)
+        assert reports[-1] == (model.weights_bytes, model.weights_bytes)
+
+
+def test_random_weights_follow_the_seed(folder: Path):
+    (folder / "model.safetensors").unlink()
+    first, again, other = (loaded(load(folder, "dummy", seed)) for seed in (7, 7, 8))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        if tensor.ndim > 1:
+            assert not torch.equal(tensor, other[name])
+            assert 0.015 < tensor.std() < 0.025
+        elif "norm" in name:
+            assert (tensor == 1).all()
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q), rf"1 missing \({re.escape(Q)}\)$"),
+        (lambda t: [t.pop(name) for name in list(t) if "mlp" in name], r"6 missing \(model\.layers\.0\.mlp\S+, \S+, \S+, \.\.\.\)$"),
+        (lambda t: t.pop("lm_head.weight"), r"missing \(lm_head\.weight\)"),
+        (lambda t: t.update({"model.layers.2.x": torch.zeros(1)}), r"1 unknown \(model\.layers\.2\.x\)$"),
+        (lambda t: t.update({Q + "_scale_inv": t.pop(Q)}), rf"1 missing \({re.escape(Q)}\); 1 unknown \({re.escape(Q)}_scale_inv\)"),
+        (lambda t: t.update({Q: torch.zeros(128, 63)}), rf"{re.escape(Q)} has the shape \[128, 63\]; .*\[128, 64\]"),
+        (lambda t: t.update({Q: torch.zeros(144, 64)}), rf"{re.escape(Q)} has the shape \[144, 64\]; .*\[128, 64\]"),
+        (lambda t: t.update({Q: torch.zeros(128 * 64)}), rf"{re.escape(Q)} has the shape \[8192\]"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(500, 64)}), r"lm_head\.weight has the shape \[500, 64\]; .*\[512, 64\]"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(65)}), r"model\.norm\.weight has the shape \[65\]"),
+    ],
+    ids=["missing", "many", "head", "unknown", "quantized", "columns", "rows", "dimensions", "vocabulary", "norm"],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_tensors_are_named(folder: Path, change: Callable[[Tensors], object], message: str, size: int):
+    rewrite(folder, change)
+    with pytest.raises(ConfigError, match=message):
+        load(folder, size=size)
+
+
+def test_files_that_cannot_be_read(folder: Path):
+    tensors = shard(folder)
+    lost = folder / "model-00002-of-00003.safetensors"
+    whole = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        load(folder)
+    lost.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=lost.name):
+        load(folder)
+    lost.write_bytes(whole)
+    assert_same(load(folder), tensors)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read.*weight_map"):
+        load(folder)
+
+
+def test_a_folder_without_weights(folder: Path):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no safetensors files.*'dummy'"):
+        load(folder)

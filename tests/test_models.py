@@ -1,0 +1,131 @@
+"""Every family and variant against transformers: the logits of all positions, however the text is cut and batched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.architecture import Architecture
+from aioinfer.models.registry import CausalLM, build_model
+from tests.paged_model import CPU, PagedModel, load_model
+from tests.tiny_models import tiny_model
+
+VOCAB = 211
+TEXTS = [[(7 * i * i + 13 * i + 5 * text) % VOCAB for i in range(length)] for text, length in enumerate((47, 30, 17, 1))]
+SINGLE = ParallelGroup.single()
+
+
+def rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"max_position_embeddings": 64, "rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **numbers}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama without groups": ("llama", {"num_key_value_heads": 8}),
+    "llama heads wider than hidden": ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral window": ("mistral", {"sliding_window": 7}),
+    "mistral window of one": ("mistral", {"sliding_window": 1}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 window in one layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2 window unused": ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 window": ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "linear": ("llama", rope("linear")),
+    "llama3": ("llama", rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)),
+    "yarn": ("qwen2", rope("yarn", original_max_position_embeddings=16)),
+    "dynamic": ("llama", rope("dynamic")),
+}
+
+
+class Case(NamedTuple):
+    folder: Path
+    ours: CausalLM
+    theirs: Any
+    expected: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, fields = CASES[request.param]
+    folder = tiny_model(family, tmp_path_factory.mktemp("model"), vocab_size=VOCAB, **fields)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if request.param == "dynamic":  # the factor of the longest text, from the start
+        rotary = theirs.model.rotary_emb
+        rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs.config, seq_len=4 * 64)
+        rotary.rope_type = "default"
+    return Case(folder, load_model(folder, SINGLE), theirs, reference_logits(theirs))
+
+
+@torch.inference_mode()
+def reference_logits(model: Any) -> list[torch.Tensor]:
+    return [model(torch.tensor([text])).logits[0].float() for text in TEXTS]
+
+
+def assert_close(logits: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-4) -> None:
+    """The tolerance is relative to the spread of the logits."""
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).abs().max() < tolerance * theirs.std(), (ours - theirs).abs().amax(-1)
+
+
+def test_whole_prefill(case: Case):
+    logits = PagedModel(case.ours, 16).step(dict(enumerate(TEXTS)))
+    assert_close([logits[name] for name in range(len(TEXTS))], case.expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_chunks_and_decodes_in_mixed_batches(case: Case, block_size: int):
+    assert_close(PagedModel(case.ours, block_size).run_at_random(TEXTS, longest=12, seed=block_size), case.expected)
+
+
+def test_decodes_alone(case: Case):
+    assert_close(PagedModel(case.ours, 4).run_at_random(TEXTS, longest=1, seed=3), case.expected)
+
+
+def test_bytes_of_the_weights(case: Case):
+    assert case.ours.weights_bytes == sum(parameter.nbytes for parameter in case.theirs.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_bfloat16(family: str, tied: bool, tmp_path: Path):
+    """Rounds where transformers rounds, but for RoPE, which is in float32 here: nearer to float32 than transformers, or about as near."""
+    tiny_model(family, tmp_path, vocab_size=VOCAB, tie_word_embeddings=tied, dtype=torch.bfloat16)
+    exact = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    theirs = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval())
+    model = load_model(tmp_path, SINGLE, torch.bfloat16)
+    ours = PagedModel(model, 16, torch.bfloat16).run_at_random(TEXTS, longest=12, seed=0)
+    for mine, other, true in zip(ours, theirs, exact, strict=True):
+        assert (mine - true).square().mean().sqrt() < 1.3 * (other - true).square().mean().sqrt() < 0.1 * true.std()
+
+
+def test_the_texts_make_a_difference(case: Case):
+    """Guards the tests above: a model that says the same everywhere would pass them with anything."""
+    best = torch.cat(case.expected).argmax(-1)
+    assert len(set(best.tolist())) > 25
+
+
+def test_ranks_that_do_not_divide_the_model(tmp_path: Path):
+    arch = Architecture.load(tiny_model("llama", tmp_path))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3 .*these do: 1, 2, 4, 8"):
+        build_model(arch, ParallelGroup(0, 3), torch.float32, CPU)

