@@ -1,0 +1,52 @@
+"""SiLU and multiply, the gate of Llama's and Qwen's MLP. Called between the two products of the MLP on GPUs.
+
+Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = 1024
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, width, in_stride, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_up + row * in_stride + columns, mask, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * in_stride + width + columns, mask, 0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask)
+
+
+def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+    """Returns silu(gate) * up, computed in float32.
+
+    Args:
+        gate_up: [T, 2 * I], the gate's columns first; bf16, fp16 or fp32; rows may be strided.
+        out: [T, I] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+    """
+    rows, double = gate_up.shape
+    if double % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"gate_up must be [T, 2 * I] with contiguous rows, not {tuple(gate_up.shape)}")
+    width = double // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    if rows:
+        grid = (rows, triton.cdiv(width, BLOCK))
+        _silu_mul_kernel[grid](gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    return out
+
+
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu_mul` in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,53 @@
+"""What the plain attention kernels share: a tile of keys and values found through the block table, and a softmax step.
+
+Used inside `decode_attention` and `prefill_attention`. Scores are in base 2 throughout (scaled by log2 e).
+"""
+# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_tile(
+    k_cache, v_cache, table, index, seq_len, head,
+    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Returns the keys [HEAD_PAD, TILE], values [TILE, HEAD_PAD] and positions [TILE] of KV tile `index` of a row.
+
+    What lies past the row's end is zeros, whatever the cache holds there.
+    """
+    d = tl.arange(0, HEAD_PAD)
+    position = index * TILE + tl.arange(0, TILE)
+    held = position < seq_len
+    if TILE <= BLOCK_SIZE:
+        block = tl.load(table + index * TILE // BLOCK_SIZE).to(tl.int64)
+        offset = index * TILE % BLOCK_SIZE + tl.arange(0, TILE)
+    else:
+        block = tl.load(table + position // BLOCK_SIZE, held, 0).to(tl.int64)
+        offset = position % BLOCK_SIZE
+    k_line = block * k_block_stride + offset * k_token_stride + head * k_head_stride
+    v_line = block * v_block_stride + offset * v_token_stride + head * v_head_stride
+    key = tl.load(k_cache + k_line[None, :] + d[:, None], held[None, :] & (d < HEAD_SIZE)[:, None], 0.0)
+    value = tl.load(v_cache + v_line[:, None] + d[None, :], held[:, None] & (d < HEAD_SIZE)[None, :], 0.0)
+    return key, value, position
+
+
+@triton.jit
+def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP: tl.constexpr):
+    """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums and outputs."""
+    s = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+    if SOFT_CAP:  # tanh by way of exp
+        s = soft_cap * LOG2_E * (1.0 - 2.0 / (tl.exp2(s * (2.0 / soft_cap)) + 1.0))
+    s = tl.where(visible, s, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, axis=1))
+    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # a window may hide a whole tile from a row
+    p = tl.exp2(s - safe_m[:, None])
+    old = tl.exp2(m - safe_m)
+    acc = tl.dot(p.to(query.dtype), value.to(query.dtype), acc * old[:, None], input_precision="ieee")
+    return new_m, l * old + tl.sum(p, axis=1), acc

@@ -1,0 +1,284 @@
+"""Attention of rows of one token over the paged KV cache, split along the keys. Called through `paged_attention`.
+
+The work of a step is the sequence of all KV tiles, row by row and head by head. A fixed number of programs share it
+in equal runs ("stream-K", Osama et al. 2023; for attention "Lean Attention", Sanovar et al. 2024): a run may begin in
+the middle of one (row, head) and end in the middle of another. So a long sequence is spread over as many programs
+as its length is worth, whatever else is in the batch, and the grid never changes: the division is computed on the
+GPU from the lengths, once a step, by `plan_decode`, and holds inside CUDA graphs. Where several programs shared a
+(row, head), the last to finish merges their partial results, always in the same order.
+"""
+# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.attention_tiles import load_tile, softmax_step
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+QUERY_ROWS = 16  # the least rows of a tensor-core product; the query heads of one KV head fill the first of them
+PLAN_FIELDS = 8  # row, head, tile, tiles to do, tiles a program, keys of the row: one 32-byte sector
+MIN_ROWS_PAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a multiprocessor."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_tiles: int
+
+
+def decode_config(head_size: int, element_size: int) -> DecodeConfig:
+    """Returns the configuration for a KV cache of this head size and bytes an element, measured on an H200."""
+    bytes_a_token = triton.next_power_of_2(head_size) * element_size
+    tile = max(16, min(64, 16384 // bytes_a_token))
+    stages = 5 if tile * bytes_a_token <= 16384 else 2
+    return DecodeConfig(tile, 4, stages, 2, 1)
+
+
+def merged_splits(group: int, head_size: int) -> int:
+    """Returns how many partial results are merged at a time: 8192 numbers, which fit in the registers of four warps."""
+    return max(2, min(32, 8192 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size))))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Buffers of the decode kernel, shared by all layers of one shape. P programs, G query heads a KV head, D head size.
+
+    Attributes:
+        config: what the buffers and the plan were made for.
+        num_kv_heads, window: likewise.
+        plan: int32 [P, 8], each program's share of the step.
+        partials: float32 [P, 2, G, D], unnormalised outputs of shares that cover a part of a (row, head): the one
+            that a program enters in the middle, and the one that it leaves in the middle.
+        maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
+        counters: int32 [P], how many programs have finished with the (row, head) that program p leaves in the
+            middle. All zero between launches.
+    """
+
+    config: DecodeConfig
+    num_kv_heads: int
+    window: int
+    plan: torch.Tensor
+    partials: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def create(
+        cls, num_q_heads: int, k_cache: torch.Tensor, *, window: int = 0, config: DecodeConfig | None = None, programs: int | None = None
+    ) -> DecodeWorkspace:
+        """Returns a workspace for layers with caches like `k_cache` [num_blocks, block_size, Hkv, D] on its device.
+
+        Args:
+            window: the sliding window of these layers, 0 for none; layers with another one need another workspace.
+            config, programs: instead of the table's and of the multiprocessors' number (for tests and tuning).
+        """
+        _, _, kv_heads, head_size = k_cache.shape
+        device = k_cache.device
+        config = config or decode_config(head_size, k_cache.element_size())
+        if programs is None:
+            programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
+        group = num_q_heads // kv_heads
+        floats = torch.empty(programs * 2 * group * (triton.next_power_of_2(head_size) + 2), dtype=torch.float32, device=device)
+        maxima, sums, partials = floats.split([programs * 2 * group] * 2 + [programs * 2 * group * triton.next_power_of_2(head_size)])
+        plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
+        counters = torch.zeros(programs, dtype=torch.int32, device=device)
+        return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
+
+
+@triton.jit
+def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The first tile that a row's token attends to, and how many there are: at least one, so that every row is visited."""
+    first = seq_len * 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0) // TILE
+    return first, tl.maximum((seq_len + TILE - 1) // TILE - first, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
+def _plan_kernel(
+    seq_lens, plan, num_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows = tl.arange(0, ROWS_PAD)
+    lens = tl.load(seq_lens + rows, rows < num_rows, 0)
+    _, tiles = _tile_range(lens, WINDOW, TILE)
+    tiles = tl.where(rows < num_rows, tiles, 0)
+    total = tl.sum(tiles) * KV_HEADS
+    share = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
+    start = program * share
+    row = tl.sum((tl.cumsum(tiles) * KV_HEADS <= start).to(tl.int32))
+    before = tl.sum(tl.where(rows < row, tiles, 0)) * KV_HEADS
+    here = tl.maximum(tl.sum(tl.where(rows == row, tiles, 0)), 1)
+    place = plan + program * FIELDS
+    tl.store(place, row)
+    tl.store(place + 1, (start - before) // here)
+    tl.store(place + 2, (start - before) % here)
+    tl.store(place + 3, tl.maximum(tl.minimum(share, total - start), 0))
+    tl.store(place + 4, share)
+    tl.store(place + 5, tl.sum(tl.where(rows == row, lens, 0)))
+
+
+def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
+    """Divides a step's KV tiles among the programs; to be called when the lengths are known, before the first layer.
+
+    Args:
+        seq_lens: int32 [R], keys that each row of one token attends to, its own included. A row of 0 is padding:
+            its output becomes zeros.
+    """
+    rows, programs = seq_lens.shape[0], workspace.plan.shape[0]
+    _plan_kernel[(programs,)](
+        seq_lens, workspace.plan, rows, KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window, TILE=workspace.config.tile,
+        MIN_TILES=workspace.config.min_tiles, PROGRAMS=programs, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
+        FIELDS=PLAN_FIELDS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    partials, maxima, sums, out, first, count, v_scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes what the partial results of the programs first .. first + count - 1 make together for one (row, head)."""
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, HEAD_PAD)
+    m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    l = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for begin in range(0, count, SPLITS):
+        split = begin + tl.arange(0, SPLITS)
+        entry = ((first + split) * 2 + (split == 0).to(tl.int32))[:, None] * GROUP + g[None, :]
+        held = (split < count)[:, None] & (g < GROUP)[None, :]
+        part_m = tl.load(maxima + entry, held, float("-inf"))
+        part_l = tl.load(sums + entry, held, 0.0)
+        part = tl.load(partials + entry[:, :, None] * HEAD_PAD + d[None, None, :], held[:, :, None], 0.0)
+        new_m = tl.maximum(m, tl.max(part_m, axis=0))
+        safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+        weight = tl.exp2(part_m - safe_m[None, :])
+        old = tl.exp2(m - safe_m)
+        l = l * old + tl.sum(part_l * weight, axis=0)
+        acc = acc * old[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        m = new_m
+    value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
+    tl.store(out + g[:, None] * HEAD_SIZE + d[None, :], value.to(out.dtype.element_ty), (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :])
+
+
+@triton.jit
+def _share(
+    m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, share, v_scale,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes a program's part of a (row, head) that has `tiles` tiles; the last of those who share it merges the parts.
+
+    `at` is the place of the part's first tile, the row's `tile`, in the sequence of all tiles.
+    """
+    g = tl.arange(0, acc.shape[0])
+    d = tl.arange(0, HEAD_PAD)
+    entry = (program * 2 + (tile == 0).to(tl.int32)) * GROUP + g
+    tl.store(maxima + entry, m, g < GROUP)
+    tl.store(sums + entry, l, g < GROUP)
+    tl.store(partials + entry[:, None] * HEAD_PAD + d[None, :], acc, (g < GROUP)[:, None] & (d < HEAD_PAD)[None, :])
+    begun = (at - tile) // share
+    sharers = (at - tile + tiles - 1) // share - begun + 1
+    tl.debug_barrier()  # every thread's partial results are written before one thread counts them as there
+    if tl.atomic_add(counters + begun, 1, sem="acq_rel") == sharers - 1:
+        tl.store(counters + begun, 0)
+        _merge(partials, maxima, sums, out, begun, sharers, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
+def _decode_kernel(
+    q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale, soft_cap, v_scale,
+    q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = tl.load(plan + program * FIELDS)
+    head = tl.load(plan + program * FIELDS + 1)
+    tile = tl.load(plan + program * FIELDS + 2)
+    todo = tl.load(plan + program * FIELDS + 3)
+    share = tl.load(plan + program * FIELDS + 4)
+    seq_len = tl.load(plan + program * FIELDS + 5)
+    at = program * share
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, HEAD_PAD)
+    own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    while todo > 0:
+        first, tiles = _tile_range(seq_len, WINDOW, TILE)
+        end = tl.minimum(tiles, tile + todo)
+        heads = head * GROUP + g
+        query = tl.load(q + row.to(tl.int64) * q_stride + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+        table = block_tables + row.to(tl.int64) * table_stride
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        for index in range(first + tile, tl.minimum(first + end, (seq_len + TILE - 1) // TILE)):
+            key, value, position = load_tile(
+                k_cache, v_cache, table, index, seq_len, head,
+                k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+                HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+            visible = position < seq_len
+            if WINDOW > 0:
+                visible = visible & (position >= seq_len - WINDOW)
+            m, l, acc = softmax_step(query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP)
+        place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
+        if end - tile == tiles:
+            tl.store(place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own)
+        else:
+            _share(
+                m, l, acc, partials, maxima, sums, counters, out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
+                program, tile, tiles, at, share, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS,
+            )  # fmt: skip
+        todo -= end - tile
+        at += end - tile
+        tile = 0
+        head += 1
+        if head == KV_HEADS:
+            head = 0
+            row += 1
+            seq_len = tl.load(seq_lens + row, todo > 0, 0)
+
+
+def launch_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    scale: float,
+    soft_cap: float,
+    v_scale: float,
+    pdl: bool = False,
+) -> None:
+    """Launches the decode kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
+    _, block_size, kv_heads, head_size = k_cache.shape
+    config = workspace.config
+    group = q.shape[1] // kv_heads
+    _decode_kernel[(workspace.plan.shape[0],)](
+        q, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan, workspace.partials, workspace.maxima, workspace.sums,
+        workspace.counters, scale, soft_cap, v_scale,
+        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
+        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE=config.tile,
+        WINDOW=workspace.window, SOFT_CAP=soft_cap > 0, FIELDS=PLAN_FIELDS, SPLITS=merged_splits(group, head_size),
+        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Linear layers for one to sixteen rows, where reading the weights is all the work; more rows are cuBLAS's business.
+
+Called by the linear layers in decode steps of few streams. Two kernels: for one row plain multiply-adds, where each thread
+reads 16 bytes of weights at a time; for more rows a tensor-core product with the weights as the left operand, whose
+16 to 64 rows are output features.
+
+What surrounds the product in a transformer can be done in it: the gate of the MLP or the residual add after, and for
+one row RMSNorm of the input before (by scaling the sums). With programmatic dependent launch a program asks for its weights before
+it waits for the kernel before.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.norm import rms_norm
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_ROWS = 16
+#: With fewer bytes of weights the next kernel may start as soon as this one has; with more it would only be in the way.
+EARLY_TRIGGER_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How a kernel is compiled: output features a program, inputs a step, warps, pipeline stages (tensor cores only)."""
+
+    features: int
+    step: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def linear_config(rows: int, features: int, inputs: int, *, normed: bool, gated: bool) -> LinearConfig:
+    """Returns the configuration for x [rows, inputs] and `features` output features, measured on an H200."""
+    if rows > 1:
+        if features >= 12288:
+            return LinearConfig(64, 256, 4, 3)
+        if gated:
+            return LinearConfig(32, 256, 4, 4)
+        return LinearConfig(16, 512, 2, 4) if inputs >= features else LinearConfig(16, 256, 1, 5)
+    step = min(4096, triton.next_power_of_2(inputs))
+    return LinearConfig(2 if normed and not gated else 1, step, 8 if step == 4096 and features < 8192 else 4)
+
+
+@triton.jit
+def _finish(total, out, residual, rows, columns, mask, out_stride, residual_stride, HAS_RESIDUAL: tl.constexpr):
+    """Adds the residual and writes; `rows` and `columns` broadcast to total's shape."""
+    if HAS_RESIDUAL:
+        total += tl.load(residual + rows * residual_stride + columns, mask, 0.0).to(tl.float32)
+    tl.store(out + rows * out_stride + columns, total.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _vector_kernel(
+    x, weight, norm, residual, out, features, weight_stride, eps,
+    INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, STEP)
+    place = weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    up_place = place + features.to(tl.int64) * weight_stride
+    mask = (n < features)[:, None] & (k < INPUTS)[None, :]
+    w = tl.load(place, mask, 0.0)
+    if GATED:
+        up_w = tl.load(up_place, mask, 0.0)
+    if PDL:
+        gdc_wait()
+        if EARLY_TRIGGER:
+            gdc_launch_dependents()
+    total = tl.zeros([FEATURES], tl.float32)
+    up_total = tl.zeros([FEATURES], tl.float32)
+    square = 0.0
+    for begin in tl.static_range(0, INPUTS, STEP):
+        if begin > 0:
+            mask = (n < features)[:, None] & (begin + k < INPUTS)[None, :]
+            w = tl.load(place + begin, mask, 0.0)
+            if GATED:
+                up_w = tl.load(up_place + begin, mask, 0.0)
+        value = tl.load(x + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
+        if HAS_NORM:
+            square += tl.sum(value * value)
+            value = value * tl.load(norm + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
+        total += tl.sum(w.to(tl.float32) * value[None, :], axis=1)
+        if GATED:
+            up_total += tl.sum(up_w.to(tl.float32) * value[None, :], axis=1)
+    if PDL and not EARLY_TRIGGER:
+        gdc_launch_dependents()
+    if HAS_NORM:
+        scale = tl.rsqrt(square / INPUTS + eps)
+        total *= scale
+        up_total *= scale
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * up_total
+    _finish(total, out, residual, 0, n, n < features, 0, 0, HAS_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tensor_kernel(
+    x, weight, residual, out, rows, features, x_stride, weight_stride, residual_stride, out_stride,
+    ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, STEP)
+    row = tl.arange(0, ROWS_PAD)
+    place = weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    up_place = place + features.to(tl.int64) * weight_stride
+    held = (n < features)[:, None]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
+    up_totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
+    for begin in range(0, INPUTS, STEP):
+        inside = begin + k < INPUTS
+        w = tl.load(place + begin, held & inside[None, :], 0.0)
+        value = tl.load(x + row[None, :] * x_stride + (begin + k)[:, None], (row < rows)[None, :] & inside[:, None], 0.0)
+        totals = tl.dot(w, value, totals, input_precision="ieee")
+        if GATED:
+            up_w = tl.load(up_place + begin, held & inside[None, :], 0.0)
+            up_totals = tl.dot(up_w, value, up_totals, input_precision="ieee")
+    if GATED:
+        totals = totals / (1.0 + tl.exp(-totals)) * up_totals
+    _finish(totals, out, residual, row[None, :], n[:, None], held & (row < rows)[None, :], out_stride, residual_stride, HAS_RESIDUAL)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: LinearConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T, for few rows of x, accumulated in float32.
+
+    Args:
+        x: [M, K], M <= 16; bf16, fp16 or fp32; rows may be strided.
+        weight: [N, K], as nn.Linear holds it, or [2 * N, K] with `gated`; of x's dtype.
+        norm_weight: [K]; x is first divided by its root mean square (with `eps`) and multiplied with this.
+        residual: [M, N], added to the product; may be `out`.
+        gated: weight holds the gate's N rows, then the N of the other; returns silu(x @ gate.T) * (x @ other.T).
+        out: [M, N] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is read before that
+            kernel ends, so it must not be what writes it.
+        config: instead of the table's (for tests and tuning).
+    """
+    rows, inputs = x.shape
+    features = weight.shape[0] // 2 if gated else weight.shape[0]
+    if not 0 < rows <= MAX_ROWS or weight.shape[1] != inputs or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"x must be [1 .. {MAX_ROWS}, K] and weight [N, K], contiguous, not {tuple(x.shape)} and {tuple(weight.shape)}")
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    if norm_weight is not None and rows > 1:  # in the product it would be repeated by every program
+        x = rms_norm(x, norm_weight, eps, pdl=pdl)
+    added = x if residual is None else residual
+    config = config or linear_config(rows, features, inputs, normed=norm_weight is not None, gated=gated)
+    flags = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "PDL": pdl}
+    grid = (triton.cdiv(features, config.features),)
+    if rows == 1:
+        norm = weight if norm_weight is None else norm_weight
+        _vector_kernel[grid](
+            x, weight, norm, added, out, features, inputs, eps, INPUTS=inputs, FEATURES=config.features, STEP=config.step, **flags,
+            HAS_NORM=norm_weight is not None, EARLY_TRIGGER=weight.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps, launch_pdl=pdl,
+        )  # fmt: skip
+    else:
+        _tensor_kernel[grid](
+            x, weight, added, out, rows, features, x.stride(0), inputs, added.stride(0), out.stride(0),
+            ROWS_PAD=8 if rows <= 8 else 16, INPUTS=inputs, FEATURES=config.features, STEP=config.step, **flags,
+            num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        )  # fmt: skip
+    return out
+
+
+def skinny_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """`skinny_linear` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
+    if norm_weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
+    product = x @ weight.T
+    if gated:
+        gate, up = product.chunk(2, dim=-1)
+        product = torch.nn.functional.silu(gate) * up
+    return product if residual is None else product + residual

@@ -1,0 +1,95 @@
+"""RMSNorm, alone and after the residual add. Called by the layers of every model on GPUs.
+
+Source of the operation: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_HIDDEN = 16384  # one program holds a whole row in its registers
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, hidden, x_stride, residual_stride, out_stride, eps,
+    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    w = tl.load(weight + columns, mask, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        place = residual + row * residual_stride + columns
+        # The sum is rounded before it is normed: the next layers see the rounded one.
+        total = (value + tl.load(place, mask, 0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(place, total, mask)
+        value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    tl.store(out + row * out_stride + columns, (value * scale * w).to(out.dtype.element_ty), mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+    """Returns x / rms(x) * weight, computed in float32.
+
+    Args:
+        x: [T, H], bf16, fp16 or fp32; rows may be strided.
+        weight: [H].
+        eps: added to the mean square.
+        out: [T, H] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+    """
+    return _launch(x, None, weight, eps, out, pdl)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Adds x to `residual` in place and returns the norm of the sum, as `rms_norm` does.
+
+    Args:
+        x, residual: [T, H] of one dtype; `residual` becomes the sum.
+        weight, eps, out, pdl: as for `rms_norm`.
+    """
+    if residual.shape != x.shape:
+        raise ValueError(f"residual is {tuple(residual.shape)}, x {tuple(x.shape)}")
+    return _launch(x, residual, weight, eps, out, pdl)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None, pdl: bool
+) -> torch.Tensor:
+    rows, hidden = x.shape
+    if x.stride(1) != 1 or weight.shape != (hidden,) or hidden > MAX_HIDDEN:
+        raise ValueError(
+            f"x must be [T, H <= {MAX_HIDDEN}] with contiguous rows and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device) if out is None else out
+    if rows == 0:
+        return out
+    block = triton.next_power_of_2(hidden)
+    other = x if residual is None else residual
+    _rms_norm_kernel[(rows,)](
+        x, other, weight, out, hidden, x.stride(0), other.stride(0), out.stride(0), eps,
+        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in plain torch, in x's dtype throughout (pass float64 for a reference)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the norm of x + residual, and x + residual, in plain torch."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total

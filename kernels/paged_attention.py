@@ -1,0 +1,117 @@
+"""Attention over a paged KV cache for mixed batches of prefill chunks and decodes: the door to the attention kernels.
+
+Called by the attention layers on GPUs, once a layer. A step's rows of one token, which come first, go to
+`decode_attention` (split along the keys); longer rows go to `prefill_hopper` where the GPU and the shapes allow, and to
+`prefill_attention` elsewhere. Nothing here reads from the GPU, so a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from aioinfer.kernels.decode_attention import DecodeWorkspace, launch_decode
+from aioinfer.kernels.prefill_attention import launch_prefill
+from aioinfer.kernels.prefill_hopper import PrefillPlan, launch_prefill_hopper, supports
+
+LOG2_E = 1.4426950408889634
+HEAD_SIZES = (64, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    num_decodes: int,
+    workspace: DecodeWorkspace,
+    prefill_plan: PrefillPlan | None = None,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Returns causal attention of each token over the cached keys of its row, its own included.
+
+    Args:
+        q: [T, Hq, D], bf16, fp16 or fp32, heads contiguous; D one of 64, 96, 128, 256.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D] with this step's keys and values written; q's dtype or fp8.
+        block_tables: int32 [R, max_blocks]; entries past a row's length are not read.
+        query_starts: int32 [R + 1], the first token of each row.
+        seq_lens: int32 [R], the keys of each row; 0 (with no tokens or, among the decodes, one) is padding.
+        num_decodes: how many of the first rows have exactly one token.
+        workspace: from `DecodeWorkspace.create`; it holds the layer's sliding window, and, if there are decodes,
+            `plan_decode` has divided this step's `seq_lens[:num_decodes]`.
+        prefill_plan: from `plan_prefill`, for this step's `query_starts[num_decodes:]`. Without it longer rows go to the
+            plain kernel on every GPU.
+        scale: of the products; by default 1 / sqrt(D).
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
+        k_scale, v_scale: the cache's values times these are the keys and values (fp8 caches).
+        out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
+        pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel must not be
+            `plan_decode`, whose plan is read at once.
+    """
+    head_size, group = q.shape[2], q.shape[1] // k_cache.shape[2]
+    if head_size not in HEAD_SIZES or k_cache.shape[1] not in BLOCK_SIZES or k_cache.shape[3] != head_size:
+        raise ValueError(
+            f"head size must be in {HEAD_SIZES} and block size in {BLOCK_SIZES}: q {tuple(q.shape)}, cache {tuple(k_cache.shape)}"
+        )
+    if group * k_cache.shape[2] != q.shape[1] or v_cache.shape != k_cache.shape:
+        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} KV heads evenly, or the caches differ")
+    if q.stride()[1:] != (head_size, 1) or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError("heads must be contiguous")
+    out = torch.empty_like(q) if out is None else out
+    log2_scale = (1.0 / math.sqrt(head_size) if scale is None else scale) * k_scale * LOG2_E
+    if num_decodes:
+        launch_decode(
+            q, k_cache, v_cache, block_tables, seq_lens, out, workspace, scale=log2_scale, soft_cap=soft_cap, v_scale=v_scale, pdl=pdl
+        )
+    if num_decodes < seq_lens.shape[0]:
+        tables, starts, lens = block_tables[num_decodes:], query_starts[num_decodes:], seq_lens[num_decodes:]
+        wants = {"scale": log2_scale, "window": workspace.window, "soft_cap": soft_cap, "v_scale": v_scale}
+        if prefill_plan is not None and supports(q, k_cache, v_cache):
+            launch_prefill_hopper(q, k_cache, v_cache, tables, starts, lens, out, prefill_plan, **wants)
+        else:
+            launch_prefill(q, k_cache, v_cache, tables, starts, lens, out, **wants, pdl=pdl)
+    return out
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> torch.Tensor:
+    """`paged_attention` in plain torch, row by row, in the inputs' dtype (pass float64 for a reference)."""
+    out = torch.zeros_like(q)
+    starts = query_starts.tolist()
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        if seq_len == 0 or begin == end:
+            continue
+        blocks = block_tables[row, : -(-seq_len // k_cache.shape[1])].long()
+        keys = k_cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1)
+        values = v_cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * (q.shape[2] ** -0.5 if scale is None else scale)
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)[:, None]
+        key_position = torch.arange(seq_len, device=q.device)[None, :]
+        visible = key_position <= position
+        if window:
+            visible = visible & (key_position > position - window)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out

@@ -1,0 +1,162 @@
+"""Logit biases and penalties on the GPU, from counts that stay there. Called before `sampling` in steps that have them.
+
+The rules are those of `aioinfer.worker.sampler`. For each request with penalties the worker keeps a row of
+occurrences over the vocabulary: how often a token was generated, and whether it occurs in the prompt.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 2048
+#: The bit of an occurrence that says that the token is in the prompt; the bits below count the output.
+IN_PROMPT = 1 << 30
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
+
+
+@triton.jit(do_not_specialize=["length", "prompt_len"], do_not_specialize_on_alignment=["tokens", "occurrences"])
+def _count_kernel(tokens, occurrences, length, prompt_len, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + index, index < length, 0)
+    tl.atomic_or(occurrences + token, _IN_PROMPT, index < prompt_len)
+    tl.atomic_add(occurrences + token, 1, (index >= prompt_len) & (index < length))
+
+
+def count_occurrences(tokens: torch.Tensor, prompt_len: int, occurrences: torch.Tensor) -> None:
+    """Begins a request's row: counts its tokens so far.
+
+    Args:
+        tokens: int32 [n], prompt and output. prompt_len: how many of them are the prompt.
+        occurrences: int32 [V], overwritten.
+    """
+    occurrences.zero_()
+    if len(tokens):
+        _count_kernel[(triton.cdiv(len(tokens), 1024),)](tokens, occurrences, len(tokens), prompt_len, BLOCK=1024, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sampled", "slot_ids"])
+def _add_kernel(sampled, slot_ids, row_of_slot, occurrences, rows, stride, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < rows
+    row = tl.load(row_of_slot + tl.load(slot_ids + index, mask, 0), mask, -1).to(tl.int64)
+    token = tl.load(sampled + index, mask, -1)
+    tl.atomic_add(occurrences + row * stride + token, 1, (row >= 0) & (token >= 0))
+
+
+def add_occurrences(sampled: torch.Tensor, slot_ids: torch.Tensor, row_of_slot: torch.Tensor, occurrences: torch.Tensor) -> None:
+    """Counts the sampled tokens of slots that have a row.
+
+    Args:
+        sampled, slot_ids: int32 [S]; negative tokens are not counted.
+        row_of_slot: int32 or int64 [num_slots], -1 for slots without penalties.
+        occurrences: int32 [rows, V].
+    """
+    if len(sampled):
+        grid = (triton.cdiv(len(sampled), 128),)
+        _add_kernel[grid](sampled, slot_ids, row_of_slot, occurrences, len(sampled), occurrences.stride(0), BLOCK=128, num_warps=1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_ids"])
+def _penalty_kernel(
+    logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, stride, occurrences_stride, CHUNK: tl.constexpr
+):
+    row = tl.program_id(0)
+    slot = tl.load(slot_ids + row)
+    held = tl.load(row_of_slot + slot).to(tl.int64)
+    if held < 0:
+        return
+    tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    seen = tl.load(occurrences + held * occurrences_stride + tokens, tokens < vocab, 0)
+    count = (seen & (_IN_PROMPT - 1)).to(tl.float32)
+    place = logits + row.to(tl.int64) * stride + tokens
+    x = tl.load(place, seen != 0, 0.0).to(tl.float32)
+    factor = tl.load(repetition + slot)
+    x = tl.where(x > 0, x / factor, x * factor)
+    x -= tl.load(frequency + slot) * count + tl.where(count > 0, tl.load(presence + slot), 0.0)
+    tl.store(place, x.to(logits.dtype.element_ty), seen != 0)
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    slot_ids: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    occurrences: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> None:
+    """Applies repetition, presence and frequency penalties in place to the rows whose slots have occurrences.
+
+    Repetition divides positive and multiplies negative logits of tokens of prompt and output (CTRL, Keskar et al.
+    2019); frequency is subtracted for each and presence once for any occurrence in the output (OpenAI).
+
+    Args:
+        logits: [S, V], fp32 (or bf16, fp16). slot_ids: int32 [S].
+        row_of_slot: int32 or int64 [num_slots], -1 for slots without penalties. occurrences: int32 [rows, V].
+        repetition, presence, frequency: float32 [num_slots].
+    """
+    rows, vocab = logits.shape
+    if rows:
+        _penalty_kernel[(rows, triton.cdiv(vocab, CHUNK))](
+            logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, logits.stride(0), occurrences.stride(0),
+            CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["width", "ids_stride"], do_not_specialize_on_alignment=["slot_ids", "positions", "ids", "values"])
+def _bias_kernel(logits, slot_ids, until, positions, ids, values, width, stride, ids_stride, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
+    row = tl.program_id(0)
+    slot = tl.load(slot_ids + row).to(tl.int64)
+    if LIMITED and tl.load(positions + row) >= tl.load(until + slot):
+        return
+    for begin in range(0, width, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        token = tl.load(ids + slot * ids_stride + index, index < width, 0)
+        value = tl.load(values + slot * ids_stride + index, index < width, 0.0)
+        tl.atomic_add(logits + row.to(tl.int64) * stride + token, value, (index < width) & (value != 0.0))
+
+
+def add_biases(
+    logits: torch.Tensor,
+    slot_ids: torch.Tensor,
+    ids: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    until: torch.Tensor | None = None,
+) -> None:
+    """Adds each slot's biases to the logits of its row, in place.
+
+    Args:
+        logits: float32 [S, V]. slot_ids: int32 [S].
+        ids: int64 or int32 [num_slots, width]. values: float32 [num_slots, width], 0 where there is none, -inf to ban.
+        positions, until: int32 [S] and [num_slots]; if given, only rows with positions[i] < until[slot] are changed.
+    """
+    if len(slot_ids) and ids.shape[1]:
+        limited = positions is not None and until is not None
+        _bias_kernel[(len(slot_ids),)](
+            logits, slot_ids, until if limited else slot_ids, positions if limited else slot_ids, ids, values, ids.shape[1],
+            logits.stride(0), ids.stride(0), BLOCK=64, LIMITED=limited, num_warps=1,
+        )  # fmt: skip
+
+
+def penalties_reference(
+    logits: torch.Tensor,
+    tokens: list[list[int]],
+    prompt_lens: list[int],
+    repetition: list[float],
+    presence: list[float],
+    frequency: list[float],
+) -> torch.Tensor:
+    """`apply_penalties` in plain torch, from each row's tokens (prompt and output); returns new logits [S, V]."""
+    out = logits.clone()
+    for row, (ids, prompt_len) in enumerate(zip(tokens, prompt_lens, strict=True)):
+        for token in set(ids):
+            count = ids[prompt_len:].count(token)
+            value = out[row, token]
+            value = value / repetition[row] if value > 0 else value * repetition[row]
+            out[row, token] = value - frequency[row] * count - presence[row] * (count > 0)
+    return out

@@ -1,0 +1,128 @@
+"""Attention of rows of several tokens over the paged KV cache: the plain Triton kernel, which runs on every GPU.
+
+Called through `paged_attention`, which prefers `prefill_hopper` where that can run. FlashAttention-2 (Dao, 2023)
+over KV tiles gathered by block table; the query heads that share a KV head are packed into the rows of one tile.
+"""
+# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.attention_tiles import load_tile, softmax_step
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MIN_ROWS_PAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the prefill kernel is compiled: packed query rows and KV tokens a tile, warps, pipeline stages."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
+    """Returns the configuration for queries of this head size and bytes an element."""
+    if element_size == 4:
+        return PrefillConfig(32, 16 if head_size > 128 else 32, 4, 1)
+    return PrefillConfig(64, 32, 4, 2) if head_size > 128 else PrefillConfig(128, 64, 8, 2)
+
+
+@triton.jit
+def find_tile(query_starts, num_rows, index, GROUP: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr):
+    """Returns the row that query tile `index` of a step belongs to, and which of the row's tiles it is, last one first.
+
+    The last tiles of a causal row see the most keys; they go first, so that no long tile is left for the end.
+    """
+    r = tl.arange(0, ROWS_PAD)
+    lengths = tl.load(query_starts + r + 1, r < num_rows, 0) - tl.load(query_starts + r, r < num_rows, 0)
+    tiles = (lengths * GROUP + ROWS - 1) // ROWS
+    row = tl.sum((tl.cumsum(tiles) <= index).to(tl.int32))
+    before = tl.sum(tl.where(r < row, tiles, 0))
+    here = tl.sum(tl.where(r == row, tiles, 0))
+    return row, here - 1 - (index - before)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
+def _prefill_kernel(
+    q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, num_rows, scale, soft_cap, v_scale,
+    q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, tile = find_tile(query_starts, num_rows, tl.program_id(0), GROUP, ROWS, ROWS_PAD)
+    if row >= num_rows:
+        return
+    start = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - start
+    seq_len = tl.load(seq_lens + row)
+    context = seq_len - length
+    packed = tile * ROWS + tl.arange(0, ROWS)
+    token = packed // GROUP
+    heads = head * GROUP + packed % GROUP
+    d = tl.arange(0, HEAD_PAD)
+    own = (token < length)[:, None] & (d < HEAD_SIZE)[None, :]
+    line = (start + token).to(tl.int64)
+    query = tl.load(q + line[:, None] * q_stride + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+    table = block_tables + row.to(tl.int64) * table_stride
+    last_token = tl.minimum(((tile + 1) * ROWS - 1) // GROUP, length - 1)
+    end = context + last_token + 1
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context + tile * ROWS // GROUP - WINDOW + 1, 0) // TILE
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    for index in range(begin, (end + TILE - 1) // TILE):
+        key, value, position = load_tile(
+            k_cache, v_cache, table, index, seq_len, head,
+            k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+            HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+        visible = position[None, :] <= context + token[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > context + token[:, None] - WINDOW)
+        m, l, acc = softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP)
+    place = out + line[:, None] * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
+    tl.store(place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own)
+
+
+def launch_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    v_scale: float,
+    pdl: bool = False,
+    config: PrefillConfig | None = None,
+) -> None:
+    """Launches the plain kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
+    rows, (_, block_size, kv_heads, head_size) = seq_lens.shape[0], k_cache.shape
+    group = q.shape[1] // kv_heads
+    config = config or prefill_config(head_size, q.element_size())
+    grid = (q.shape[0] * group // config.rows + rows, kv_heads)
+    _prefill_kernel[grid](
+        q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, rows, scale, soft_cap, v_scale,
+        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, ROWS=config.rows,
+        TILE=config.tile, WINDOW=window, SOFT_CAP=soft_cap > 0, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""Attention of rows of several tokens over the paged KV cache on Hopper GPUs, in Triton's Gluon dialect.
+
+Called through `paged_attention` for bf16 and fp16 where `supports` says so; elsewhere `prefill_attention` computes the
+same. The schedule is FlashAttention-3's (Shah et al., 2024): one warp loads KV blocks with TMA through a ring of
+shared-memory stages; two warpgroups, 64 packed query rows each, multiply them with asynchronous wgmma, so that the
+scores of the next block and the output of the last one are computed while the softmax runs. Programs are persistent:
+while the consumers write a tile's output, the loads of the next tile are under way.
+"""
+# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.prefill_attention import MIN_ROWS_PAD, find_tile
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ROWS = 128  # packed query rows of a tile
+GROUP_ROWS = 64  # of one warpgroup
+LOG2_E = gl.constexpr(1.4426950408889634)
+TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def supports(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether this kernel serves these tensors: Hopper, bf16 or fp16, head size 64, 128 or 256, whole blocks loadable by TMA."""
+    _, block_size, _, head_size = k_cache.shape
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype in TORCH_DTYPES
+        and k_cache.dtype == v_cache.dtype == q.dtype
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and ((head_size in (64, 128) and block_size in (64, 128)) or (head_size == 256 and block_size == 64))
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts"])
+def _plan_kernel(query_starts, plan, num_rows, GROUP: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr):
+    index = tl.program_id(0)
+    row, tile = find_tile(query_starts, num_rows, index, GROUP, ROWS, ROWS_PAD)
+    tl.store(plan + 2 * index, tl.where(row < num_rows, row, -1))
+    tl.store(plan + 2 * index + 1, tile)
+
+
+@gluon.jit
+def _work(
+    plan, item, query_starts, seq_lens, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Returns of work item `item`: tile, first token and tokens of its row, context, and the KV tiles begin .. end - 1 it sees."""
+    row = gl.load(plan + item // KV_HEADS * 2)
+    tile = gl.load(plan + item // KV_HEADS * 2 + 1)
+    start = gl.load(query_starts + row)
+    length = gl.load(query_starts + row + 1) - start
+    context = gl.load(seq_lens + row) - length
+    last = gl.minimum(((tile + 1) * ROWS - 1) // GROUP, length - 1)
+    end = (context + last) // TILE + 1
+    begin = end * 0
+    if WINDOW > 0:
+        begin = gl.maximum(context + tile * ROWS // GROUP - WINDOW + 1, 0) // TILE
+    return tile, start, length, context, begin, end
+
+
+@gluon.jit
+def _produce(
+    keys, values, block_tables, query_starts, seq_lens, plan, num_items, table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Loads the KV blocks of every work item, last block first, as stages of the ring become free."""
+    loaded = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        row = gl.load(plan + item // KV_HEADS * 2)
+        if row >= 0:
+            _, _, _, _, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
+            column = item % KV_HEADS * HEAD_SIZE
+            table = block_tables + row.to(gl.int64) * table_stride
+            block = gl.load(table + end - 1)
+            for index in range(end - begin):
+                stage = loaded % STAGES
+                phase = (loaded // STAGES) & 1
+                following = gl.load(table + gl.maximum(end - 2 - index, begin))
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                mbarrier.expect(k_full.index(stage), keys.block_type.nbytes)
+                tma.async_copy_global_to_shared(keys, [block * TILE, column], k_full.index(stage), k_smem.index(stage))
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
+                tma.async_copy_global_to_shared(values, [block * TILE, column], v_full.index(stage), v_smem.index(stage))
+                block = following
+                loaded += 1
+
+
+@gluon.jit
+def _adjust(
+    s, index, limit, scale, soft_cap, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Caps the products, and hides from each row the keys after its own position (`limit`) and those before its window."""
+    if SOFT_CAP:  # tanh by way of exp; what was scaled for base 2 comes out so
+        s = soft_cap * LOG2_E * (1.0 - 2.0 / (gl.exp2(s * (scale * 2.0 / soft_cap)) + 1.0))
+    if MASKED:
+        position = index * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
+        visible = position[None, :] <= limit[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > limit[:, None] - WINDOW)
+        s = gl.where(visible, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, m, l, scale, SOFT_CAP: gl.constexpr):
+    """Online softmax: returns exp2(s - new maximum), the new maxima and sums, and the factor for the old outputs."""
+    if SOFT_CAP:  # already scaled
+        scale = 1.0
+    new_m = gl.maximum(m, gl.max(s, 1))
+    safe_m = gl.where(new_m == float("-inf"), 0.0, new_m) * scale
+    p = gl.exp2(s * scale - safe_m[:, None])
+    factor = gl.exp2(m * scale - safe_m)
+    return p, new_m, l * factor + gl.sum(p, 1), factor
+
+
+@gluon.jit
+def _step(
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, index, begin, limit, acc, operand, m, l,
+    scale, soft_cap, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Multiplies the last block's probabilities with its values while the scores of block `index` become probabilities.
+
+    The assembler hoists the wait for the output above the softmax unless a branch lies between: the wait for the
+    next keys, which has to come somewhere, is that branch.
+    """
+    k_stage = count % STAGES
+    v_stage = (count - 1) % STAGES
+    zero = gl.zeros([operand.shape[0], TILE], gl.float32, s_layout)
+    s = warpgroup_mma(q_smem, k_smem.index(k_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+    acc = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    mbarrier.arrive(k_empty.index(k_stage))
+    s = _adjust(s, index, limit, scale, soft_cap, SOFT_CAP, MASKED, WINDOW, TILE, s_layout)
+    p, m, l, factor = _softmax(s, m, l, scale, SOFT_CAP)
+    following = gl.convert_layout(p.to(operand.dtype), p_layout)
+    mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=index > begin)
+    acc, operand = warpgroup_mma_wait(0, [acc, operand])
+    mbarrier.arrive(v_empty.index(v_stage))
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
+    return acc, following, m, l
+
+
+@gluon.jit
+def _clear_rows(smem, begin, TILE: gl.constexpr, layout: gl.constexpr):
+    """Writes zeros to the rows from `begin` on: what a block holds past its row's end may be NaN, and 0 * NaN is not 0."""
+    for chunk in gl.static_range(0, TILE, 16):
+        part = smem.slice(chunk, 16)
+        rows = chunk + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        value = part.load(layout)
+        part.store(gl.where(rows[:, None] < begin, value, gl.zeros_like(value)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _first_step(
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, count, index, begin, limit, seq_end, scale, soft_cap,
+    SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    s_layout: gl.constexpr, p_layout: gl.constexpr, wide: gl.constexpr,
+):  # fmt: skip
+    """Turns the scores of a row's last block into probabilities; returns them with the first maxima and sums."""
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    rows: gl.constexpr = q_smem.shape[0]
+    zero = gl.zeros([rows, TILE], gl.float32, s_layout)
+    m = gl.full([rows], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    l = gl.zeros([rows], gl.float32, gl.SliceLayout(1, s_layout))
+    mbarrier.wait(k_full.index(stage), phase)
+    s = warpgroup_mma(q_smem, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(k_empty.index(stage))
+    s = _adjust(s, index, limit, scale, soft_cap, SOFT_CAP, True, WINDOW, TILE, s_layout)
+    p, m, l, _ = _softmax(s, m, l, scale, SOFT_CAP)
+    if (index + 1) * TILE > seq_end:
+        mbarrier.wait(v_full.index(stage), phase)
+        _clear_rows(v_smem.index(stage), seq_end - index * TILE, TILE, wide)
+    mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=index > begin)
+    return gl.convert_layout(p.to(q_smem.dtype), p_layout), m, l
+
+
+@gluon.jit
+def _attend(
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit, seq_end, scale, soft_cap, v_scale,
+    HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    s_layout: gl.constexpr, wide: gl.constexpr,
+):  # fmt: skip
+    """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin; from `whole` on some are hidden."""
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    rows: gl.constexpr = q_smem.shape[0]
+    acc = gl.zeros([rows, HEAD_SIZE], gl.float32, o_layout)
+    operand, m, l = _first_step(
+        q_smem, k_smem, v_smem, k_full, k_empty, v_full, used, end - 1, begin, limit, seq_end, scale, soft_cap,
+        SOFT_CAP, WINDOW, TILE, STAGES, s_layout, p_layout, wide,
+    )  # fmt: skip
+    hiding = gl.maximum(end - whole, 1)
+    for index in range(1, hiding):
+        acc, operand, m, l = _step(
+            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index, begin, limit, acc, operand, m, l,
+            scale, soft_cap, SOFT_CAP, True, WINDOW, TILE, STAGES, s_layout, o_layout, p_layout,
+        )  # fmt: skip
+    for index in range(hiding, end - begin):
+        acc, operand, m, l = _step(
+            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index, begin, limit, acc, operand, m, l,
+            scale, soft_cap, SOFT_CAP, False, WINDOW, TILE, STAGES, s_layout, o_layout, p_layout,
+        )  # fmt: skip
+    count = used + end - begin - 1
+    stage = count % STAGES
+    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    acc = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(v_empty.index(stage))
+    inverse = v_scale / gl.where(l == 0.0, 1.0, l)
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
+
+
+@gluon.jit
+def _consume(
+    q, out, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale, q_stride, out_stride,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Computes half of the packed query rows of every work item."""
+    HALF: gl.constexpr = ROWS // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
+    columns = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))[None, :]
+    used = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        if gl.load(plan + item // KV_HEADS * 2) >= 0:
+            tile, start, length, context, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
+            first = tile * ROWS + WARPGROUP * HALF
+            packed = first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
+            token = packed // GROUP
+            held = (token < length)[:, None]
+            column = (item % KV_HEADS * GROUP + packed % GROUP)[:, None] * HEAD_SIZE + columns
+            q_smem.store(gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, held, 0.0))
+            fence_async_shared()
+            limit = context + (first + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))) // GROUP
+            whole = gl.maximum((context + tile * ROWS // GROUP + 1) // TILE, begin)
+            if WINDOW > 0:
+                whole = begin
+            result = _attend(
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit, context + length,
+                scale, soft_cap, v_scale, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, s_layout, wide,
+            )  # fmt: skip
+            used += end - begin
+            place = out + (start + token).to(gl.int64)[:, None] * out_stride + column
+            gl.store(place, gl.convert_layout(result.to(q.dtype.element_ty), wide), held)
+
+
+@gluon.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
+def _prefill_kernel(
+    q, keys, values, out, block_tables, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale,
+    q_stride, out_stride, table_stride,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_SIZE], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_SIZE], q_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], keys.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], values.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), 1)
+        mbarrier.init(v_full.index(stage), 1)
+        mbarrier.init(k_empty.index(stage), 2)  # two warpgroups arrive
+        mbarrier.init(v_empty.index(stage), 2)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_consume, (q, out, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale, q_stride, out_stride,
+                        q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                        0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
+            (_consume, (q, out, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale, q_stride, out_stride,
+                        q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                        1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
+            (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, num_items, table_stride,
+                        k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                        KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def pipeline_stages(head_size: int, block_size: int) -> int:
+    """Returns how many KV blocks to hold in shared memory: what fits beside the queries, up to four."""
+    return min(4, 160 * 1024 // (4 * head_size * block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """The query tiles of a step: which row each belongs to, made once a step for all layers.
+
+    Attributes:
+        tiles: int32 [N, 2], row (-1 past the last tile) and tile within the row.
+        count: N, a bound on the tiles that the host knows.
+    """
+
+    tiles: torch.Tensor
+    count: int
+
+
+def plan_prefill(query_starts: torch.Tensor, num_tokens: int, group: int) -> PrefillPlan:
+    """Lists the query tiles of a step's rows.
+
+    Args:
+        query_starts: int32 [R + 1], of the rows of several tokens.
+        num_tokens: at least the tokens of these rows.
+        group: query heads a KV head.
+    """
+    rows = query_starts.shape[0] - 1
+    count = num_tokens * group // ROWS + rows
+    tiles = torch.empty(count, 2, dtype=torch.int32, device=query_starts.device)
+    _plan_kernel[(count,)](
+        query_starts, tiles, rows, GROUP=group, ROWS=ROWS, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), num_warps=4
+    )
+    return PrefillPlan(tiles, count)
+
+
+def launch_prefill_hopper(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    plan: PrefillPlan,
+    *,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    v_scale: float,
+) -> None:
+    """Launches the kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
+    blocks, block_size, kv_heads, head_size = k_cache.shape
+    layout = gl.NVMMASharedLayout.get_default_for([block_size, head_size], TORCH_DTYPES[q.dtype])
+
+    def descriptor(cache: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor(
+            cache, [blocks * block_size, kv_heads * head_size], [kv_heads * head_size, 1], [block_size, head_size], layout
+        )
+
+    num_items = plan.count * kv_heads
+    programs = min(num_items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    _prefill_kernel[(programs,)](
+        q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens, plan.tiles, num_items,
+        scale, soft_cap, v_scale, q.stride(0), out.stride(0), block_tables.stride(0),
+        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window, SOFT_CAP=soft_cap > 0,
+        TILE=block_size, ROWS=ROWS, STAGES=pipeline_stages(head_size, block_size), num_warps=4,
+    )  # fmt: skip

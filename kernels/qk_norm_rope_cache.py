@@ -1,0 +1,162 @@
+"""What happens to q, k and v between the fused projection and attention, in one pass: norm, rotation, KV write.
+
+Called once a layer on GPUs. Rotary embeddings: Su et al., "RoFormer", 2021, in the half-split order of GPT-NeoX,
+which Llama and Qwen checkpoints use. The norm of q and k over a head is Qwen3's (optional).
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _qk_norm_rope_cache_kernel(
+    qkv, positions, cos_sin, q_weight, k_weight, slot_mapping, q_out, k_cache, v_cache, eps, k_inverse, v_inverse,
+    qkv_stride, cos_sin_stride, q_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    half: tl.constexpr = ROTARY // 2
+    d = tl.arange(0, HEAD_PAD)
+    heads = tl.arange(0, HEADS)
+    rotates = d < ROTARY
+    partner = tl.where(d < half, d + half, tl.where(rotates, d - half, d))
+    angle = tl.where(d < half, d, d - half)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(slot_mapping + token)
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    is_q = group < q_groups
+    is_v = group >= q_groups + kv_groups
+    if is_q:
+        head = group * HEADS + heads
+        mask = (head < Q_HEADS)[:, None] & (d < HEAD_SIZE)[None, :]
+        source = head
+    else:
+        head = (group - q_groups) % kv_groups * HEADS + heads
+        mask = (head < KV_HEADS)[:, None] & (d < HEAD_SIZE)[None, :]
+        source = head + Q_HEADS
+    if is_v:
+        rows = qkv + token * qkv_stride + (source + KV_HEADS)[:, None] * HEAD_SIZE
+        value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32) * v_inverse
+        place = v_cache + block * v_block_stride + offset * v_token_stride + head[:, None] * v_head_stride + d[None, :]
+        tl.store(place, value.to(v_cache.dtype.element_ty), mask & (slot >= 0))
+    else:
+        rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
+        x = tl.load(rows + d[None, :], mask, 0.0).to(tl.float32)
+        other = tl.load(rows + partner[None, :], mask, 0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
+            weight = q_weight if is_q else k_weight
+            x = x * scale * tl.load(weight + d, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
+            other = other * scale * tl.load(weight + partner, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
+        table = cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride
+        cos = tl.load(table + angle, rotates, 1.0)
+        sin = tl.load(table + half + angle, rotates, 0.0)
+        x = x * cos[None, :] + other * tl.where(d < half, -sin, sin)[None, :]
+        if is_q:
+            tl.store(q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :], x.to(q_out.dtype.element_ty), mask)
+        else:
+            place = k_cache + block * k_block_stride + offset * k_token_stride + head[:, None] * k_head_stride + d[None, :]
+            tl.store(place, (x * k_inverse).to(k_cache.dtype.element_ty), mask & (slot >= 0))
+
+
+def qk_norm_rope_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    num_q_heads: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Norms (if weights are given) and rotates q and k, writes k and v to the cache and returns q.
+
+    Args:
+        qkv: [T, (Hq + 2 * Hkv) * D], q's heads, then k's, then v's; bf16, fp16 or fp32; rows may be strided.
+        positions: int32 or int64 [T].
+        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2 sines.
+        slot_mapping: int64 or int32 [T], block * block_size + offset; -1 writes nothing (padding).
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype, fp8 too.
+        num_q_heads: Hq.
+        q_weight, k_weight: [D] of the norms, both or neither.
+        eps: of the norms.
+        k_scale, v_scale: what the cache's values are to be multiplied with when read (fp8 caches); 1 otherwise.
+        out: [T, Hq, D] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Returns:
+        q: [T, Hq, D] in qkv's dtype.
+    """
+    tokens = qkv.shape[0]
+    block_size, kv_heads, head_size = k_cache.shape[1:]
+    rotary = cos_sin.shape[1]
+    if qkv.shape[1] != (num_q_heads + 2 * kv_heads) * head_size or qkv.stride(1) != 1:
+        raise ValueError(f"qkv must be [T, {(num_q_heads + 2 * kv_heads) * head_size}] with contiguous rows, not {tuple(qkv.shape)}")
+    if cos_sin.dtype != torch.float32 or rotary % 2 or rotary > head_size or cos_sin.stride(1) != 1:
+        raise ValueError(f"cos_sin must be float32 [max_pos, R <= {head_size}], not {cos_sin.dtype} {tuple(cos_sin.shape)}")
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or (q_weight is None) != (k_weight is None):
+        raise ValueError("heads of the caches must be contiguous, and the norms come both or not at all")
+    out = torch.empty((tokens, num_q_heads, head_size), dtype=qkv.dtype, device=qkv.device) if out is None else out
+    if tokens == 0:
+        return out
+    heads = min(8, triton.next_power_of_2(kv_heads))
+    grid = (tokens, triton.cdiv(num_q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
+    _qk_norm_rope_cache_kernel[grid](
+        qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin, k_weight if k_weight is not None else cos_sin,
+        slot_mapping, out, k_cache, v_cache, eps, 1.0 / k_scale, 1.0 / v_scale,
+        qkv.stride(0), cos_sin.stride(0), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), ROTARY=rotary,
+        BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def qk_norm_rope_cache_reference(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    num_q_heads: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """`qk_norm_rope_cache` in plain torch and in the inputs' dtype; writes to the caches and returns q [T, Hq, D]."""
+    kv_heads, head_size = k_cache.shape[2:]
+    half = cos_sin.shape[1] // 2
+    q, k, v = qkv.unflatten(1, (-1, head_size)).split([num_q_heads, kv_heads, kv_heads], dim=1)
+    if q_weight is not None and k_weight is not None:
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * q_weight
+        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * k_weight
+    cos, sin = cos_sin[positions.long()].to(qkv.dtype)[:, None].split(half, dim=-1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+    kept = slot_mapping >= 0
+    k_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = rotate(k)[kept].to(k_cache.dtype)
+    v_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = v[kept].to(v_cache.dtype)
+    return rotate(q)

@@ -1,0 +1,27 @@
+"""What the tests on a GPU share: they are skipped without one, and float32 means float32."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "kernels"))  # the cases that the interpreter's tests use too
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything here `gpu`, and skips it where there is none."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def full_float32() -> None:
+    """Switches TF32 off: references are computed in float64, but some inputs are prepared in float32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False

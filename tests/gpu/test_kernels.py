@@ -1,0 +1,219 @@
+"""Every kernel, compiled, against float64 references: random shapes, fresh inputs, outputs poisoned first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from aioinfer.kernels import logprobs, penalties
+from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
+from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
+from aioinfer.kernels.prepare import StepInputs, append_tokens, embed, embed_reference, prepare_inputs, prepare_inputs_reference
+from aioinfer.kernels.sampling import SamplingState, sample_tokens
+from cases import AttentionCase, activation, attention, error, linear, norm, qk_norm_rope, random_rows
+from sampling_cases import make_state, sample_and_judge, uniforms_agree
+
+DEVICE = "cuda"
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def check_attention(rows: list[tuple[int, int]], *shape: int, dtype: torch.dtype, limit: float | None = None, **options: object) -> None:
+    case = AttentionCase(rows, *shape, dtype=dtype, device=DEVICE, **options)
+    assert error(attention(case)) < (limit or LIMIT[dtype]), case
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_attention_of_random_batches(head_size: int, dtype: torch.dtype) -> None:
+    rng = random.Random(head_size)
+    for block_size in (16, 32, 64, 128) if (dtype, head_size) == (torch.bfloat16, 128) else rng.sample((16, 32, 64, 128), 1):
+        kv_heads = rng.choice([1, 2, 3, 8])
+        group = rng.choice([1, 3, 4, 5, 8])
+        rows = random_rows(rng.randint(1, 30), 1500, 600, rng)
+        check_attention(rows, kv_heads * group, kv_heads, head_size, block_size, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_window_and_soft_cap(dtype: torch.dtype) -> None:
+    rng = random.Random(2)
+    for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
+        check_attention(random_rows(20, 1200, 400, rng), 8, 2, 128, 64, dtype=dtype, window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("rows", [[(1, 32768)] + [(1, 90)] * 200, [(1, 1000)] * 256, [(1, 5)], [(1, 0), (1, 700), (1, 0)], [(1, 64)] * 500])
+def test_decodes_of_every_distribution(rows: list[tuple[int, int]]) -> None:
+    check_attention(rows, 16, 4, 128, 64, dtype=torch.bfloat16)
+
+
+def test_attention_over_an_fp8_cache() -> None:
+    rows = random_rows(12, 900, 300, random.Random(3))
+    check_attention(rows, 8, 2, 128, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 64), (64, 128), (128, 64), (128, 128), (256, 64)])
+def test_hopper_prefill(head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    rng = random.Random(head_size + block_size)
+    for group in (1, 3, 4, 8) if (head_size, block_size) == (128, 128) else (5,):
+        rows = random_rows(20, 2500, 1100, rng)
+        check_attention(rows, 2 * group, 2, head_size, block_size, dtype=dtype, hopper=True)
+    check_attention([(1, 9), (4096, 4096), (129, 3000), (2, 2)], 10, 2, head_size, block_size, dtype=dtype, hopper=True)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_hopper_prefill_with_window_and_soft_cap() -> None:
+    rng = random.Random(4)
+    for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
+        rows = random_rows(20, 1200, 400, rng)
+        check_attention(rows, 8, 2, 128, 128, dtype=torch.bfloat16, hopper=True, window=window, soft_cap=soft_cap)
+
+
+def test_decode_in_a_graph_follows_the_lengths() -> None:
+    """One capture serves other lengths than it was captured with, up to its number of rows."""
+    q = torch.randn(64, 16, 128, device=DEVICE, dtype=torch.bfloat16)
+    caches = [torch.randn(600, 64, 4, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    tables = torch.randint(0, 600, (64, 512), dtype=torch.int32, device=DEVICE)
+    starts, lens = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (65, 64))
+    starts.copy_(torch.arange(65))
+    out = torch.empty_like(q)
+    workspace = DecodeWorkspace.create(16, caches[0])
+
+    def step() -> None:
+        plan_decode(workspace, lens)
+        paged_attention(q, *caches, tables, starts, lens, num_decodes=64, workspace=workspace, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([1] * 64, [30000] + [0] * 63, [7 * i for i in range(64)]):
+        lens.copy_(torch.tensor(lengths))
+        out.fill_(float("nan"))
+        graph.replay()
+        wide = [t.double() for t in (q, *caches)]
+        assert error((out, paged_attention_reference(*wide, tables, starts, lens))) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(dtype: torch.dtype) -> None:
+    for rows, hidden in ((1, 1024), (333, 576), (64, 4096), (3, 16384)):
+        for pair in norm(rows, hidden, dtype, DEVICE):
+            assert error(pair) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    for rows, width in ((1, 3072), (100, 12288), (7, 1536)):
+        assert error(activation(rows, width, dtype, DEVICE)) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+def test_rotation_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
+    for tokens, q_heads, kv_heads, head_size, rotary in (
+        (1, 32, 8, 128, 128),
+        (300, 9, 3, 64, 64),
+        (50, 5, 1, 96, 48),
+        (17, 4, 4, 256, 64),
+    ):
+        for pair in qk_norm_rope(tokens, q_heads, kv_heads, head_size, rotary, normed, dtype, DEVICE):
+            assert error(pair) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
+    for rows, features, inputs in ((1, 4096, 4096), (1, 576, 1536), (2, 37, 12288), (4, 1000, 1024), (5, 4096, 1024), (16, 100, 3072)):
+        for normed in (True, False):
+            assert error(linear(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated)) < LIMIT[dtype], (rows, features, inputs)
+
+
+def test_input_preparation() -> None:
+    rng = random.Random(6)
+    for rows in (1, 50, 256, 400):
+        lengths = [rng.choice([0, 1, 1, 1, rng.randint(2, 300)]) for _ in range(rows)]
+        starts = [rng.randint(0, 700) for _ in range(rows)]
+        slots = rng.sample(range(512), rows)
+        ints = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, starts, lengths)]
+        tokens = torch.randint(0, 99999, (512, 1001), dtype=torch.int32, device=DEVICE)
+        tables = torch.randint(0, 99999, (512, 63), dtype=torch.int32, device=DEVICE)
+        ours, reference = (StepInputs.empty(rows, sum(lengths) + 77, 63, DEVICE) for _ in range(2))
+        for name in ("input_ids", "positions", "slot_mapping", "query_starts", "seq_lens"):
+            getattr(ours, name).fill_(-77)
+        prepare_inputs(*ints, tokens, tables, ours, block_size=16, max_length=300)
+        prepare_inputs_reference(*ints, tokens, tables, reference, block_size=16)
+        for name in StepInputs.__slots__:
+            assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+
+
+def test_embedding_and_append() -> None:
+    weight, ids = torch.randn(1000, 576, device=DEVICE).bfloat16(), torch.randint(0, 1500, (333,), dtype=torch.int32, device=DEVICE)
+    assert torch.equal(embed(ids, weight, first=200), embed_reference(ids, weight, 200))
+    tokens = torch.zeros(300, 50, dtype=torch.int32, device=DEVICE)
+    slots, positions = torch.randperm(300, device=DEVICE).int(), torch.randint(0, 50, (300,), dtype=torch.int32, device=DEVICE)
+    sampled, wanted = (torch.randint(-1, 2, (300,), dtype=torch.int32, device=DEVICE) for _ in range(2))
+    append_tokens(sampled + 5, slots, positions, wanted, tokens)
+    expected = torch.zeros_like(tokens)
+    expected[slots.long(), positions.long()] = torch.where(wanted != 0, sampled + 5, 0).int()
+    assert torch.equal(tokens, expected)
+
+
+def test_uniforms_are_those_of_the_cpu() -> None:
+    assert uniforms_agree(DEVICE)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_choices_follow_the_rules(rounded: bool) -> None:
+    wrong, different = sample_and_judge(96, 151_936, make_state(200, DEVICE), DEVICE, rounded=rounded)
+    assert wrong == 0
+    assert different <= 3
+
+
+def test_a_choice_does_not_depend_on_its_neighbours() -> None:
+    state = make_state(64, DEVICE)
+    logits = torch.randn(64, 50_000, device=DEVICE) * 3
+    slots, positions = (torch.arange(64, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    together = sample_tokens(logits, slots, positions, state)
+    for i in range(0, 64, 7):
+        assert sample_tokens(logits[i : i + 1], slots[i : i + 1], positions[i : i + 1], state).item() == together[i].item()
+
+
+def test_broken_logits_choose_nothing() -> None:
+    logits = torch.randn(5, 30_000, device=DEVICE)
+    logits[0, 3], logits[1, 4], logits[2], logits[3, :29_999] = float("nan"), float("inf"), float("-inf"), float("-inf")
+    floats = [torch.tensor(x, device=DEVICE) for x in ([0.0, 0.8], [1.0, 0.9], [0.0, 0.0])]
+    state = SamplingState(
+        torch.zeros(2, dtype=torch.int64, device=DEVICE), floats[0], torch.tensor([0, 9], device=DEVICE).int(), *floats[1:]
+    )
+    for slot in (0, 1):
+        slots = torch.full((5,), slot, dtype=torch.int32, device=DEVICE)
+        tokens = sample_tokens(logits, slots, slots, state).tolist()
+        assert tokens[:4] == [-1, -1, -1, 29_999]
+        assert tokens[4] >= 0
+
+
+def test_logprobs() -> None:
+    logits = torch.randn(40, 151_936, device=DEVICE)
+    chosen = torch.randint(0, 151_936, (40,), dtype=torch.int32, device=DEVICE)
+    ours = logprobs.token_logprobs(logits, chosen, torch.ones_like(chosen), 20)
+    for mine, theirs in zip(ours, logprobs.token_logprobs_reference(logits.double(), chosen, 20), strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=1e-4)
+
+
+def test_penalties() -> None:
+    tokens = [[random.randrange(60) for _ in range(n)] for n in (200, 31, 5)]
+    occurrences = torch.zeros(3, 1000, dtype=torch.int32, device=DEVICE)
+    for row, ids in enumerate(tokens):
+        penalties.count_occurrences(torch.tensor(ids, dtype=torch.int32, device=DEVICE), len(ids) // 2, occurrences[row])
+    wishes = [1.3, 0.8, 1.0], [0.5, -0.5, 0.0], [0.25, 1.0, -2.0]
+    logits, rows = torch.randn(3, 1000, device=DEVICE), torch.arange(3, dtype=torch.int32, device=DEVICE)
+    expected = penalties.penalties_reference(logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *wishes)
+    penalties.apply_penalties(logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in wishes))
+    torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)

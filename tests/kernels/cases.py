@@ -1,0 +1,168 @@
+"""Random inputs for every kernel, and its result beside the reference's: used under the interpreter and on a GPU.
+
+Each case poisons the outputs first (NaN, or a token id that cannot be), draws fresh inputs, and returns results with
+the float64 reference's. KV caches hold NaN wherever no token of a row was written.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from aioinfer.kernels.activation import silu_mul, silu_mul_reference
+from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
+from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
+from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
+from aioinfer.kernels.prefill_hopper import plan_prefill
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, qk_norm_rope_cache_reference
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+NAN = float("nan")
+
+
+def error(pair: Pair) -> float:
+    """Returns the normwise relative error of a result beside its reference; NaN stays NaN, which is no small number."""
+    result, reference = (t.double() for t in pair)
+    return float((result - reference).norm() / reference.norm())
+
+
+def normal(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Returns standard normal numbers rounded to `dtype`."""
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Returns a tensor of NaN."""
+    return torch.full(shape, NAN, dtype=dtype, device=device)
+
+
+@dataclass(slots=True)
+class AttentionCase:
+    """One attention problem. `rows` are (tokens, keys) of each row; rows of one token are put first."""
+
+    rows: list[tuple[int, int]]
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+    device: str
+    window: int = 0
+    soft_cap: float = 0.0
+    cache_dtype: torch.dtype | None = None
+    config: DecodeConfig | None = None
+    programs: int | None = None
+    hopper: bool = False
+
+
+def attention(case: AttentionCase) -> Pair:
+    """Runs `paged_attention` over blocks in random places; with an fp8 cache the keys and values are scaled."""
+    rows = sorted(case.rows, key=lambda row: row[0] != 1)
+    decodes = sum(tokens == 1 for tokens, _ in rows)
+    device, cache_dtype = case.device, case.cache_dtype or case.dtype
+    blocks_of = [-(-keys // case.block_size) for _, keys in rows]
+    blocks = torch.randperm(sum(blocks_of) + 3, device=device)
+    shape = (len(blocks), case.block_size, case.kv_heads, case.head_size)
+    k_cache, v_cache = (poisoned(*shape, dtype=torch.float32, device=device) for _ in range(2))
+    tables = torch.full((len(rows), max(blocks_of) + 1), 2**30, dtype=torch.int32, device=device)
+    taken = 0
+    for row, (_, keys) in enumerate(rows):
+        mine = blocks[taken : taken + blocks_of[row]]
+        taken += blocks_of[row]
+        tables[row, : len(mine)] = mine.int()
+        lines = (mine[:, None] * case.block_size + torch.arange(case.block_size, device=device)).flatten()[:keys]
+        for cache in (k_cache, v_cache):
+            cache.view(-1, case.kv_heads, case.head_size)[lines] = normal(
+                keys, case.kv_heads, case.head_size, dtype=case.dtype, device=device
+            ).float()
+    k_scale, v_scale = (1.0, 1.0) if cache_dtype == case.dtype else (0.5, 0.25)
+    k_cache, v_cache = (k_cache / k_scale).to(cache_dtype), (v_cache / v_scale).to(cache_dtype)
+    starts = torch.tensor([0] + [tokens for tokens, _ in rows], device=device).cumsum(0).int()
+    lens = torch.tensor([keys for _, keys in rows], dtype=torch.int32, device=device)
+    q = normal(int(starts[-1]), case.q_heads, case.head_size, dtype=case.dtype, device=device)
+    workspace = DecodeWorkspace.create(case.q_heads, k_cache, window=case.window, config=case.config, programs=case.programs)
+    for buffer in (workspace.partials, workspace.maxima, workspace.sums):
+        buffer.fill_(NAN)
+    if decodes:
+        plan_decode(workspace, lens[:decodes])
+    prefill_plan = plan_prefill(starts[decodes:], len(q), case.q_heads // case.kv_heads) if case.hopper else None
+    out = paged_attention(
+        q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace, prefill_plan=prefill_plan,
+        soft_cap=case.soft_cap, k_scale=k_scale, v_scale=v_scale, out=poisoned(*q.shape, dtype=q.dtype, device=device),
+    )  # fmt: skip
+    assert not workspace.counters.any()
+    wide = [t.double() for t in (q, k_cache.to(torch.float32) * k_scale, v_cache.to(torch.float32) * v_scale)]
+    return out, paged_attention_reference(*wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap)
+
+
+def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
+    """Runs `rms_norm`, and `add_rms_norm` with what it leaves in the residual."""
+    x, residual = (normal(rows, hidden, dtype=dtype, device=device) for _ in range(2))
+    weight = normal(hidden, dtype=dtype, device=device)
+    alone = rms_norm(x, weight, 1e-6, out=poisoned(rows, hidden, dtype=dtype, device=device))
+    normed, total = add_rms_norm_reference(x.double(), residual.double(), weight.double(), 1e-6)
+    result = add_rms_norm(x, residual, weight, 1e-6, out=poisoned(rows, hidden, dtype=dtype, device=device))
+    return [(alone, rms_norm_reference(x.double(), weight.double(), 1e-6)), (result, normed), (residual, total)]
+
+
+def activation(rows: int, width: int, dtype: torch.dtype, device: str) -> Pair:
+    """Runs `silu_mul`."""
+    gate_up = normal(rows, 2 * width, dtype=dtype, device=device)
+    return silu_mul(gate_up, out=poisoned(rows, width, dtype=dtype, device=device)), silu_mul_reference(gate_up.double())
+
+
+def qk_norm_rope(
+    tokens: int, q_heads: int, kv_heads: int, head_size: int, rotary: int, normed: bool, dtype: torch.dtype, device: str
+) -> list[Pair]:
+    """Runs `qk_norm_rope_cache` with one token of padding: q, and the caches' written and unwritten places."""
+    block_size, blocks = 16, tokens // 8 + 2
+    qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
+    positions = torch.randint(0, 1000, (tokens,), dtype=torch.int32, device=device)
+    angles = torch.rand(1000, rotary // 2, device=device) * 6.3
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    slots = torch.randperm(blocks * block_size, device=device)[:tokens]
+    slots[tokens // 2] = -1
+    weights = [normal(head_size, dtype=dtype, device=device) for _ in range(2)] if normed else [None, None]
+    caches = [torch.full((blocks, block_size, kv_heads, head_size), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    wide_caches = [cache.double() for cache in caches]
+    q = qk_norm_rope_cache(
+        qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0], k_weight=weights[1],
+        out=poisoned(tokens, q_heads, head_size, dtype=dtype, device=device),
+    )  # fmt: skip
+    wide = [None if w is None else w.double() for w in weights]
+    reference = qk_norm_rope_cache_reference(
+        qkv.double(), positions, cos_sin, slots, *wide_caches, num_q_heads=q_heads, q_weight=wide[0], k_weight=wide[1]
+    )
+    return [(q, reference), (caches[0], wide_caches[0]), (caches[1], wide_caches[1])]
+
+
+def linear(
+    rows: int, features: int, inputs: int, dtype: torch.dtype, device: str, *, normed: bool, gated: bool, config: LinearConfig | None = None
+) -> Pair:
+    """Runs `skinny_linear` with a residual, if it is not gated."""
+    x = normal(rows, inputs, dtype=dtype, device=device)
+    weight = (torch.randn(features * (1 + gated), inputs, device=device) * inputs**-0.5).to(dtype)
+    norm_weight = normal(inputs, dtype=dtype, device=device) if normed else None
+    residual = None if gated else normal(rows, features, dtype=dtype, device=device)
+    out = skinny_linear(
+        x,
+        weight,
+        norm_weight=norm_weight,
+        residual=residual,
+        gated=gated,
+        config=config,
+        out=poisoned(rows, features, dtype=dtype, device=device),
+    )
+    wide_norm, wide_residual = (None if t is None else t.double() for t in (norm_weight, residual))
+    return out, skinny_linear_reference(x.double(), weight.double(), norm_weight=wide_norm, residual=wide_residual, gated=gated)
+
+
+def random_rows(count: int, longest: int, most_tokens: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Returns rows of a mixed batch: (tokens, keys), about half of them decodes."""
+    rows = []
+    for _ in range(count):
+        tokens = 1 if rng.random() < 0.5 else rng.randint(2, most_tokens)
+        rows.append((tokens, tokens + rng.randint(0, longest - tokens) if rng.random() < 0.7 else tokens))
+    return rows

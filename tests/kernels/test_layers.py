@@ -1,0 +1,38 @@
+"""Norm, activation, rotation with KV write, and skinny products at tiny sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aioinfer.kernels.linear import LinearConfig, skinny_linear
+from cases import activation, error, linear, norm, qk_norm_rope
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms(dtype: torch.dtype) -> None:
+    for pair in norm(5, 96, dtype, "cpu"):
+        assert error(pair) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_silu_mul() -> None:
+    assert error(activation(3, 1100, torch.float32, "cpu")) < 1e-5
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("heads", "head_size", "rotary"), [((6, 3), 64, 64), ((4, 1), 96, 96), ((5, 5), 64, 16)])
+def test_rotation_and_kv_write(heads: tuple[int, int], head_size: int, rotary: int, normed: bool) -> None:
+    for pair in qk_norm_rope(5, *heads, head_size, rotary, normed, torch.float32, "cpu"):
+        assert error(pair) < 1e-5
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+def test_skinny_linear(rows: int, gated: bool, normed: bool) -> None:
+    config = LinearConfig(4, 64, 4) if rows == 1 else LinearConfig(16, 32, 2, 2)
+    assert error(linear(rows, 21, 90, torch.float32, "cpu", normed=normed, gated=gated, config=config)) < 1e-5
+
+
+def test_skinny_linear_refuses_many_rows() -> None:
+    with pytest.raises(ValueError, match="x must be"):
+        skinny_linear(torch.zeros(17, 8), torch.zeros(4, 8))
