@@ -57,7 +57,7 @@ class Gather:
         first, count: the rows' tokens: `count` decodes, or the tokens of one row.
         blocks: int64 [n], the KV blocks to bring together, or None if the step itself has all keys.
         shape: (sequences, padded length in tokens) of what is brought together.
-        mask: what may be attended to, as float32 to add to the scores, or None for all (or plainly causal).
+        mask: what may be attended to, to be added to the scores, or None for all (or plainly causal).
         padding: int64 [m], the positions of what is brought together that lie past their sequence's end.
     """
 
@@ -102,7 +102,7 @@ class PagedAttention:
         cache.values.flatten(0, 1).index_copy_(0, metadata.slot_mapping, values)
         gathers = metadata.gathers.get(self.sliding_window)
         if gathers is None:
-            gathers = metadata.gathers[self.sliding_window] = plan_gathers(metadata, cache.keys.shape[1], self.sliding_window)
+            gathers = metadata.gathers[self.sliding_window] = plan_gathers(metadata, cache.keys, self.sliding_window)
         output = torch.empty_like(queries)
         for gather in gathers:
             tokens = slice(gather.first, gather.first + gather.count)
@@ -143,16 +143,16 @@ class PagedAttention:
         return attended[0].transpose(0, 1)
 
 
-def plan_gathers(metadata: AttentionMetadata, block_size: int, window: int | None) -> list[Gather]:
-    """Divides the rows of a step into calls of attention."""
-    tables, lengths = metadata.block_tables, metadata.seq_lens_cpu
-    decodes = metadata.num_decodes
+def plan_gathers(metadata: AttentionMetadata, keys: torch.Tensor, window: int | None) -> list[Gather]:
+    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks, block_size, ...]."""
+    lengths, decodes = metadata.seq_lens_cpu, metadata.num_decodes
     gathers = [
-        _gather_decodes(tables, first, lengths[first:last], block_size, window) for first, last in _alike(lengths[:decodes], block_size)
+        _gather_decodes(metadata.block_tables, first, lengths[first:last], keys, window)
+        for first, last in _alike(lengths[:decodes], keys.shape[1])
     ]
     first = decodes
     for row in range(decodes, len(lengths)):
-        gathers.append(_gather_row(tables[row], first, metadata.query_lens_cpu[row], lengths[row], block_size, window))
+        gathers.append(_gather_row(metadata.block_tables[row], first, metadata.query_lens_cpu[row], lengths[row], keys, window))
         first += metadata.query_lens_cpu[row]
     return gathers
 
@@ -172,27 +172,33 @@ def _alike(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
     return [*runs, (first, len(lengths))] if lengths else []
 
 
-def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], block_size: int, window: int | None) -> Gather:
+def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None) -> Gather:
+    block_size = cache.shape[1]
     blocks = -(-max(lengths) // block_size)
     ends = torch.tensor(lengths)[:, None]
     positions = torch.arange(blocks * block_size)
     hidden = positions >= ends
-    padding = hidden.flatten().nonzero()[:, 0] if hidden.any() else None
+    padding = hidden.flatten().nonzero()[:, 0].to(cache.device) if hidden.any() else None
     if window is not None:
         hidden |= positions < ends - window
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None] if hidden.any() else None
+    mask = _mask(hidden, cache)[:, None, None] if hidden.any() else None
     wanted = tables[first : first + len(lengths), :blocks].flatten()
     return Gather(first, len(lengths), wanted, (len(lengths), blocks * block_size), mask, padding)
 
 
-def _gather_row(table: torch.Tensor, first: int, count: int, length: int, block_size: int, window: int | None) -> Gather:
+def _gather_row(table: torch.Tensor, first: int, count: int, length: int, cache: torch.Tensor, window: int | None) -> Gather:
     alone = count == length
-    blocks = None if alone else table[: -(-length // block_size)]
+    blocks = None if alone else table[: -(-length // cache.shape[1])]
     mask = None
     if not (alone or count == 1) or (window is not None and length > window):
         queries, keys = torch.arange(length - count, length)[:, None], torch.arange(length)
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        mask = _mask(hidden, cache)
     return Gather(first, count, blocks, (0, length), mask)
+
+
+def _mask(hidden: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Returns what to add to the scores, with the cache's dtype and device: minus infinity where `hidden`."""
+    return torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, -torch.inf).to(cache.device)

@@ -2,7 +2,7 @@
 
 `MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its share of the model, agrees with the parent on
 the size of the cache, and then sleeps in the kernel until plans come. It ends when the parent asks, and at
-once when the parent dies. Nothing here imports torch before `main` has set how its thread pool waits.
+once when the parent dies. Torch is imported late, by `_start`, so that a parent that dies meanwhile is noticed.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ def main(spec: WorkerSpec) -> None:
     """The body of the process. Errors travel to the parent; the exit status says that there was one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers in order
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
-    # The parent needs the cores between steps: idle compute threads must sleep, not spin. Read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         worker = _start(spec)
         _serve(spec, worker)

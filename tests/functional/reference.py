@@ -13,11 +13,12 @@ _BATCH = 10
 class Reference:
     """A model folder loaded by transformers."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, with_tokenizer: bool = True):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        if with_tokenizer:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids
