@@ -87,7 +87,7 @@ def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dty
     expected = apply_rotary_pos_emb(queries.float().transpose(0, 1)[None], keys.float().transpose(0, 1)[None], cos, sin)
     table = RotaryTable(arch.rope, arch.head_size, arch.max_position_embeddings, torch.device("cpu"))
     angles = table.at(positions)
-    assert [tuple(part.shape) for part in angles] == [(5, 1, 64)] * 2
+    assert [tuple(part.shape) for part in angles] == [(5, 1, 128)] * 2
     for x, right in zip((queries, keys), expected, strict=True):
         turned = rotate(x, *angles)
         assert turned.dtype == dtype

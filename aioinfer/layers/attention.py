@@ -56,7 +56,7 @@ class Gather:
     Attributes:
         first, count: the rows' tokens: `count` decodes, or the tokens of one row.
         blocks: int64 [n], the KV blocks to bring together, or None if the step itself has all keys.
-        shape: (sequences, padded length in tokens) of what is brought together.
+        shape: (sequences, tokens of the longest) of what is brought together; (0, tokens) for the tokens of one row.
         mask: what may be attended to, to be added to the scores, or None for all (or plainly causal).
         padding: int64 [m], the positions of what is brought together that lie past their sequence's end.
     """
@@ -103,27 +103,36 @@ class PagedAttention:
         gathers = metadata.gathers.get(self.sliding_window)
         if gathers is None:
             gathers = metadata.gathers[self.sliding_window] = plan_gathers(metadata, cache.keys, self.sliding_window)
+        if len(gathers) == 1:
+            return self._attend(queries, keys, values, cache, gathers[0])
         output = torch.empty_like(queries)
         for gather in gathers:
             tokens = slice(gather.first, gather.first + gather.count)
-            attend = self._attend_decodes if gather.shape[0] else self._attend_row
-            output[tokens] = attend(queries[tokens], keys[tokens], values[tokens], cache, gather)
+            output[tokens] = self._attend(queries[tokens], keys[tokens], values[tokens], cache, gather)
         return output
 
-    def _attend_decodes(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather
-    ) -> torch.Tensor:
+    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
+        if gather.shape[0]:
+            return self._attend_decodes(queries, cache, gather)
+        return self._attend_row(queries, keys, values, cache, gather)
+
+    def _attend_decodes(self, queries: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
         """Attends one token of each of several sequences. The heads that share a KV head stand in as its queries."""
         rows, length = gather.shape
         assert gather.blocks is not None
         grouped = queries.view(rows, self.num_kv_heads, -1, self.head_size)
-        paged = (rows, length, self.num_kv_heads, self.head_size)
         all_keys, all_values = (kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values))
         if gather.padding is not None:  # a former owner of the block may have left NaN there, which no mask hides
             all_keys.index_fill_(0, gather.padding, 0)
             all_values.index_fill_(0, gather.padding, 0)
-        all_keys, all_values = all_keys.view(paged).transpose(1, 2), all_values.view(paged).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=gather.mask, scale=self.scale)
+        paged = (rows, -1, self.num_kv_heads, self.head_size)
+        attended = F.scaled_dot_product_attention(
+            grouped,
+            all_keys.view(paged)[:, :length].transpose(1, 2),
+            all_values.view(paged)[:, :length].transpose(1, 2),
+            attn_mask=gather.mask,
+            scale=self.scale,
+        )
         return attended.reshape(queries.shape)
 
     def _attend_row(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
@@ -173,17 +182,20 @@ def _alike(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
 
 
 def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None) -> Gather:
-    block_size = cache.shape[1]
-    blocks = -(-max(lengths) // block_size)
+    rows, longest, block_size = len(lengths), max(lengths), cache.shape[1]
+    blocks = -(-longest // block_size)
     ends = torch.tensor(lengths)[:, None]
-    positions = torch.arange(blocks * block_size)
+    positions = torch.arange(longest)  # what the last blocks hold beyond the longest row is cut off
     hidden = positions >= ends
-    padding = hidden.flatten().nonzero()[:, 0].to(cache.device) if hidden.any() else None
+    padding = None
+    if hidden.any():
+        brought = torch.arange(rows)[:, None] * (blocks * block_size) + positions
+        padding = brought[hidden].to(cache.device)
     if window is not None:
         hidden |= positions < ends - window
     mask = _mask(hidden, cache)[:, None, None] if hidden.any() else None
-    wanted = tables[first : first + len(lengths), :blocks].flatten()
-    return Gather(first, len(lengths), wanted, (len(lengths), blocks * block_size), mask, padding)
+    wanted = tables[first : first + rows, :blocks].flatten()
+    return Gather(first, rows, wanted, (rows, longest), mask, padding)
 
 
 def _gather_row(table: torch.Tensor, first: int, count: int, length: int, cache: torch.Tensor, window: int | None) -> Gather:

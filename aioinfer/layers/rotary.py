@@ -27,14 +27,18 @@ class RotaryTable:
         self._sin = (angles.sin() * scale).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosines and sines, each [T, 1, head_size / 2], of positions int64 [T]; once a step, for all layers."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        """Returns what `rotate` takes for positions int64 [T], each [T, 1, head_size]; once a step, for all layers.
+
+        Both halves of a head turn by the same angles; the sines of the first are negative, so that `rotate` only adds.
+        """
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Returns x [T, heads, head_size] turned: channel i and channel i + head_size / 2 are a pair (GPT-NeoX's order)."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    wide = x.float()
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 def inverse_wavelengths(rope: Rope, head_size: int) -> tuple[torch.Tensor, float]:
