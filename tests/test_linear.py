@@ -37,17 +37,30 @@ def test_preparing_changes_no_result(rows: int, dtype: torch.dtype, bias: bool):
     torch.testing.assert_close(layer(wide), F.linear(wide, weight, offset), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("out_features", "in_features"), [(16, 8), (8, 16), (18, 9), (9, 18), (7, 5), (5, 7)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_layout_gives_the_product(threads: int, out_features: int, in_features: int, rows: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weight, bias, x = torch.randn(out_features, in_features), torch.randn(out_features), torch.randn(rows, in_features)
+        packed = pack_weight(weight)
+        assert packed is not None
+        torch.testing.assert_close(packed.multiply(x, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(packed.multiply(x, None), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_float32_on_a_cpu_alone_is_packed():
     weight = torch.randn(16, 8)
-    packed = pack_weight(weight)
-    assert packed is not None
-    assert packed.is_mkldnn
     assert pack_weight(weight.bfloat16()) is None
     assert pack_weight(weight.to("meta")) is None
     assert pack_weight(None) is None
 
 
-def test_a_packed_layer_keeps_its_weight_once():
+def test_a_packed_layer_lets_the_given_weight_go():
     layer, _, _ = filled(Linear(8, 16, bias=False, dtype=torch.float32, device=CPU))
     layer.finalize()
     assert layer.weight is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.linear import Target, pack_weight
+from aioinfer.layers.linear import PackedWeight, Target, pack_weight
 from aioinfer.layers.parallel import ParallelGroup
 
 
@@ -51,10 +51,10 @@ class LMHead:
     def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
         self.weight: torch.Tensor | None = weight
         self._vocabulary = vocabulary
-        self._packed: torch.Tensor | None = None
+        self._packed: PackedWeight | None = None
 
     def finalize(self) -> None:
-        """Prepares the weight as `Linear.finalize` does; a tied one is then there twice, laid out for either use."""
+        """Prepares the weight as `Linear.finalize` does; a tied one then stays for the embedding too."""
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
@@ -62,7 +62,7 @@ class LMHead:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits, float32 [S, vocab_size] on every rank, for hidden [S, hidden_size]."""
         if self._packed is not None:
-            logits = torch.ops.mkldnn._linear_pointwise(hidden, self._packed, None, "none", [], "")
+            logits = self._packed.multiply(hidden, None)
         else:
             assert self.weight is not None
             logits = F.linear(hidden, self.weight)

@@ -59,7 +59,8 @@ class WorkerSpec:
 
 def main(spec: WorkerSpec) -> None:
     """The body of the process. Errors travel to the parent; the exit status says that there was one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its workers in order
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group by terminals and service managers;
+        signal.signal(number, signal.SIG_IGN)  # the parent lets running requests finish, and then ends its workers in order
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
     try:
         worker = _start(spec)

@@ -98,6 +98,18 @@ def test_sigterm_lets_running_requests_finish(process: Process) -> None:
     assert process.end(timeout=10) == 0
 
 
+@pytest.mark.parametrize("process", ["multiprocess"], indirect=True)
+def test_sigterm_to_the_whole_group_lets_running_requests_finish(process: Process) -> None:
+    assert process.workers
+    response = process.tell_a_story(max_tokens=20, stream_options={"include_usage": True})
+    for member in (*process.workers, process.popen):
+        member.send_signal(signal.SIGTERM)
+    *_, usage, done = events(response)
+    assert done == "[DONE]"
+    assert json.loads(usage)["usage"]["completion_tokens"] == 20
+    assert process.end(timeout=10) == 0
+
+
 def test_a_second_sigterm_does_not_wait(process: Process) -> None:
     response = process.tell_a_story(max_tokens=2000)
     process.popen.send_signal(signal.SIGTERM)
