@@ -52,7 +52,7 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = key("Tokens a KV block. Default: 16 on a CPU, 64 on a GPU.", None)
+    block_size: int | None = key("Tokens a KV block. Default: 16 on a CPU, 128 on a GPU.", None)
     num_blocks: int | None = key("KV blocks a worker. Default: as many as fit into the memory below.", None)
     cpu_memory_gib: float = key("KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0)
     gpu_memory_utilization: float = key("Share of a GPU's memory to use, weights and activations included.", 0.9)

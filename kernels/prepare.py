@@ -151,35 +151,52 @@ def prepare_inputs_reference(
     inputs.query_starts[len(slots)] = first
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sampled", "slots", "positions", "wanted"])
-def _append_kernel(sampled, slots, positions, wanted, tokens, tokens_stride, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sampled", "slots", "positions", "wanted", "turn"])
+def _append_kernel(
+    sampled, slots, positions, wanted, tokens, results, turn, tokens_stride, results_stride, rows,
+    HAS_RESULTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     mask = row < rows
-    mask = mask & (tl.load(wanted + row, mask, 0) != 0)
     token = tl.load(sampled + row, mask, 0)
+    if HAS_RESULTS:
+        tl.store(results + tl.load(turn) * results_stride + row, token, mask)
+    mask = mask & (tl.load(wanted + row, mask, 0) != 0)
     place = tokens + tl.load(slots + row, mask, 0).to(tl.int64) * tokens_stride + tl.load(positions + row, mask, 0)
     tl.store(place, tl.maximum(token, 0), mask)  # a row that failed must still leave an id that can be embedded
 
 
 def append_tokens(
-    sampled: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, tokens: torch.Tensor, *, pdl: bool = False
+    sampled: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    wanted: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    results: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Writes tokens[slots[i], positions[i]] = sampled[i] where wanted[i] is not 0; -1, a row that failed, becomes 0.
 
     Args:
         sampled, slots, positions, wanted: int32 [S]; positions are where the tokens go, the rows' seq_lens.
         tokens: int32 [num_slots, max_len].
+        results, turn: int32 [turns, >= S] and [1], both or neither: also writes results[turn, i] = sampled[i], so that
+            the next steps leave alone what is still being copied to the host.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows = sampled.shape[0]
     if rows:
         grid = (triton.cdiv(rows, 128),)
+        kept, at = (sampled, sampled) if results is None or turn is None else (results, turn)
         _append_kernel[grid](
-            sampled, slots, positions, wanted, tokens, tokens.stride(0), rows, BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl
-        )
+            sampled, slots, positions, wanted, tokens, kept, at, tokens.stride(0), kept.stride(0), rows,
+            HAS_RESULTS=results is not None, BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,6 +64,8 @@ class MultiprocessExecutor:
         self._failure: Exception | None = None
         self._started = False
         self._ending: asyncio.Future[None] | None = None
+        # A program that ends without a shutdown would send its workers SIGTERM, which they leave to their parent, and wait.
+        self._at_exit = Finalize(self, _kill_all, args=(self._processes,), exitpriority=1)
 
     # ---------------------------------------------------------------- start
 
@@ -221,8 +224,7 @@ class MultiprocessExecutor:
         if self._failure is not None or self._ending is not None:
             return
         self._failure = error
-        for process in self._processes:
-            process.kill()
+        _kill_all(self._processes)
         if self._started:
             self._on_failure(error)
         else:
@@ -245,6 +247,7 @@ class MultiprocessExecutor:
         await asyncio.to_thread(self._end_all)
 
     def _end_all(self) -> None:
+        self._at_exit.cancel()
         for control in self._controls:
             control.close()  # the worker's sign to end
         deadline = time.monotonic() + (_JOIN_TIMEOUT_S if self._started and self._failure is None else 0)
@@ -261,6 +264,11 @@ class MultiprocessExecutor:
         self._plans.close()
         self._results.close()
         self._heartbeat.close()
+
+
+def _kill_all(processes: list[SpawnProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _host_store(size: int) -> tuple[Any, int]:

@@ -26,6 +26,10 @@ class RotaryTable:
         self._cos = (angles.cos() * scale).to(device)
         self._sin = (angles.sin() * scale).to(device)
 
+    def cos_sin(self) -> torch.Tensor:
+        """Returns the whole table as the kernels read it, float32 [max_len, head_size]: cosines, then sines."""
+        return torch.cat((self._cos, self._sin), dim=-1)
+
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `rotate` takes for positions int64 [T], each [T, 1, head_size]; once a step, for all layers.
 

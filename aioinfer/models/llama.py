@@ -119,30 +119,32 @@ class LlamaModel:
     Attributes:
         num_layers, num_kv_heads, head_size: of this rank's KV cache.
         weights_bytes: of this rank's parameters, a tied one counted once.
+        vocabulary: which token ids this rank holds.
+        layers, embedding, norm, head, rotary: the parts.
     """
 
     def __init__(self, arch: Architecture, group: ParallelGroup, dtype: torch.dtype, device: torch.device):
         self.num_layers, self.head_size = arch.num_layers, arch.head_size
         self.num_kv_heads = len(arch.heads_of_rank(group.rank, group.size)[1])
-        self._vocabulary = Vocabulary(arch.vocab_size, group)
-        self.embedding = Embedding(self._vocabulary, self._vocabulary.rows(arch.hidden_size, dtype, device))
+        self.vocabulary = Vocabulary(arch.vocab_size, group)
+        self.embedding = Embedding(self.vocabulary, self.vocabulary.rows(arch.hidden_size, dtype, device))
         self.layers = [Layer(arch, number, group, dtype, device) for number in range(arch.num_layers)]
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, device=device)
         tied = arch.tie_word_embeddings
-        self.head = LMHead(self._vocabulary, self.embedding.weight if tied else self._vocabulary.rows(arch.hidden_size, dtype, device))
+        self.head = LMHead(self.vocabulary, self.embedding.weight if tied else self.vocabulary.rows(arch.hidden_size, dtype, device))
         self._is_tied = tied
-        self._rotary = RotaryTable(arch.rope, arch.head_size, arch.max_position_embeddings, device)
+        self.rotary = RotaryTable(arch.rope, arch.head_size, arch.max_position_embeddings, device)
         self.weights_bytes = sum(target.destination.nbytes for _, target in self.targets())
 
     def targets(self) -> NamedTargets:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before `finalize`."""
-        yield "model.embed_tokens.weight", self._vocabulary.target(self.embedding.weight)
+        yield "model.embed_tokens.weight", self.vocabulary.target(self.embedding.weight)
         for number, layer in enumerate(self.layers):
             yield from layer.targets(f"model.layers.{number}")
         yield "model.norm.weight", Target(self.norm.weight)
         if not self._is_tied:
             assert self.head.weight is not None
-            yield "lm_head.weight", self._vocabulary.target(self.head.weight)
+            yield "lm_head.weight", self.vocabulary.target(self.head.weight)
 
     def finalize(self) -> None:
         """Prepares the loaded weights for the device."""
@@ -159,7 +161,7 @@ class LlamaModel:
             caches: one a layer.
             metadata: the step's.
         """
-        angles = self._rotary.at(positions)
+        angles = self.rotary.at(positions)
         residual = self.embedding(input_ids)
         x = self.layers[0].attention_norm(residual)
         for number, layer in enumerate(self.layers):

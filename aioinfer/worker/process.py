@@ -27,8 +27,7 @@ from aioinfer.executor.ring import Ring
 from aioinfer.scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
-    from aioinfer.worker.model_runner import PendingResult
-    from aioinfer.worker.worker import Worker
+    from aioinfer.worker.worker import Pending, Worker
 
 
 @dataclass(slots=True)
@@ -119,7 +118,7 @@ def _serve(spec: WorkerSpec, worker: Worker) -> None:
             finish(spec, pending)
 
 
-def _finish(spec: WorkerSpec, pending: PendingResult) -> None:
+def _finish(spec: WorkerSpec, pending: Pending) -> None:
     """Waits for a step's result; rank 0, whose result is every rank's, posts it."""
     result = pending.wait()
     if spec.rank == 0:
@@ -131,10 +130,10 @@ class _FinishingThread:
     """Finishes steps in order while the main thread launches the next step: a GPU must not stand idle between."""
 
     def __init__(self, spec: WorkerSpec):
-        self._pending: queue.SimpleQueue[PendingResult] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(spec,), daemon=True).start()
 
-    def put(self, spec: WorkerSpec, pending: PendingResult) -> None:
+    def put(self, spec: WorkerSpec, pending: Pending) -> None:
         self._pending.put(pending)
 
     def _run(self, spec: WorkerSpec) -> None:

@@ -45,9 +45,13 @@ class LogitBiases:
     def __init__(self, max_num_seqs: int, device: torch.device):
         self.ids = torch.zeros((max_num_seqs, 0), dtype=torch.int64, device=device)
         self.values = torch.zeros((max_num_seqs, 0), dtype=torch.float32, device=device)
+        self._used: set[int] = set()
 
     def set(self, slot: int, biases: Mapping[int, float]) -> None:
         """Overwrites the biases of a slot, which may be none."""
+        if not biases and slot not in self._used:
+            return
+        self._used.add(slot)
         ids, values = list(biases), list(biases.values())
         width = self.ids.shape[1]
         if len(ids) > width:
@@ -112,6 +116,7 @@ class Slots:
         top_k: int32 [S], 0 keeps all.
         banned_until: int32 [S], the first position that may take a banned token.
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [S].
+        integers, numbers: int32 [2, S] and float32 [6, S], of which those fields are the rows, in this order.
         bias: the logit biases. banned: the tokens banned before min_tokens, biased by minus infinity.
         occurrences: what penalties count.
         wishes: uint8 [S] on the host, which of the bits above apply to the slot.
@@ -129,10 +134,10 @@ class Slots:
         self.block_table = zeros(max_num_seqs, -(-max_model_len // block_size))
         self.seeds = zeros(max_num_seqs, dtype=torch.int64)
         # One row a field, so that an admission writes one column and a kernel needs one address.
-        self._integers = zeros(2, max_num_seqs)
-        self.top_k, self.banned_until = self._integers
-        self._numbers = zeros(6, max_num_seqs, dtype=torch.float32)
-        self.temperature, self.top_p, self.min_p, *penalties = self._numbers
+        self.integers = zeros(2, max_num_seqs)
+        self.top_k, self.banned_until = self.integers
+        self.numbers = zeros(6, max_num_seqs, dtype=torch.float32)
+        self.temperature, self.top_p, self.min_p, *penalties = self.numbers
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = penalties
         self.bias = LogitBiases(max_num_seqs, device)
         self.banned = LogitBiases(max_num_seqs, device)
@@ -167,7 +172,7 @@ class Slots:
 
     def reset(self) -> None:
         """Forgets everything, as if no request had ever been admitted."""
-        for tensor in (self.tokens, self.block_table, self.seeds, self._integers, self._numbers):
+        for tensor in (self.tokens, self.block_table, self.seeds, self.integers, self.numbers):
             tensor.zero_()
         for array in (self.wishes, self._banned_until, self.num_logprobs):
             array.fill(0)
@@ -180,27 +185,41 @@ class Slots:
         """Overwrites a slot. Its former block table may stay: entries past a request's length are never read."""
         slot, params = admission.slot, admission.params
         tokens = self._upload(admission.tokens)
-        banned_until = admission.prompt_len + params.min_tokens if admission.banned_until_min_tokens else 0
         self.tokens[slot, : len(tokens)] = tokens
         self.seeds[slot] = _as_int64(admission.seed)
-        self._integers[:, slot] = torch.tensor([max(0, params.top_k), banned_until])
-        self._numbers[:, slot] = torch.tensor([
-            params.temperature, params.top_p, params.min_p,
-            params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-        ])  # fmt: skip
+        self.integers[:, slot] = torch.tensor([max(0, params.top_k), banned_until(admission)])
+        self.numbers[:, slot] = torch.tensor(numbers_of(params))
+        self.note(admission)
+
+    def note(self, admission: Admission) -> None:
+        """Enters what few requests ask for, and what the host keeps, of a request whose tokens are in its slot."""
+        slot, params = admission.slot, admission.params
         self.bias.set(slot, params.logit_bias)
         self.banned.set(slot, dict.fromkeys(admission.banned_until_min_tokens, -math.inf))
         if params.has_penalties:
-            self.occurrences.start(slot, tokens, admission.prompt_len)
+            self.occurrences.start(slot, self.tokens[slot, : len(admission.tokens)], admission.prompt_len)
         else:
             self.occurrences.stop(slot)
         self.wishes[slot] = _wishes(params) | BANNED * bool(admission.banned_until_min_tokens)
-        self._banned_until[slot] = banned_until
+        self._banned_until[slot] = banned_until(admission)
         self.num_logprobs[slot] = params.logprobs or 0
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copies an array, which may be a view into the ring, to the device."""
         return torch.tensor(array, device=self.device)
+
+
+def banned_until(admission: Admission) -> int:
+    """Returns the first position at which a request may take a banned token."""
+    return admission.prompt_len + admission.params.min_tokens if admission.banned_until_min_tokens else 0
+
+
+def numbers_of(params: SamplingParams) -> tuple[float, ...]:
+    """Returns what goes into a slot's column of `Slots.numbers`."""
+    return (
+        params.temperature, params.top_p, params.min_p,
+        params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
+    )  # fmt: skip
 
 
 def _wishes(params: SamplingParams) -> int:

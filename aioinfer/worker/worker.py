@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
+from aioinfer.models.llama import LlamaModel
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
@@ -27,8 +29,13 @@ from aioinfer.worker.memory import available_bytes, count_blocks, make_kv
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
+if TYPE_CHECKING:
+    from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
+
+    Pending = PendingResult | PendingGpuResult
+
 CPU_BLOCK_SIZE = 16
-GPU_BLOCK_SIZE = 64  # a block is then a box that a Hopper GPU copies at a stroke
+GPU_BLOCK_SIZE = 128  # a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +102,7 @@ class Worker:
             torch.cuda.set_device(self.device)
             device_name = torch.cuda.get_device_name(self.device)
         arch = Architecture.load(self._folder)
+        self._arch = arch
         self._vocab_size = arch.vocab_size
         self._dtype, dtype_text = choose_dtype(config.model.dtype, arch.dtype, self.device)
         self._model = build_model(arch, self._group, self._dtype, self.device)
@@ -123,7 +131,7 @@ class Worker:
         self._runner = self._make_runner(num_blocks, self._config.scheduler.max_num_seqs, max_model_len)
 
     def warm_up(self) -> None:
-        """Runs a prefill and a decode step, so that the first request is not slower; leaves no trace of them."""
+        """Runs a prefill and a decode step, so that the first request is not slower, and captures graphs; leaves no trace."""
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), runner.kv.shape[2])
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
@@ -137,8 +145,10 @@ class Worker:
             runner.step(_make_plan([1] * rows, prompt_len, self.block_size)).wait()
         slots.reset()
         runner.kv[:, :, :rows] = 0
+        if not isinstance(runner, ModelRunner):
+            runner.capture()
 
-    def execute(self, plan: StepPlan) -> PendingResult:
+    def execute(self, plan: StepPlan) -> Pending:
         """Starts a plan; the result can be waited for. Plans are executed in the order of the calls."""
         return self._runner.step(plan)
 
@@ -146,9 +156,19 @@ class Worker:
         model = self._model
         return 2, model.num_layers, num_blocks, self.block_size, model.num_kv_heads, model.head_size
 
-    def _make_runner(self, num_blocks: int, max_num_seqs: int, max_model_len: int) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, max_num_seqs: int, max_model_len: int) -> ModelRunner | GpuModelRunner:
         slots = Slots(max_num_seqs, max_model_len, self.block_size, self._vocab_size, self.device)
-        return ModelRunner(self._model, make_kv(self._kv_shape(num_blocks), self._dtype, self.device), slots)
+        kv = make_kv(self._kv_shape(num_blocks), self._dtype, self.device)
+        if self.device.type == "cpu":
+            return ModelRunner(self._model, kv, slots)
+        from aioinfer.models.llama_gpu import GpuLlama
+        from aioinfer.worker.gpu_runner import GpuModelRunner
+
+        if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(self._arch, self.block_size):
+            return ModelRunner(self._model, kv, slots)  # plain torch, for shapes that the kernels lack
+        is_hopper = torch.cuda.get_device_capability(self.device)[0] >= 9
+        model = GpuLlama(self._model, kv, dependent_launch=is_hopper)
+        return GpuModelRunner(model, kv, slots, self._config.scheduler.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and chooses as many, as a step may, with a cache that is just large enough."""

@@ -1,0 +1,48 @@
+"""The transformer over the kernels gives what the plain one gives, in float32, for mixed steps and decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from aioinfer.kernels.prepare import StepInputs
+
+from aioinfer.layers.attention import KVCache
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.architecture import Architecture
+from aioinfer.models.llama_gpu import GpuLlama
+from aioinfer.models.loader import load_weights
+from aioinfer.models.registry import build_model
+from tests.paged_model import make_metadata
+from tests.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+TABLES = [[3, 1], [0], [5, 2, 4]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.inference_mode()
+def test_a_prefill_and_decodes_of_every_family(family: str, tmp_path: Path) -> None:
+    extra = {"sliding_window": 6} if family == "mistral" else {}
+    tiny_model(family, tmp_path, vocab_size=100, head_dim=64, num_attention_heads=4, hidden_size=256, **extra)
+    arch = Architecture.load(tmp_path)
+    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
+    load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
+    kv = torch.full((2, arch.num_layers, 6, BLOCK_SIZE, 2, 64), torch.nan)
+    plain_kv = kv.clone()
+    gpu = GpuLlama(model, kv, dependent_launch=False, programs=3)
+    caches = [KVCache(keys, values) for keys, values in zip(plain_kv[0], plain_kv[1], strict=True)]
+    for starts, lengths in (([0, 0, 0], [20, 5, 33]), ([20, 5, 33], [1, 1, 5]), ([21, 6, 38], [1, 1, 1])):
+        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
+        tokens = torch.randint(0, 100, (sum(lengths),))
+        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+        inputs = StepInputs(
+            tokens.int(), positions.int(), metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables
+        )
+        expected = model.logits(model.forward(tokens, positions, caches, metadata))
+        logits = gpu.logits(gpu.forward(gpu.plan(inputs, metadata.num_decodes))[:8])
+        torch.testing.assert_close(logits, expected[:8], rtol=1e-4, atol=1e-4)
+        one = gpu.logits(gpu.forward(gpu.plan(inputs, metadata.num_decodes))[:1])
+        torch.testing.assert_close(one, expected[:1], rtol=1e-4, atol=1e-4)
