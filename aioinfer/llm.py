@@ -10,7 +10,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -87,7 +87,7 @@ class LLM:
         overrides = dict(settings or {})
         if model is not None:
             overrides["model.path"] = str(model)
-        self.config: Config = load_config(config, overrides)
+        self.config: Config = _without_prefill_cap(load_config(config, overrides))
         self._progress = progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aioinfer", daemon=True)
@@ -169,6 +169,14 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _without_prefill_cap(config: Config) -> Config:
+    """Lets prompts fill the steps unless the configuration says otherwise: nobody watches the tokens come, so nobody is stalled."""
+    if config.scheduler.max_prefill_tokens_beside_decode is not None:
+        return config
+    scheduler = replace(config.scheduler, max_prefill_tokens_beside_decode=config.scheduler.max_num_batched_tokens)
+    return replace(config, scheduler=scheduler)
 
 
 async def _collect(generation: Generation, progress: Progress, task: TaskID) -> Output:

@@ -46,6 +46,8 @@ class StartupDisplay:
             "longest request": f"{report.max_model_len} tokens"
             + (f" ({report.max_model_len_reason})" if report.max_model_len_reason else ""),
         }
+        if report.graph_bytes:
+            rows["CUDA graphs"] = f"{_size(report.graph_bytes)} a worker"
         for name, value in rows.items():
             table.add_row(name, value)
         table.add_section()

@@ -38,9 +38,8 @@ class DecodeConfig:
 def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     """Returns the configuration for a KV cache of this head size and bytes an element, measured on an H200."""
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
-    tile = max(16, min(64, 16384 // bytes_a_token))
-    stages = 5 if tile * bytes_a_token <= 16384 else 2
-    return DecodeConfig(tile, 4, stages, 2, 1)
+    tile = max(16, min(64, 8192 // bytes_a_token))
+    return DecodeConfig(tile, 2, 6, 4, 1) if tile * bytes_a_token <= 8192 else DecodeConfig(tile, 4, 2, 2, 1)
 
 
 def merged_splits(group: int, head_size: int) -> int:

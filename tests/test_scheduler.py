@@ -104,6 +104,13 @@ def test_prefill_cap_holds_beside_decodes_only():
     assert all(p.lengths.max() <= 8 for p in beside)
 
 
+def test_a_request_whose_last_token_is_on_its_way_is_no_decode():
+    harness = Harness(token_budget=64, prefill_cap=8, num_blocks=256)
+    harness.add(*(make_request(str(i), list(range(60 * i, 60 * i + 60)), 1) for i in range(4)))
+    harness.run()
+    assert [p.num_tokens for p in harness.plans] == [64, 64, 64, 48]
+
+
 def test_prefix_cache_hit_leaves_one_token_to_compute():
     harness = Harness()
     prompt = list(range(32))

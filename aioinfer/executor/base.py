@@ -28,6 +28,7 @@ class WorkerReport:
         max_model_len: the longest sequence that the slots can hold.
         max_model_len_reason: why it is less than the model's own, or empty.
         phases: (name, seconds) of each phase of the start.
+        graph_bytes: GPU memory of one rank's CUDA graphs.
     """
 
     device: str
@@ -39,6 +40,7 @@ class WorkerReport:
     max_model_len: int
     max_model_len_reason: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)
+    graph_bytes: int = 0
 
 
 #: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for weights).

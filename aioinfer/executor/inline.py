@@ -61,6 +61,7 @@ class InlineExecutor:
             capacity.max_model_len,
             capacity.reason,
             [("load weights", loaded - began), ("allocate, warm up", time.perf_counter() - loaded)],
+            self._worker.graph_bytes,
         )
 
     def post(self, plan: StepPlan) -> None:

@@ -94,7 +94,7 @@ class MultiprocessExecutor:
         for control in self._controls:
             with contextlib.suppress(OSError):  # the worker is dead, as we shall hear
                 control.send((capacity.num_blocks, capacity.max_model_len))
-        phases = (await self._gather("ready"))[0]
+        phases, graph_bytes = (await self._gather("ready"))[0]
         first = reports[0]
         return WorkerReport(
             first.device,
@@ -106,6 +106,7 @@ class MultiprocessExecutor:
             capacity.max_model_len,
             capacity.reason,
             [("spawn workers", spawned - began), *phases],
+            graph_bytes,
         )
 
     def _spawn_all(self) -> None:

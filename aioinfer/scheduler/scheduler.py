@@ -144,7 +144,7 @@ class Scheduler:
 
     def _prefill_allowance(self) -> int:
         """Prefill tokens that this step may compute: decodes have the first call on the budget."""
-        decodes = sum(r.total - r.num_computed == 1 for r in self.running)
+        decodes = sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in self.running)
         left = max(0, self.limits.token_budget - decodes)
         return min(left, self.limits.prefill_cap) if decodes else left
 

@@ -20,13 +20,16 @@ from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalt
 from aioinfer.kernels.prepare import StepInputs, append_tokens, prepare_inputs
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 from aioinfer.kernels.slots import RECORD_FIELDS, SlotTensors, admit_requests, grow_tables
-from aioinfer.models.llama_gpu import GpuLlama
+from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
 from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
 from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots, banned_until, numbers_of
 from aioinfer.worker.staging import TURNS, Staging
 
 #: What input preparation is told at least of a mixed step's longest row, so that it has two compiled variants: this and decodes.
 _MIXED_ROW = 1024
+
+#: Tokens of prompts in a rehearsed step, beside one for each row: more than the own products take.
+MIXED_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -289,7 +292,11 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the decode steps of all sizes, the largest first, so that smaller ones fit into its memory."""
+        """Captures the decode steps of all sizes, the largest first, so that smaller ones fit into its memory.
+
+        For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's, for thousands it is
+        slower. Where a process prefers it from the start (it cannot be asked for later without a warning), that ends here.
+        """
         before = torch.cuda.mem_get_info(self.slots.device)[0]
         sizes = decode_ladder(self._plan.capacity)
         pool = torch.cuda.graph_pool_handle()
@@ -301,9 +308,22 @@ class GpuModelRunner:
             with torch.cuda.graph(graph, pool=pool):
                 self._decode(rows)
             self._graphs[rows] = graph
+        torch.backends.cuda.preferred_blas_library("cublas")
         self._ladder = np.array(sizes)
         torch.cuda.synchronize()
         self.graph_bytes = before - torch.cuda.mem_get_info(self.slots.device)[0]
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launches steps of all sizes for which kernels are compiled differently: see `compile_only`."""
+        capacity = self._plan.capacity
+        ordinary = [rows for rows in (1, 2, SKINNY_ROWS + 1) if rows < capacity]
+        many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]  # the kernels' powers of two
+        for rows in (*ordinary, *(size + 1 for size in many), capacity):
+            self._decode(rows)
+            section = self._plan.section(0, rows)
+            if rows + MIXED_TOKENS <= len(self._inputs.input_ids):
+                self._forward(section, section, section, rows + MIXED_TOKENS, rows // 2, max_length=_MIXED_ROW)
 
     def _decode(self, rows: int) -> None:
         """Launches a decode step of `rows` rows from the plan buffer: what a graph holds."""

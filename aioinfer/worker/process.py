@@ -85,6 +85,7 @@ def _die_with_parent(lifeline: Connection) -> None:
 def _start(spec: WorkerSpec) -> Worker:
     """Brings a worker up to the point where it can execute plans, telling the parent of each phase."""
     began = time.perf_counter()
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # until the decode steps are captured: see `GpuModelRunner`
     from aioinfer.worker.worker import Worker
 
     worker = Worker(spec.config, spec.folder, _join_group(spec))
@@ -97,7 +98,7 @@ def _start(spec: WorkerSpec) -> Worker:
     worker.allocate(num_blocks, max_model_len)
     worker.warm_up()
     phases = [("import", imported - began), ("load weights", loaded - imported), ("allocate, warm up", time.perf_counter() - begun)]
-    spec.control.send(("ready", phases))
+    spec.control.send(("ready", (phases, worker.graph_bytes)))
     return worker
 
 

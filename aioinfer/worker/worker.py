@@ -30,6 +30,7 @@ from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
 if TYPE_CHECKING:
+    from aioinfer.worker.compilation import CompilationWatch
     from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
 
     Pending = PendingResult | PendingGpuResult
@@ -65,7 +66,14 @@ class LoadReport:
 
 
 class Worker:
-    """One rank. The methods are called in the order in which they stand here."""
+    """One rank. The methods are called in the order in which they stand here.
+
+    Attributes:
+        device: what it computes on.
+        block_size: tokens a KV block.
+        graph_bytes: GPU memory that CUDA graphs took.
+        compilations: kernels that were compiled after `warm_up`, on a GPU.
+    """
 
     def __init__(self, config: Config, folder: Path, group: ParallelGroup):
         """Chooses the device; loads nothing yet.
@@ -82,6 +90,8 @@ class Worker:
         self._folder = folder
         self._group = group
         self.device = choose_device(config, group.rank)
+        self.graph_bytes = 0
+        self.compilations: CompilationWatch | None = None
         self.block_size = config.cache.block_size or (CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE)
 
     def load(self, on_progress: Callable[[int, int], None]) -> LoadReport:
@@ -131,22 +141,39 @@ class Worker:
         self._runner = self._make_runner(num_blocks, self._config.scheduler.max_num_seqs, max_model_len)
 
     def warm_up(self) -> None:
-        """Runs a prefill and a decode step, so that the first request is not slower, and captures graphs; leaves no trace."""
+        """Runs a prefill and a decode step, so that the first request is not slower; leaves no trace of them.
+
+        On a GPU all kernels are compiled first, and at last the graphs of decode steps are captured.
+        """
+        runner = self._runner
+        if isinstance(runner, ModelRunner):
+            self._rehearse()
+            return
+        from aioinfer.worker.compilation import CompilationWatch, compile_only
+
+        with compile_only():
+            self._rehearse()
+            runner.rehearse()
+        self._rehearse()
+        runner.capture()
+        self.graph_bytes = runner.graph_bytes
+        self.compilations = CompilationWatch()
+
+    def _rehearse(self) -> None:
+        """Executes a prefill and a decode step in which requests ask for everything, and forgets them."""
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), runner.kv.shape[2])
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        wishes = SamplingParams(top_k=5, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1)
+        wishes = SamplingParams(top_k=5, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1, min_tokens=9)
         admissions = [
-            Admission(slot, np.zeros(prompt_len, np.int32), prompt_len, params, seed=0)
-            for slot, params in enumerate([SamplingParams(temperature=0), wishes][:rows])
+            Admission(0, np.zeros(prompt_len, np.int32), prompt_len, SamplingParams(temperature=0), seed=0),
+            Admission(1, np.zeros(prompt_len, np.int32), prompt_len, wishes, seed=0, banned_until_min_tokens=(1,)),
         ]
-        runner.step(_make_plan([prompt_len] * rows, 0, self.block_size, admissions)).wait()
+        runner.step(_make_plan([prompt_len] * rows, 0, self.block_size, admissions[:rows])).wait()
         if prompt_len < min(self.block_size, slots.max_model_len):
             runner.step(_make_plan([1] * rows, prompt_len, self.block_size)).wait()
         slots.reset()
         runner.kv[:, :, :rows] = 0
-        if not isinstance(runner, ModelRunner):
-            runner.capture()
 
     def execute(self, plan: StepPlan) -> Pending:
         """Starts a plan; the result can be waited for. Plans are executed in the order of the calls."""
@@ -178,7 +205,13 @@ class Worker:
         runner = self._make_runner(rows * -(-longest // self.block_size), rows, longest)
         prompt = np.zeros(longest, np.int32)
         admissions = [Admission(slot, prompt, longest, SamplingParams(temperature=0), seed=0) for slot in range(rows)]
-        runner.step(_make_plan([longest] * rows, 0, self.block_size, admissions)).wait()
+        plan = _make_plan([longest] * rows, 0, self.block_size, admissions)
+        if not isinstance(runner, ModelRunner):
+            from aioinfer.worker.compilation import compile_only
+
+            with compile_only():
+                runner.step(plan).wait()
+        runner.step(plan).wait()
 
 
 def _make_plan(lengths: list[int], start: int, block_size: int, admissions: Sequence[Admission] = ()) -> StepPlan:

@@ -1,0 +1,58 @@
+"""When Triton kernels are compiled: all before the first request, on all cores; none while serving.
+
+The worker compiles its kernels by going through its steps within `compile_only`, and then watches with a
+`CompilationWatch` that nothing is compiled any more: a kernel that was left out would stall every stream for seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from triton.runtime.jit import JITFunction
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within, launched kernels are compiled, side by side, and do not run; at the end all of them are compiled.
+
+    Triton can compile asynchronously, but only kernels that are not launched; so launches become its `warmup` here.
+    """
+    run = JITFunction.run
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, triton.AsyncCompileMode(threads):
+        JITFunction.run = compile_instead
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+
+
+class CompilationWatch:
+    """Notes the kernels that are compiled from now on.
+
+    Attributes:
+        names: of these kernels, in order.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        triton.knobs.runtime.jit_post_compile_hook = self._note
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        triton.knobs.runtime.jit_post_compile_hook = None
+
+    def _note(self, *, fn: Any, **details: Any) -> None:
+        self.names.append(fn.name)
+        _log.warning("the kernel %s was compiled while serving, for %s", fn.name, details.get("repr"))

@@ -1,0 +1,71 @@
+"""What vLLM reaches in the cases of `bench_gpu.py`, and what aioinfer is to reach.
+
+vLLM 0.25.1 from its wheel on one NVIDIA H200 (torch 2.11 for CUDA 13.0; FlashAttention 3, CUDA graphs, torch.compile, asynchronous
+scheduling), random weights in bfloat16 at the shapes of Qwen3, `max_model_len` 8192, no prefix cache, one run after a
+warm-up. Over HTTP: streamed `/v1/completions`, 8 client processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of one case. Rates in tokens/s, latencies in ms.
+
+    Attributes:
+        vllm: what vLLM reaches.
+        mark: what is to be reached.
+        unit: output tokens/s, input tokens/s, or seconds until ready (where less is better).
+        ttft: vLLM's mean and p99.
+        itl: vLLM's p50 and p99.
+        itl_p99_mark: a mark of its own for the ITL; with it, TTFT must be no worse than vLLM's.
+    """
+
+    vllm: float | None = None
+    mark: float | None = None
+    unit: Literal["out", "in", "s"] = "out"
+    ttft: tuple[float, float | None] | None = None
+    itl: tuple[float, float] | None = None
+    itl_p99_mark: float | None = None
+
+
+#: By (hidden size, layers) of the model, then by case.
+VLLM_H200: dict[tuple[int, int], dict[str, Figures]] = {
+    # Qwen3-0.6B
+    (1024, 28): {
+        "startup": Figures(vllm=48, unit="s"),
+        "d1": Figures(vllm=619, mark=1000),
+        "d32": Figures(vllm=15_607),
+        "d256": Figures(vllm=50_605),
+        "nano": Figures(vllm=23_310),
+        "h1": Figures(vllm=619, mark=1000, ttft=(12, None), itl=(1.56, 3.3)),
+        "h64": Figures(vllm=18_860, ttft=(91, 140), itl=(2.95, 5.6)),
+        "h256": Figures(vllm=25_311, mark=38_000, ttft=(295, 508), itl=(8.4, 24)),
+        "h512": Figures(vllm=24_281, mark=38_000, ttft=(845, 2226), itl=(17.6, 45)),
+        "s256": Figures(mark=50_000),
+        "s512": Figures(mark=50_000),
+        "mix": Figures(vllm=24_384, ttft=(348, 472), itl=(8.3, 20)),
+    },
+    # Qwen3-8B
+    (4096, 36): {
+        "startup": Figures(vllm=57, mark=15, unit="s"),
+        "d1": Figures(vllm=191.5, mark=240),
+        "d32": Figures(vllm=5_220),
+        "d128": Figures(vllm=14_043),
+        "d256": Figures(vllm=17_551, mark=20_000),
+        "p16": Figures(vllm=41_141, mark=43_000, unit="in"),
+        "l32": Figures(vllm=915),
+        "nano": Figures(vllm=9_725),
+        # asked for 8000 / 256, vLLM ended these at its max_model_len, after 192 tokens
+        "k8x8000x192": Figures(vllm=497),
+        "k64x2000": Figures(vllm=2_956),
+        "h1": Figures(vllm=193.6, mark=240, ttft=(12.5, None), itl=(5.15, 6.2)),
+        "h32": Figures(vllm=4_259, ttft=(301, 391), itl=(6.07, 7.2)),
+        "h128": Figures(vllm=8_503, ttft=(745, 1555), itl=(9.2, 186)),
+        "h256": Figures(vllm=9_641, mark=10_800, ttft=(993, 3157), itl=(14.8, 194), itl_p99_mark=60),
+        "mix": Figures(vllm=9_987, mark=11_200, ttft=(938, 3464), itl=(15.9, 66), itl_p99_mark=60),
+    },
+}

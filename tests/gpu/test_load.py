@@ -1,0 +1,201 @@
+"""Ten thousand random requests, a third of them aborted at random moments: nothing is lost, nothing is left, nothing grows."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import FIRST_CHARACTER, random_model
+
+from aioinfer import SamplingParams
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.generation import Generation
+
+REQUESTS = 10_000
+ROUNDS = 10
+CLIENTS = 100
+VOCAB_SIZE = 512
+#: The share of requests that are to be aborted. Some end before their time comes: about a third are.
+DOOMED = 0.45
+#: Each delta that any client gets ends a doomed request with a chance of one in so many. Requests live for thousands of deltas.
+PATIENCE = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request, and whether it is to be aborted."""
+
+    prompt: list[int]
+    params: SamplingParams
+    doomed: bool
+
+
+#: The same request now and then, whose text must not depend on what goes on around it.
+CANARY = Wish(list(range(10, 90)), SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True), doomed=False)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Returns parameters of every kind, in every combination."""
+    max_tokens = rng.randint(1, 60)
+    fields: dict[str, Any] = {
+        "n": rng.choice([1, 1, 1, 1, 2, 3]),
+        "max_tokens": max_tokens,
+        "temperature": rng.choice([0.0, 0.7, 1.3]),
+        "top_k": rng.choice([0, 0, 1, 40]),
+        "top_p": rng.choice([1.0, 1.0, 0.9]),
+        "min_p": rng.choice([0.0, 0.0, 0.05]),
+        "ignore_eos": rng.random() < 0.5,
+        "seed": rng.choice([None, rng.getrandbits(64)]),
+    }
+    if rng.random() < 0.3:
+        fields |= {
+            "repetition_penalty": rng.uniform(0.8, 1.5),
+            "presence_penalty": rng.uniform(-2, 2),
+            "frequency_penalty": rng.uniform(-2, 2),
+        }
+    if rng.random() < 0.2:
+        fields["logprobs"] = rng.randint(0, 20)
+    if rng.random() < 0.2:
+        fields["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(rng.randint(1, 30))}
+    if rng.random() < 0.2:
+        fields["stop"] = tuple(chr(FIRST_CHARACTER + rng.randrange(100, VOCAB_SIZE)) for _ in range(rng.randint(1, 5)))
+    if rng.random() < 0.2:
+        fields |= {"stop_token_ids": (rng.randrange(VOCAB_SIZE), rng.randrange(VOCAB_SIZE)), "min_tokens": rng.randint(0, max_tokens)}
+    return SamplingParams(**fields)
+
+
+def random_wishes(count: int, rng: random.Random) -> list[Wish]:
+    """Returns requests of which some begin alike, every fiftieth the canary."""
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(20)]
+    wishes = []
+    for index in range(count):
+        length = rng.randint(1, 200)
+        stem = rng.choice(stems) if rng.random() < 0.3 else []
+        prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
+        wishes.append(Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY)
+    return wishes
+
+
+async def run_clients(engine: Engine, wishes: list[Wish], rng: random.Random) -> list[Generation]:
+    """Serves the wishes to `CLIENTS` clients and returns the generations, all ended.
+
+    With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the middle of its prompt,
+    between two tokens, or after a preemption.
+    """
+    queue = iter(wishes)
+    generations: list[Generation] = []
+    doomed: list[Generation] = []
+
+    async def client() -> None:
+        for wish in queue:
+            generation = await engine.submit(wish.prompt, wish.params)
+            generations.append(generation)
+            if wish.doomed:
+                doomed.append(generation)
+            async for _ in generation:
+                if rng.random() < len(doomed) / PATIENCE:
+                    doomed.pop(rng.randrange(len(doomed))).abort()
+            if generation in doomed:
+                doomed.remove(generation)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(client())
+    return generations
+
+
+async def come_to_rest(engine: Engine) -> None:
+    """Checks that nothing is left of what ran, and waits for the steps that were planned ahead of its end."""
+    assert (engine.stats()["running"], engine.stats()["waiting"]) == (0, 0)
+    assert engine.scheduler.is_idle
+    assert await engine.drain(0)
+    async with asyncio.timeout(30):
+        while engine.scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
+            await asyncio.sleep(0.001)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.report.num_blocks
+
+
+def check_ends(generations: list[Generation]) -> Counter[str]:
+    """Checks how the requests ended and counts the reasons; "abort" and "abort early" tell those with tokens from those without."""
+    reasons: Counter[str] = Counter()
+    for generation in generations:
+        assert generation.is_finished
+        for request in (choice.request for choice in generation.choices):
+            reason, params = str(request.finish_reason), generation.params
+            assert reason in ("abort", "length", "stop"), reason
+            if reason == "length":
+                assert request.num_output == params.max_tokens
+            elif reason == "stop":
+                assert request.num_output >= max(1, params.min_tokens)
+            reasons["abort early" if reason == "abort" and not request.num_output else reason] += 1
+    return reasons
+
+
+async def measure_round(engine: Engine, wishes: list[Wish], rng: random.Random) -> tuple[Counter[str], set[tuple[int, ...]], int]:
+    """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU memory in use when it is over.
+
+    The canary goes last and alone, so that what the worker keeps of its last step is the same after every round.
+    """
+    generations = await run_clients(engine, wishes, rng)
+    await come_to_rest(engine)
+    generations += await run_clients(engine, [CANARY], rng)
+    await come_to_rest(engine)
+    gc.collect()
+    texts = {tuple(g.choices[0].request.tokens) for g in generations if g.params is CANARY.params}
+    return check_ends(generations), texts, torch.cuda.memory_allocated()
+
+
+async def serve_load(folder: Path, device: str, dtype: str, requests: int = REQUESTS, first_measured_step: int = 2000) -> None:
+    """Serves the load and checks the books after every round, and the memory from the given step on."""
+    settings = {
+        "model.path": str(folder),
+        "model.dtype": dtype,
+        "parallel.device": device,
+        "parallel.executor": "inline",
+        "cache.block_size": 16,
+        "cache.num_blocks": 350,
+        "scheduler.max_num_seqs": 64,
+        "scheduler.max_num_batched_tokens": 512,
+    }
+    rng = random.Random(dtype)
+    wishes = random_wishes(requests, rng)
+    engine = await Engine.launch(load_config(None, settings))
+    try:
+        reasons: Counter[str] = Counter()
+        texts: set[tuple[int, ...]] = set()
+        memory: list[int] = []
+        for first in range(0, requests, requests // ROUNDS):
+            counted, seen, used = await measure_round(engine, wishes[first : first + requests // ROUNDS], rng)
+            reasons += counted
+            texts |= seen
+            if engine.stats()["steps"] >= first_measured_step:
+                memory.append(used)
+        stats = engine.stats()
+    finally:
+        await engine.close()
+    assert min(stats["preemptions"], stats["prefix_tokens_hit"], stats["wasted_rows"]) > 0, stats
+    assert 0.25 < (reasons["abort"] + reasons["abort early"]) / reasons.total() < 0.4, reasons
+    assert min(reasons.values()) > requests / 100, reasons
+    assert dtype != "float32" or len(texts) == 1
+    assert len(memory) >= 2
+    assert max(memory) <= memory[0], f"bytes in use after each round: {memory}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=128)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ten_thousand_requests(folder: Path, dtype: str) -> None:
+    asyncio.run(serve_load(folder, "cuda", dtype))
