@@ -100,6 +100,7 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
     assert len(workers()) == 2
     assert listening_addresses(os.getpid()) <= {"127.0.0.1"}
     assert await greedy(run, 7) == expected
+    assert all(0 < result.take_ns < 1e9 for result in run.results)
     await run.executor.shutdown()
     assert workers() == []
     assert run.failures == []

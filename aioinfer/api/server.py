@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.api import chat, completions, info, tokenization
+from aioinfer.api import chat, completions, info, metrics, tokenization
 from aioinfer.api.context import ENGINE, STARTED
 from aioinfer.api.errors import Handler, json_errors
 from aioinfer.errors import ConfigError
@@ -50,6 +50,7 @@ class HttpServer:
         app.router.add_post("/tokenize", tokenization.tokenize)
         app.router.add_post("/detokenize", tokenization.detokenize)
         app.router.add_get("/health", info.health)
+        app.router.add_get("/metrics", metrics.show_metrics)
         app.router.add_get("/version", info.version)
         return app
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from aioinfer.config import Config, ModelConfig
 from aioinfer.engine.generation import Choice, Generation, TokenLogprob
 from aioinfer.engine.generation_defaults import GenerationDefaults
+from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import EngineDeadError, GenerationError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
@@ -53,6 +54,7 @@ class Engine:
     def __init__(self, config: Config, executor: Executor):
         self.config = config
         self.dead_reason: str | None = None
+        self.metrics = EngineMetrics()
         self._executor = executor
         self._pipeline_depth = 2 if config.scheduler.plan_ahead else 1
         self._choices: dict[Request, Choice] = {}
@@ -157,18 +159,28 @@ class Engine:
 
     def _turn(self, result: StepResult) -> None:
         """A turn: take a result, plan and post the next step, and only then make text of the result's tokens."""
+        came = time.perf_counter()
         output = self.scheduler.update(result)
+        updated = time.perf_counter()
         self._fill_pipeline()
+        emitting = time.perf_counter()
+        self.metrics.take_tokens(output.requests, output.tokens, came)
         self._emit(output, result)
+        self.metrics.take_turn(result, updated - came, time.perf_counter() - emitting)
 
     def _fill_pipeline(self) -> None:
         self._turn_is_due = False
         try:
             while self.scheduler.num_in_flight < self._pipeline_depth and self.dead_reason is None:
+                began = time.perf_counter()
                 plan = self.scheduler.schedule()
                 if plan is None:
                     return
+                planned = time.perf_counter()
                 self._executor.post(plan)
+                self.metrics.take_plan(planned - began, time.perf_counter() - planned)
+                if plan.admissions:
+                    self.metrics.take_admissions(self.scheduler.running, (one.slot for one in plan.admissions), planned)
         except Exception as error:  # a step that cannot be posted would leave every request waiting for ever
             self._die(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
 
@@ -203,6 +215,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self._choices.pop(request, None)
+        self.metrics.end(request, request.finish_reason or "error")
         if not self._choices:
             self._drained.set()
 
@@ -238,6 +251,7 @@ class Engine:
             RequestError: the request is at fault or could never fit.
             EngineDeadError: the engine is gone.
         """
+        arrived = time.perf_counter()
         self._require_alive()
         if priority and self.config.scheduler.policy != "priority":
             raise RequestError("priority needs the server's scheduler.policy to be 'priority'", param="priority")
@@ -253,7 +267,7 @@ class Engine:
             params,
             self._abort,
         )
-        self._queue(generation, tokens, hashes, max_len, priority)
+        self._queue(generation, tokens, hashes, max_len, priority, arrived)
         return generation
 
     def _prepare_prompt(self, token_ids: Sequence[int]) -> tuple[array[int], list[bytes]]:
@@ -296,7 +310,7 @@ class Engine:
             if any(not 0 <= token < self.vocab_size for token in ids):
                 raise RequestError(f"{name} holds a token id outside of 0 to {self.vocab_size - 1}", param=name)
 
-    def _queue(self, generation: Generation, tokens: array[int], hashes: list[bytes], max_len: int, priority: int) -> None:
+    def _queue(self, generation: Generation, tokens: array[int], hashes: list[bytes], max_len: int, priority: int, arrived: float) -> None:
         """Adds the n requests of a generation to the scheduler."""
         params = generation.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -319,13 +333,14 @@ class Engine:
             choice = Choice(index, request, generation, detokenizer)
             generation.choices.append(choice)
             self._choices[request] = choice
+            self.metrics.begin(request, arrived, counts_prompt=index == 0)
             self.scheduler.add(request)
         self._kick()
 
-    def _abort(self, generation: Generation) -> None:
+    def _abort(self, generation: Generation, reason: str = "abort") -> None:
         """Ends a generation's requests; their blocks are free for the plan that is drawn up next."""
         for choice in generation.choices:
-            self.scheduler.finish(choice.request, "abort")
+            self.scheduler.finish(choice.request, reason)
             self._forget(choice.request)
         self._kick()
 
@@ -340,7 +355,7 @@ class Engine:
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         """Ends one generation with an error; the others go on."""
-        self._abort(generation)
+        self._abort(generation, "error")
         generation.fail(error)
 
     def _die(self, error: Exception) -> None:
@@ -354,6 +369,7 @@ class Engine:
         for choice in list(self._choices.values()):
             choice.generation.fail(EngineDeadError(self.dead_reason))
         self._choices.clear()
+        self.metrics.end_all("error")
         self._drained.set()
 
 

@@ -180,8 +180,10 @@ class MultiprocessExecutor:
 
     def _take_results(self) -> None:
         for _ in range(self._results.announced(0)):
+            began = time.perf_counter_ns()
             result = StepResult.decode(self._results.read(0))
             self._results.release(0)
+            result.take_ns = time.perf_counter_ns() - began
             self._posted.popleft()
             self._last_result = time.monotonic()
             if self._failure is None:

@@ -137,6 +137,7 @@ class StepResult:
         top_tokens: int32 [sampled, K] the likeliest tokens, likeliest first; K may be 0.
         top_logprobs: float32 [sampled, K], theirs.
         busy_ns: nanoseconds that the worker spent on the step.
+        take_ns: nanoseconds that the engine's process spent on taking the result from its ring; does not travel.
     """
 
     step_id: int
@@ -145,6 +146,7 @@ class StepResult:
     top_tokens: I32 = field(default_factory=lambda: np.empty((0, 0), np.int32))
     top_logprobs: F32 = field(default_factory=lambda: np.empty((0, 0), np.float32))
     busy_ns: int = 0
+    take_ns: int = 0
 
     def encode(self) -> list[memoryview]:
         """Returns the buffers that make up the message, to be written one after the other."""

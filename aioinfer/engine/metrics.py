@@ -1,0 +1,220 @@
+"""The engine's books for monitoring: counts and times of requests, tokens and turns of the step loop.
+
+The engine writes them, `api.metrics` reads them when it is asked. All tokens of a step share one time stamp,
+and most of them follow a token of the step before: these all fall into one bucket, which is counted once a step.
+So a streamed token costs a dictionary look-up and a comparison here, and nothing is kept of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from aioinfer.scheduler.plan import StepResult
+from aioinfer.scheduler.request import Request
+
+#: Upper bounds of buckets in seconds: of what lasts about as long as a step, of a part of a turn, of whole requests.
+_STEP_BOUNDS = (
+    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
+    0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0,
+)  # fmt: skip
+_PHASE_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
+_REQUEST_BOUNDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 2560.0,
+)  # fmt: skip
+_LENGTH_BOUNDS = tuple(float(4**power) for power in range(10))
+#: Timers of the event loop are exact to a millisecond.
+_LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LAG_INTERVAL_S = 0.05
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+PHASES = ("result", "update", "plan", "post", "emit")
+
+
+class Histogram:
+    """Counts of values by bucket; a value belongs to the first bound that is not less than it."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]):
+        """Makes an empty histogram; `bounds` are ascending, and one more bucket takes what is beyond the last."""
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Counts `times` equal values."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class _Times:
+    """A request that has not ended. Times are of `time.perf_counter`; 0 stands for what has not happened.
+
+    Attributes:
+        arrived: when it was submitted.
+        queued: when it joined the waiting requests.
+        prompt_tokens: what it adds to the prompt tokens with its first token: 0 for all but one of n completions.
+    """
+
+    arrived: float
+    queued: float
+    prompt_tokens: int
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+class EngineMetrics:
+    """Totals since the start. Every completion of a request with n > 1 counts as a request.
+
+    Attributes:
+        prompt_tokens: of requests that got a first token; a prompt with n completions counts once.
+        generation_tokens: tokens that were chosen, end tokens included.
+        finished: requests by finish reason.
+        worker_busy_ns: nanoseconds that the first rank spent on steps.
+        time_to_first_token: seconds from the submission of token ids to the first token.
+        inter_token_latency: seconds between two tokens of a completion; a token's time is that at which its step's result came.
+        time_per_output_token: the mean of those, one value a request.
+        queue_time: seconds from joining the waiting requests to the first plan with the request in it.
+        prefill_time: seconds from that plan to the first token.
+        decode_time: seconds from the first token to the last.
+        e2e_latency: seconds from the submission to the last token. This and the other means and times of whole requests
+            (`time_per_output_token`, `decode_time`, `request_*_tokens`) are of those that ended by a stop or their length.
+        phases: seconds that the event loop spent on each part of a turn.
+        loop_lag: seconds by which a timer came late, taken 20 times a second while there are requests.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.worker_busy_ns = 0
+        self.time_to_first_token = Histogram(_REQUEST_BOUNDS)
+        self.inter_token_latency = Histogram(_STEP_BOUNDS)
+        self.time_per_output_token = Histogram(_STEP_BOUNDS)
+        self.queue_time = Histogram(_REQUEST_BOUNDS)
+        self.prefill_time = Histogram(_REQUEST_BOUNDS)
+        self.decode_time = Histogram(_REQUEST_BOUNDS)
+        self.e2e_latency = Histogram(_REQUEST_BOUNDS)
+        self.request_prompt_tokens = Histogram(_LENGTH_BOUNDS)
+        self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
+        self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
+        self.loop_lag = Histogram(_LAG_BOUNDS)
+        self._open: dict[Request, _Times] = {}
+        self._step_time = -1.0
+        self._timer_is_set = False
+
+    # ---------------------------------------------------------------- requests
+
+    def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> None:
+        """Notes a request that is queued now and was submitted at `arrived`. Needs a running event loop, whose lag it watches."""
+        self._open[request] = _Times(arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0)
+        if not self._timer_is_set:
+            self._set_timer()
+
+    def take_admissions(self, running: Sequence[Request], slots: Iterable[int], now: float) -> None:
+        """Notes which of the running requests a plan has given `slots`; the newest are looked at first."""
+        unseen = set(slots)
+        for request in reversed(running):
+            if not unseen:
+                return
+            if request.slot not in unseen:
+                continue
+            unseen.remove(request.slot)
+            times = self._open.get(request)
+            if times is not None and not times.scheduled:  # else it was preempted and comes back
+                times.scheduled = now
+                self.queue_time.add(now - times.queued)
+
+    def end(self, request: Request, reason: str) -> None:
+        """Notes the end of a request. Does nothing if it has been noted."""
+        times = self._open.pop(request, None)
+        if times is None:
+            return
+        self.finished[reason] += 1
+        if reason not in ("stop", "length"):
+            return
+        decoding = times.last_token - times.first_token
+        self.e2e_latency.add(times.last_token - times.arrived)
+        self.decode_time.add(decoding)
+        if request.num_output > 1:
+            self.time_per_output_token.add(decoding / (request.num_output - 1))
+        self.request_prompt_tokens.add(request.prompt_len)
+        self.request_generation_tokens.add(request.num_output)
+
+    def end_all(self, reason: str) -> None:
+        """Notes the end of all requests."""
+        for request in list(self._open):
+            self.end(request, reason)
+
+    # ---------------------------------------------------------------- steps
+
+    def take_tokens(self, requests: Iterable[Request], tokens: Iterable[int], now: float) -> None:
+        """Notes a step's tokens: one a request, or -1 for a row that failed. About 0.1 us a token.
+
+        Args:
+            requests: those that the step sampled.
+            tokens: one for each of them.
+            now: when the step's result came.
+        """
+        before, self._step_time = self._step_time, now
+        in_step = late = 0
+        for times, token in zip(map(self._open.get, requests), tokens, strict=True):
+            if times is None or token < 0:
+                continue
+            last = times.last_token
+            times.last_token = now
+            if last == before:
+                in_step += 1
+            elif last:
+                late += 1
+                self.inter_token_latency.add(now - last)
+            else:
+                self._take_first_token(times, now)
+        if in_step:
+            self.inter_token_latency.add(now - before, in_step)
+        self.generation_tokens += in_step + late
+
+    def _take_first_token(self, times: _Times, now: float) -> None:
+        times.first_token = now
+        self.prompt_tokens += times.prompt_tokens
+        self.generation_tokens += 1
+        self.time_to_first_token.add(now - times.arrived)
+        self.prefill_time.add(now - times.scheduled)
+
+    def take_plan(self, plan_s: float, post_s: float) -> None:
+        """Notes how long a step was planned and posted."""
+        self.phases["plan"].add(plan_s)
+        self.phases["post"].add(post_s)
+
+    def take_turn(self, result: StepResult, update_s: float, emit_s: float) -> None:
+        """Notes how long a turn took, but for what it planned."""
+        phases = self.phases
+        phases["result"].add(result.take_ns * 1e-9)
+        phases["update"].add(update_s)
+        phases["emit"].add(emit_s)
+        self.worker_busy_ns += result.busy_ns
+
+    # ---------------------------------------------------------------- the event loop
+
+    def _set_timer(self) -> None:
+        """Watches the loop while there are requests: an idle engine does nothing."""
+        self._timer_is_set = True
+        asyncio.get_running_loop().call_later(_LAG_INTERVAL_S, self._take_lag, time.perf_counter() + _LAG_INTERVAL_S)
+
+    def _take_lag(self, due: float) -> None:
+        self._timer_is_set = False
+        self.loop_lag.add(max(0.0, time.perf_counter() - due))
+        if self._open:
+            self._set_timer()

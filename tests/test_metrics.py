@@ -1,0 +1,254 @@
+"""The engine's books (`engine.metrics`), their text for Prometheus (`api.metrics`), and the dashboard that queries it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import numpy as np
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from aioinfer.api.server import HttpServer
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import StepResult
+from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+
+DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text("utf-8"))
+
+
+def make_request(slot: int = 0, prompt_len: int = 3, num_output: int = 0) -> Request:
+    request = Request("test", array("i", [1] * prompt_len), prompt_len, SamplingParams(), 100)
+    request.slot = slot
+    request.tokens.extend([2] * num_output)
+    return request
+
+
+def begun(books: EngineMetrics, number: int) -> list[Request]:
+    requests = [make_request(slot) for slot in range(number)]
+    for request in requests:
+        books.begin(request, time.perf_counter(), counts_prompt=True)
+    return requests
+
+
+def test_a_value_belongs_to_the_first_bound_that_is_not_less() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        histogram.add(value)
+    histogram.add(1.25, 3)
+    assert histogram.counts == [2, 5, 1]
+    assert histogram.count == 8
+    assert histogram.sum == pytest.approx(0.5 + 1 + 1.5 + 2 + 9 + 3 * 1.25)
+
+
+async def test_the_times_of_a_request() -> None:
+    books = EngineMetrics()
+    request = make_request(prompt_len=5)
+    before = time.perf_counter()
+    books.begin(request, before - 1.0, counts_prompt=True)
+    after = time.perf_counter()
+    books.take_admissions([request], [0], before + 2.0)
+    for now in (3.0, 3.5, 4.5):
+        request.tokens.append(7)
+        books.take_tokens([request], [7], before + now)
+    books.end(request, "stop")
+    assert 2.0 - (after - before) <= books.queue_time.sum <= 2.0
+    assert books.prefill_time.sum == pytest.approx(1.0)
+    assert books.time_to_first_token.sum == pytest.approx(4.0)
+    assert books.inter_token_latency.sum == pytest.approx(1.5)
+    assert books.time_per_output_token.sum == pytest.approx(0.75)
+    assert books.decode_time.sum == pytest.approx(1.5)
+    assert books.e2e_latency.sum == pytest.approx(5.5)
+    assert (books.request_prompt_tokens.sum, books.request_generation_tokens.sum) == (5, 3)
+    assert (books.prompt_tokens, books.generation_tokens) == (5, 3)
+    assert books.inter_token_latency.count == 2
+
+
+async def test_steps_of_any_requests_count_as_if_each_token_were_looked_at() -> None:
+    books, choose = EngineMetrics(), random.Random(1)
+    requests = begun(books, 12)
+    last: dict[Request, float] = {}
+    naive: Counter[int] = Counter()
+    total, now = 0.0, 0.0
+    for _ in range(200):
+        now += choose.choice([0.001, 0.004, 0.0045, 0.3, 90.0])
+        sampled = choose.sample(requests, choose.randint(0, len(requests)))
+        for request in sampled:
+            if request in last:
+                naive[bisect_left(books.inter_token_latency.bounds, now - last[request])] += 1
+                total += now - last[request]
+            last[request] = now
+        books.take_tokens(sampled, [3] * len(sampled), now)
+    assert {bucket: count for bucket, count in enumerate(books.inter_token_latency.counts) if count} == dict(naive)
+    assert books.inter_token_latency.sum == pytest.approx(total)
+    assert books.time_to_first_token.count == len(requests)
+    assert books.generation_tokens == naive.total() + len(requests)
+
+
+async def test_rows_that_failed_or_ended_bring_no_token() -> None:
+    books = EngineMetrics()
+    failed, ended, well = begun(books, 3)
+    books.end(ended, "abort")
+    books.take_tokens([failed, ended, well], [-1, 4, 5], 1.0)
+    assert (books.generation_tokens, books.time_to_first_token.count) == (1, 1)
+
+
+async def test_an_end_counts_once_and_only_a_whole_request_has_a_latency() -> None:
+    books = EngineMetrics()
+    requests = begun(books, 5)
+    books.take_tokens(requests, [1] * 5, 1.0)
+    for request, reason in zip(requests, ("stop", "length", "abort", "error", "abort"), strict=True):
+        books.end(request, reason)
+        books.end(request, "stop")
+    assert books.finished == {"stop": 1, "length": 1, "abort": 2, "error": 1}
+    assert books.e2e_latency.count == 2
+    assert books.time_per_output_token.count == 0, "one token has no inter-token latency"
+
+
+async def test_death_ends_all_with_an_error() -> None:
+    books = EngineMetrics()
+    begun(books, 3)
+    books.end_all("error")
+    books.end_all("error")
+    assert books.finished["error"] == 3
+
+
+async def test_the_completions_of_a_prompt_count_it_once() -> None:
+    books = EngineMetrics()
+    requests = [make_request(slot) for slot in range(3)]
+    for index, request in enumerate(requests):
+        books.begin(request, 0.0, counts_prompt=index == 0)
+    books.take_tokens(requests, [1, 1, 1], 1.0)
+    assert (books.prompt_tokens, books.generation_tokens) == (3, 3)
+
+
+async def test_a_prompt_counts_with_its_first_token() -> None:
+    books = EngineMetrics()
+    (request,) = begun(books, 1)
+    assert books.prompt_tokens == 0
+    books.end(request, "abort")
+    assert books.prompt_tokens == 0
+
+
+async def test_only_the_first_admission_ends_the_queue_time() -> None:
+    books = EngineMetrics()
+    old, new = begun(books, 2)
+    now = time.perf_counter()
+    books.take_admissions([old, new], [1], now)
+    assert books.queue_time.count == 1
+    books.take_admissions([old, new], [1, 0], now + 50)  # the new one was preempted, and comes back
+    assert books.queue_time.count == 2
+    assert books.queue_time.sum > 50
+    books.take_tokens([new], [1], now + 2)
+    assert books.prefill_time.sum == pytest.approx(2)
+
+
+async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
+    books = EngineMetrics()
+    (request,) = begun(books, 1)
+    time.sleep(0.15)  # noqa: ASYNC251  # what must be noticed
+    async with asyncio.timeout(5):
+        while not books.loop_lag.count:  # noqa: ASYNC110  # the timer tells nobody
+            await asyncio.sleep(0.001)
+        assert 0.09 < books.loop_lag.sum < 1
+        assert books._timer_is_set
+        books.end(request, "stop")
+        while books._timer_is_set:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def test_the_parts_of_a_turn() -> None:
+    books = EngineMetrics()
+    books.take_plan(2.0, 3.0)
+    books.take_turn(StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000), 4.0, 5.0)
+    assert {phase: books.phases[phase].sum for phase in PHASES} == {"result": 1.0, "update": 4.0, "plan": 2.0, "post": 3.0, "emit": 5.0}
+    assert books.worker_busy_ns == 7
+
+
+async def scrape(books: EngineMetrics) -> list[Metric]:
+    """Returns what a server says about an engine that has no workers."""
+    config = load_config(None, {"model.path": "none", "server.port": 0, "server.served_model_names": ['a "model"', "alias"]})
+    limits = SchedulerLimits(num_blocks=8, block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16)
+    engine = SimpleNamespace(config=config, metrics=books, scheduler=Scheduler(limits), is_healthy=lambda: True)
+    server = HttpServer(cast(Engine, engine))
+    url = await server.start()
+    async with aiohttp.ClientSession(url) as http, http.get("/metrics") as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        text = await response.text()
+    await server.close()
+    return list(text_string_to_metric_families(text))
+
+
+async def test_the_text_is_whole_from_the_start() -> None:
+    metrics = await scrape(EngineMetrics())
+    assert len({metric.name for metric in metrics}) == len(metrics)
+    for metric in metrics:
+        assert metric.type in ("counter", "gauge", "histogram")
+        assert metric.documentation
+        assert metric.samples, f"{metric.name} is not there before it is first counted"
+        assert all(sample.labels["model_name"] == 'a "model"' for sample in metric.samples)
+        assert all(sample.value == 0 for sample in metric.samples)
+    (finished,) = (metric for metric in metrics if metric.name == "vllm:request_success")
+    assert {sample.labels["finished_reason"] for sample in finished.samples} == {"stop", "length", "abort", "error"}
+
+
+async def test_buckets_are_cumulative() -> None:
+    books = EngineMetrics()
+    bounds = books.inter_token_latency.bounds
+    books.inter_token_latency.add(bounds[3], 5)
+    books.inter_token_latency.add(bounds[-1] * 2, 2)
+    (metric,) = (metric for metric in await scrape(books) if metric.name == "vllm:inter_token_latency_seconds")
+    buckets = {float(sample.labels["le"]): sample.value for sample in metric.samples if sample.name.endswith("_bucket")}
+    assert list(buckets) == [*bounds, float("inf")]
+    assert [buckets[bound] for bound in (bounds[2], bounds[3], bounds[-1], float("inf"))] == [0, 5, 5, 7]
+    values = {sample.name: sample.value for sample in metric.samples}
+    assert values["vllm:inter_token_latency_seconds_count"] == 7
+    assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(5 * bounds[3] + 4 * bounds[-1])
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+async def test_the_dashboard_queries_all_metrics_and_no_others() -> None:
+    metrics = await scrape(EngineMetrics())
+    names = {sample.name: metric.name for metric in metrics for sample in metric.samples}
+    variables = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    asked = {name for query in [*queries, *variables] for name in re.findall(r"\w+:\w+", query)}
+    assert asked - names.keys() == set(), "the dashboard asks for what /metrics does not have"
+    assert {names[name] for name in asked} == {metric.name for metric in metrics}, "no panel shows this"
+    labels = {label for metric in metrics for sample in metric.samples for label in sample.labels}
+    assert {label for query in queries for group in re.findall(r"by \((.*?)\)", query) for label in group.split(", ")} <= labels
+
+
+def test_the_dashboard_is_in_order() -> None:
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "model_name"}
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        covered = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not cells & covered, f"{panel['title']} lies on another panel"
+        assert max(x for x, _ in covered) < 24
+        cells |= covered
+    for panel in panels():
+        assert [target["refId"] for target in panel["targets"]] == [chr(ord("A") + number) for number in range(len(panel["targets"]))]
+        assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
+        assert all("$model_name" in target["expr"] for target in panel["targets"])
