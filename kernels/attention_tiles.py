@@ -1,6 +1,6 @@
-"""What the plain attention kernels share: a tile of keys and values found through the block table, and a softmax step.
+"""What kernels around attention share: heads normed and rotated, a tile of the paged cache, a softmax step.
 
-Used inside `decode_attention` and `prefill_attention`. Scores are in base 2 throughout (scaled by log2 e).
+Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2 throughout (scaled by log2 e).
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -10,6 +10,31 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def turned_heads(
+    rows, mask, weight, angles, eps, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Returns heads of one token, float32 [N, HEAD_PAD]: normed if there is a weight [HEAD_SIZE], and rotated.
+
+    `rows` [N, 1] are where the heads begin; `angles` is the row of the token's position: ROTARY / 2 cosines, then the sines. A
+    channel and the one half of ROTARY further are a pair (GPT-NeoX's order).
+    """
+    half: tl.constexpr = ROTARY // 2
+    d = tl.arange(0, HEAD_PAD)
+    rotates = d < ROTARY
+    partner = tl.where(d < half, d + half, tl.where(rotates, d - half, d))
+    angle = tl.where(d < half, d, d - half)
+    x = tl.load(rows + d[None, :], mask, 0.0).to(tl.float32)
+    other = tl.load(rows + partner[None, :], mask, 0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
+        x = x * scale * tl.load(weight + d, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
+        other = other * scale * tl.load(weight + partner, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
+    cos = tl.load(angles + angle, rotates, 1.0)
+    sin = tl.load(angles + half + angle, rotates, 0.0)
+    return x * cos[None, :] + other * tl.where(d < half, -sin, sin)[None, :]
 
 
 @triton.jit
@@ -39,11 +64,17 @@ def load_tile(
 
 
 @triton.jit
+def capped_scores(s, soft_cap):
+    """Returns soft_cap * tanh(s / soft_cap) for scores in base 2; tanh by way of exp."""
+    return soft_cap * LOG2_E * (1.0 - 2.0 / (tl.exp2(s * (2.0 / soft_cap)) + 1.0))
+
+
+@triton.jit
 def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP: tl.constexpr):
     """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums and outputs."""
     s = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-    if SOFT_CAP:  # tanh by way of exp
-        s = soft_cap * LOG2_E * (1.0 - 2.0 / (tl.exp2(s * (2.0 / soft_cap)) + 1.0))
+    if SOFT_CAP:
+        s = capped_scores(s, soft_cap)
     s = tl.where(visible, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, axis=1))
     safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # a window may hide a whole tile from a row

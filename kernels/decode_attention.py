@@ -6,6 +6,10 @@ the middle of one (row, head) and end in the middle of another. So a long sequen
 as its length is worth, whatever else is in the batch, and the grid never changes: the division is computed on the
 GPU from the lengths, once a step, by `plan_decode`, and holds inside CUDA graphs. Where several programs shared a
 (row, head), the last to finish merges their partial results, always in the same order.
+
+The kernel can take the fused projection of queries, keys and values as it is (`Projection`): each program norms and rotates the
+queries that it needs, and the one that has a row's last tile does so with the row's newest key, starts its
+softmax with it, and writes it to the cache. That saves a launch and a trip through memory in every layer of a decode step.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import load_tile, softmax_step
+from aioinfer.kernels.attention_tiles import capped_scores, load_tile, softmax_step, turned_heads
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 QUERY_ROWS = 16  # the least rows of a tensor-core product; the query heads of one KV head fill the first of them
@@ -92,6 +96,24 @@ class DecodeWorkspace:
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
         return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Queries, keys and values of the newest tokens before norm and rotation.
+
+    Attributes:
+        qkv: [T, (Hq + 2 * Hkv) * D], a row's newest token in each line: q's heads, then k's, then v's.
+        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2 sines.
+        q_weight, k_weight: [D] of the norms, both or neither.
+        eps: of the norms.
+    """
+
+    qkv: torch.Tensor
+    cos_sin: torch.Tensor
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
 
 
 @triton.jit
@@ -195,13 +217,42 @@ def _share(
         _merge(partials, maxima, sums, out, begun, sharers, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS)
 
 
+@triton.jit
+def _newest_key(
+    line, query, k_cache, v_cache, table, position, head, k_weight, angles, eps, scale, soft_cap, k_inverse, v_inverse,
+    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Caches key and value of a row's newest token, whose projection begins at `line`.
+
+    Returns the scores [ROWS] of the queries with the key, as they are when it is read back from the cache, and the value [1, HEAD_PAD].
+    """
+    d = tl.arange(0, HEAD_PAD)[None, :]
+    mask = d < HEAD_SIZE
+    rows = line + (Q_HEADS + head + tl.arange(0, 1)[:, None]) * HEAD_SIZE
+    key = turned_heads(rows, mask, k_weight, angles, eps, HEAD_SIZE, HEAD_PAD, ROTARY, HAS_NORM) * k_inverse
+    value = tl.load(rows + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32) * v_inverse
+    key, value = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    offset = position % BLOCK_SIZE
+    tl.store(k_cache + block * k_block_stride + offset * k_token_stride + head * k_head_stride + d, key, mask)
+    tl.store(v_cache + block * v_block_stride + offset * v_token_stride + head * v_head_stride + d, value, mask)
+    s = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
+    if SOFT_CAP:
+        s = capped_scores(s, soft_cap)
+    return s, value.to(tl.float32)
+
+
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale, soft_cap, v_scale,
-    q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    cos_sin, q_weight, k_weight, eps, k_inverse, v_inverse, cos_sin_stride, q_stride, out_stride, table_stride,
+    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = tl.load(plan + program * FIELDS)
@@ -221,18 +272,35 @@ def _decode_kernel(
         first, tiles = _tile_range(seq_len, WINDOW, TILE)
         end = tl.minimum(tiles, tile + todo)
         heads = head * GROUP + g
-        query = tl.load(q + row.to(tl.int64) * q_stride + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+        line = q + row.to(tl.int64) * q_stride
         table = block_tables + row.to(tl.int64) * table_stride
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        for index in range(first + tile, tl.minimum(first + end, (seq_len + TILE - 1) // TILE)):
+        cached = seq_len
+        if PROJECTED:
+            cached = tl.maximum(seq_len - 1, 0)
+            angles = cos_sin + cached.to(tl.int64) * cos_sin_stride
+            query = turned_heads(
+                line + heads[:, None] * HEAD_SIZE, own, q_weight, angles, eps, HEAD_SIZE, HEAD_PAD, ROTARY, HAS_NORM
+            ).to(q.dtype.element_ty)  # fmt: skip
+            if (end == tiles) & (seq_len > 0):
+                m, newest = _newest_key(
+                    line, query, k_cache, v_cache, table, cached, head, k_weight, angles, eps, scale, soft_cap, k_inverse, v_inverse,
+                    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+                    GROUP * KV_HEADS, KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM, SOFT_CAP,
+                )  # fmt: skip
+                l += 1.0
+                acc += newest
+        else:
+            query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+        for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
-                k_cache, v_cache, table, index, seq_len, head,
+                k_cache, v_cache, table, index, cached, head,
                 k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
                 HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
             )  # fmt: skip
-            visible = position < seq_len
+            visible = position < cached
             if WINDOW > 0:
                 visible = visible & (position >= seq_len - WINDOW)
             m, l, acc = softmax_step(query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP)
@@ -265,19 +333,25 @@ def launch_decode(
     *,
     scale: float,
     soft_cap: float,
+    k_scale: float,
     v_scale: float,
+    projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
     """Launches the decode kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = workspace.config
-    group = q.shape[1] // kv_heads
+    group = out.shape[1] // kv_heads
+    source = projection or Projection(q, q)
+    norms = (source.qkv, source.qkv) if source.q_weight is None else (source.q_weight, source.k_weight)
     _decode_kernel[(workspace.plan.shape[0],)](
-        q, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan, workspace.partials, workspace.maxima, workspace.sums,
+        source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan, workspace.partials, workspace.maxima, workspace.sums,
         workspace.counters, scale, soft_cap, v_scale,
-        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        source.cos_sin, *norms, source.eps, 1.0 / k_scale, 1.0 / v_scale, source.cos_sin.stride(0),
+        source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
         HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE=config.tile,
         WINDOW=workspace.window, SOFT_CAP=soft_cap > 0, FIELDS=PLAN_FIELDS, SPLITS=merged_splits(group, head_size),
-        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        PDL=pdl, PROJECTED=projection is not None, ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
+        HAS_NORM=source.q_weight is not None, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

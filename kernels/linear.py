@@ -49,7 +49,11 @@ def linear_config(rows: int, features: int, inputs: int, *, normed: bool, gated:
             return LinearConfig(32, 256, 4, 4)
         return LinearConfig(16, 512, 2, 4) if inputs >= features else LinearConfig(16, 256, 1, 5)
     step = min(4096, triton.next_power_of_2(inputs))
-    return LinearConfig(2 if normed and not gated else 1, step, 8 if step == 4096 and features < 8192 else 4)
+    if gated or normed:
+        return LinearConfig(1 if gated else 2, step, 4)
+    if features >= 4096:
+        return LinearConfig(4, step, 8) if inputs > step else LinearConfig(4, min(2048, step), 4)
+    return LinearConfig(1, step, 8 if step == 4096 else 4)
 
 
 @triton.jit

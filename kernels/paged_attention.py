@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from aioinfer.kernels.decode_attention import DecodeWorkspace, launch_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, launch_decode
 from aioinfer.kernels.prefill_attention import launch_prefill
 from aioinfer.kernels.prefill_hopper import PrefillPlan, launch_prefill_hopper, supports
 
@@ -34,10 +34,14 @@ def paged_attention(
     soft_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    projection: Projection | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Returns causal attention of each token over the cached keys of its row, its own included.
+
+    With `projection` the decodes' queries are taken from there, and their keys and values are written to the cache, as
+    `qk_norm_rope_cache` would; the first `num_decodes` lines of q are not read then.
 
     Args:
         q: [T, Hq, D], bf16, fp16 or fp32, heads contiguous; D one of 64, 96, 128, 256.
@@ -53,6 +57,7 @@ def paged_attention(
         scale: of the products; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
         k_scale, v_scale: the cache's values times these are the keys and values (fp8 caches).
+        projection: the projected queries, keys and values of the decodes, line for line.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel must not be
             `plan_decode`, whose plan is read at once.
@@ -66,12 +71,13 @@ def paged_attention(
         raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} KV heads evenly, or the caches differ")
     if q.stride()[1:] != (head_size, 1) or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("heads must be contiguous")
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     log2_scale = (1.0 / math.sqrt(head_size) if scale is None else scale) * k_scale * LOG2_E
     if num_decodes:
         launch_decode(
-            q, k_cache, v_cache, block_tables, seq_lens, out, workspace, scale=log2_scale, soft_cap=soft_cap, v_scale=v_scale, pdl=pdl
-        )
+            q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
+            scale=log2_scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, projection=projection, pdl=pdl,
+        )  # fmt: skip
     if num_decodes < seq_lens.shape[0]:
         tables, starts, lens = block_tables[num_decodes:], query_starts[num_decodes:], seq_lens[num_decodes:]
         wants = {"scale": log2_scale, "window": workspace.window, "soft_cap": soft_cap, "v_scale": v_scale}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.attention_tiles import turned_heads
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -24,12 +25,8 @@ def _qk_norm_rope_cache_kernel(
     group = tl.program_id(1)
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
-    half: tl.constexpr = ROTARY // 2
     d = tl.arange(0, HEAD_PAD)
     heads = tl.arange(0, HEADS)
-    rotates = d < ROTARY
-    partner = tl.where(d < half, d + half, tl.where(rotates, d - half, d))
-    angle = tl.where(d < half, d, d - half)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -53,17 +50,9 @@ def _qk_norm_rope_cache_kernel(
         tl.store(place, value.to(v_cache.dtype.element_ty), mask & (slot >= 0))
     else:
         rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
-        x = tl.load(rows + d[None, :], mask, 0.0).to(tl.float32)
-        other = tl.load(rows + partner[None, :], mask, 0.0).to(tl.float32)
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
-            weight = q_weight if is_q else k_weight
-            x = x * scale * tl.load(weight + d, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
-            other = other * scale * tl.load(weight + partner, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
-        table = cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride
-        cos = tl.load(table + angle, rotates, 1.0)
-        sin = tl.load(table + half + angle, rotates, 0.0)
-        x = x * cos[None, :] + other * tl.where(d < half, -sin, sin)[None, :]
+        weight = q_weight if is_q else k_weight
+        angles = cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride
+        x = turned_heads(rows, mask, weight, angles, eps, HEAD_SIZE, HEAD_PAD, ROTARY, HAS_NORM)
         if is_q:
             tl.store(q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :], x.to(q_out.dtype.element_ty), mask)
         else:

@@ -148,7 +148,7 @@ def decode_cases(tune: bool) -> Iterator[Case]:
             out = torch.full_like(q, float("nan"))
 
             def run(k=k, v=v, q=q, tables=tables, lens=lens, out=out, workspace=workspace) -> None:
-                launch_decode(q, k, v, tables, lens, out, workspace, scale=128**-0.5 * LOG2_E, soft_cap=0.0, v_scale=1.0)
+                launch_decode(q, k, v, tables, lens, out, workspace, scale=128**-0.5 * LOG2_E, soft_cap=0.0, k_scale=1.0, v_scale=1.0)
 
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
                 return attention_check(q, out, k, v, tables, [1] * len(keys), keys)
@@ -269,7 +269,9 @@ def chain_cases(tune: bool) -> Iterator[Case]:
                     qkv, position, cos_sin, slot, k, v, num_q_heads=q_heads, q_weight=head_norm, k_weight=head_norm, pdl=pdl
                 )
                 out = torch.empty_like(q)
-                launch_decode(q, k, v, tables, lens, out, workspace, scale=128**-0.5 * LOG2_E, soft_cap=0.0, v_scale=1.0, pdl=pdl)
+                launch_decode(
+                    q, k, v, tables, lens, out, workspace, scale=128**-0.5 * LOG2_E, soft_cap=0.0, k_scale=1.0, v_scale=1.0, pdl=pdl
+                )
                 hidden = skinny_linear(out.flatten(1), o_w, residual=hidden, pdl=pdl)
                 gated = skinny_linear(hidden, up_w, norm_weight=norm, gated=True, pdl=pdl)
                 hidden = skinny_linear(gated, down_w, residual=hidden, pdl=pdl)

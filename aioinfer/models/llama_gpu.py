@@ -2,19 +2,21 @@
 
 `llama` says what is computed; here it is arranged so that little moves through memory. The stream between the
 layers, `residual`, is one buffer that every layer adds to. A norm goes into the product that follows it where there is
-one row, and residual sums into the product before. Everything reads its sizes from tensors on the GPU or from
-fixed shapes, so a step can be captured in a CUDA graph. The model runner calls `forward` and `logits`.
+one row, residual sums go into the product before, and decode attention norms, rotates and caches its own keys.
+Everything reads its sizes from tensors on the GPU or from fixed shapes, so a step can be captured in a CUDA graph.
+The model runner calls `forward` and `logits`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.kernels.activation import silu_mul
-from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.linear import skinny_linear
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.paged_attention import BLOCK_SIZES, HEAD_SIZES, paged_attention
@@ -115,20 +117,23 @@ class GpuLlama:
     def _attention(self, layer: Layer, residual: torch.Tensor, cache: KVCache, step: GpuStep) -> None:
         """Adds a layer's attention to `residual` [T, hidden_size]."""
         part, inputs = layer.attention, step.inputs
+        heads, size, first = part.attend.num_heads, part.attend.head_size, step.num_decodes
         query_norm, key_norm = part.query_norm, part.key_norm
+        norms: dict[str, Any] = {}
+        if query_norm is not None and key_norm is not None:
+            norms = {"q_weight": query_norm.weight, "k_weight": key_norm.weight, "eps": query_norm.eps}
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
-        queries = qk_norm_rope_cache(
-            qkv, inputs.positions, self._cos_sin, inputs.slot_mapping, cache.keys, cache.values,
-            num_q_heads=part.attend.num_heads,
-            q_weight=None if query_norm is None else query_norm.weight,
-            k_weight=None if key_norm is None else key_norm.weight,
-            eps=1e-6 if query_norm is None else query_norm.eps,
-            pdl=self._pdl,
-        )  # fmt: skip
+        queries = qkv[:, : heads * size].view(-1, heads, size)
+        if first < len(qkv):
+            queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
+            qk_norm_rope_cache(
+                qkv[first:], inputs.positions[first:], self._cos_sin, inputs.slot_mapping[first:], cache.keys, cache.values,
+                num_q_heads=heads, out=queries[first:], pdl=self._pdl, **norms,
+            )  # fmt: skip
         attended = paged_attention(
             queries, cache.keys, cache.values, inputs.block_tables, inputs.query_starts, inputs.seq_lens,
-            num_decodes=step.num_decodes, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
-            scale=part.attend.scale, pdl=self._pdl,
+            num_decodes=first, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
+            scale=part.attend.scale, projection=Projection(qkv, self._cos_sin, **norms), pdl=self._pdl,
         )  # fmt: skip
         self._add_product(residual, attended.flatten(1), part.output)
 

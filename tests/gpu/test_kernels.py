@@ -14,7 +14,7 @@ from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
 from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
 from aioinfer.kernels.prepare import StepInputs, append_tokens, embed, embed_reference, prepare_inputs, prepare_inputs_reference
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
-from cases import AttentionCase, activation, attention, error, linear, norm, qk_norm_rope, random_rows
+from cases import AttentionCase, activation, attention, error, linear, norm, projected_attention, qk_norm_rope, random_rows
 from sampling_cases import make_state, sample_and_judge, uniforms_agree
 
 DEVICE = "cuda"
@@ -49,6 +49,16 @@ def test_attention_with_window_and_soft_cap(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [[(1, 32768)] + [(1, 90)] * 200, [(1, 1000)] * 256, [(1, 5)], [(1, 0), (1, 700), (1, 0)], [(1, 64)] * 500])
 def test_decodes_of_every_distribution(rows: list[tuple[int, int]]) -> None:
     check_attention(rows, 16, 4, 128, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_decodes_that_norm_rotate_and_cache_by_themselves(head_size: int, dtype: torch.dtype) -> None:
+    rng = random.Random(head_size)
+    for rows, normed, window in (([(1, rng.randint(0, 900)) for _ in range(40)], True, 0), ([(1, 5000), (1, 1), (1, 129)], False, 77)):
+        for block_size in (16, 128):
+            case = AttentionCase(rows, 16, 4, head_size, block_size, dtype=dtype, device=DEVICE, window=window)
+            assert max(map(error, projected_attention(case, head_size, normed))) < LIMIT[dtype], case
 
 
 def test_attention_over_an_fp8_cache() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.activation import silu_mul, silu_mul_reference
-from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
@@ -95,6 +95,39 @@ def attention(case: AttentionCase) -> Pair:
     assert not workspace.counters.any()
     wide = [t.double() for t in (q, k_cache.to(torch.float32) * k_scale, v_cache.to(torch.float32) * v_scale)]
     return out, paged_attention_reference(*wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap)
+
+
+def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[Pair]:
+    """Runs decodes that norm, rotate and cache by themselves: the output, and the caches, beside one step after the other."""
+    device, dtype, heads = case.device, case.dtype, case.q_heads + 2 * case.kv_heads
+    lens = torch.tensor([keys for _, keys in case.rows], dtype=torch.int32, device=device)
+    width = max(1, -(-int(lens.max()) // case.block_size))
+    blocks = torch.randperm(width * len(lens) + 1, device=device)
+    tables = blocks[:-1].view(len(lens), width).int()
+    shape = (len(blocks), case.block_size, case.kv_heads, case.head_size)
+    caches = [normal(*shape, dtype=torch.float32, device=device).to(case.cache_dtype or dtype) for _ in range(2)]
+    wide = [cache.to(torch.float32).double() for cache in caches]
+    qkv = normal(len(lens), heads * case.head_size, dtype=dtype, device=device)
+    angles = torch.rand(int(lens.max()), rotary // 2, device=device) * 6.3
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    weights = [normal(case.head_size, dtype=dtype, device=device) for _ in range(2)] if normed else [None, None]
+    workspace = DecodeWorkspace.create(case.q_heads, caches[0], window=case.window, config=case.config, programs=case.programs)
+    plan_decode(workspace, lens)
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
+    out = paged_attention(
+        qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size), *caches, tables, starts, lens,
+        num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap, projection=Projection(qkv, cos_sin, *weights),
+    )  # fmt: skip
+    assert not workspace.counters.any()
+    last = (lens - 1).clamp(min=0).long()
+    slots = tables[torch.arange(len(lens), device=device), last // case.block_size].long() * case.block_size + last % case.block_size
+    slots[lens == 0] = -1
+    norms = [None if w is None else w.double() for w in weights]
+    q = qk_norm_rope_cache_reference(
+        qkv.double(), last, cos_sin, slots, *wide, num_q_heads=case.q_heads, q_weight=norms[0], k_weight=norms[1]
+    )
+    reference = paged_attention_reference(q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap)
+    return [(out, reference), (caches[0].float(), wide[0]), (caches[1].float(), wide[1])]
 
 
 def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:

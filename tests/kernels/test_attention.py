@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
-from cases import AttentionCase, attention, error, random_rows
+from cases import AttentionCase, attention, error, projected_attention, random_rows
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
 
@@ -41,6 +41,16 @@ def test_mixed_batch(head_size: int) -> None:
 
 def test_window_and_soft_cap() -> None:
     assert run([(1, 130), (1, 9), (30, 70), (9, 9)], 4, 2, 64, 32, window=20, soft_cap=5.0) < 1e-5
+
+
+@pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
+def test_decodes_that_norm_rotate_and_cache_by_themselves(normed: bool, rotary: int) -> None:
+    rows = [(1, 5), (1, 130), (1, 0), (1, 1), (1, 33), (1, 16), (1, 17)]
+    for window, soft_cap, block_size in ((0, 0.0, 16), (20, 5.0, 32)):
+        case = AttentionCase(
+            rows, 6, 2, 64, block_size, dtype=torch.float32, device="cpu", config=SMALL, programs=5, window=window, soft_cap=soft_cap
+        )
+        assert max(map(error, projected_attention(case, rotary, normed))) < 1e-5
 
 
 def test_tiles_smaller_and_larger_than_blocks() -> None:
