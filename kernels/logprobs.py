@@ -14,7 +14,7 @@ CHUNK = 4096
 MAX_TOP = 20
 
 
-@triton.jit(do_not_specialize_on_alignment=["wanted"])
+@triton.jit(do_not_specialize_on_alignment=["wanted", "maxima", "sums"])
 def _chunk_kernel(
     logits, wanted, values, tokens, maxima, sums, vocab, stride,
     TOP: tl.constexpr, TOP_PAD: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -36,7 +36,7 @@ def _chunk_kernel(
         x = tl.where(ids == chunk * CHUNK + at, float("-inf"), x)
 
 
-@triton.jit(do_not_specialize_on_alignment=["chosen", "wanted"])
+@triton.jit(do_not_specialize_on_alignment=["chosen", "wanted", "maxima", "sums"])
 def _merge_kernel(
     logits, chosen, wanted, values, tokens, maxima, sums, logprobs, top_tokens, top_logprobs, vocab, stride,
     TOP: tl.constexpr, TOP_PAD: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,

@@ -106,7 +106,7 @@ def apply_penalties(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "ids_stride"], do_not_specialize_on_alignment=["slot_ids", "positions", "ids", "values"])
+@triton.jit(do_not_specialize=["width", "ids_stride"], do_not_specialize_on_alignment=["slot_ids", "until", "positions", "ids", "values"])
 def _bias_kernel(logits, slot_ids, until, positions, ids, values, width, stride, ids_stride, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row).to(tl.int64)

@@ -76,7 +76,7 @@ def _gumbel(seed, position, tokens):
     return -tl.log(-tl.log(uniform_noise(seed, position, tokens)))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ids", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums"])
 def _chunk_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ps, best_scores, best_tokens, maxima, sums, vocab, stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
@@ -222,7 +222,7 @@ def _choose_filtered(
     return token
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ids", "positions", "out"])
+@triton.jit(do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out"])
 def _choose_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores, best_tokens, maxima, sums, chunks, out,
     vocab, stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,

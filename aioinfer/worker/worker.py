@@ -200,12 +200,16 @@ class Worker:
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and chooses as many, as a step may, with a cache that is just large enough."""
         limits = self._config.scheduler
-        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        longest = min(model_max_len, -(-limits.max_num_batched_tokens // rows))
+        budget = limits.max_num_batched_tokens
+        rows = min(limits.max_num_seqs, budget)
+        longest = min(model_max_len, -(-budget // rows))
+        lengths = [min(longest, budget // rows + (row < budget % rows)) for row in range(rows)]
         runner = self._make_runner(rows * -(-longest // self.block_size), rows, longest)
         prompt = np.zeros(longest, np.int32)
-        admissions = [Admission(slot, prompt, longest, SamplingParams(temperature=0), seed=0) for slot in range(rows)]
-        plan = _make_plan([longest] * rows, 0, self.block_size, admissions)
+        admissions = [
+            Admission(slot, prompt[:length], length, SamplingParams(temperature=0), seed=0) for slot, length in enumerate(lengths)
+        ]
+        plan = _make_plan(lengths, 0, self.block_size, admissions)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only
 
