@@ -68,16 +68,71 @@ class ChoiceEvents:
         self._text_offset = 0
 
     def events(self, delta: Delta) -> bytes:
-        """Returns the events that a delta causes; there may be none."""
+        """Returns the events that a delta causes. A token whose text is held back has one too: clients see that it was made."""
         data, self._opening = self._opening, b""
         if delta.logprobs:
             data += self._template.chunk_with_logprobs(delta.text, self._format_logprobs(delta.logprobs, self._text_offset))
-        elif delta.text:
+        elif delta.text or delta.finish_reason is None:
             data += self._template.chunk(delta.text)
         self._text_offset += len(delta.text)
         if delta.finish_reason is not None:
             data += self._template.finish(delta.finish_reason, delta.stop_reason)
         return data
+
+    def token_frame(self, text: str, reason: str | None, stop_reason: int | str | None) -> bytes:
+        """Returns the events of one token without log-probabilities, as `events` does, in a frame of HTTP's chunked coding."""
+        if reason is None and not self._opening:
+            return self._template.framed_chunk(text)
+        data, self._opening = self._opening, b""
+        if text or reason is None:
+            data += self._template.chunk(text)
+        if reason is not None:
+            data += self._template.finish(reason, stop_reason)
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class DirectSink:
+    """Writes the events of a stream to its connection from the step loop, while the client keeps up.
+
+    What aiohttp does for a write (a coroutine, a task that is woken for each token) costs several times what the token
+    costs otherwise. So here the frames of HTTP's chunked coding (RFC 9112, 7.1) are written to the transport. While more than
+    a little waits to be sent, or the handler itself writes, tokens are turned down: they merge in the queue.
+    """
+
+    _MOST_WAITING = 32 * 1024  # bytes
+
+    def __init__(self, transport: asyncio.Transport, choices: Sequence[ChoiceEvents]):
+        self.num_tokens = 0
+        self.handler_writes = False
+        self._transport = transport
+        self._choices = choices
+
+    def take(self, index: int, text: str, reason: str | None, stop_reason: int | str | None) -> bool:
+        """See `Sink.take`."""
+        transport = self._transport
+        if self.handler_writes or transport.get_write_buffer_size() > self._MOST_WAITING:
+            return False
+        self.num_tokens += 1
+        if not transport.is_closing():  # else the handler is about to be cancelled
+            transport.write(self._choices[index].token_frame(text, reason, stop_reason))
+        return True
+
+
+async def _send(request: web.Request, response: web.StreamResponse, generation: Generation, choices: Sequence[ChoiceEvents]) -> int:
+    """Sends the events of a generation; returns the number of its tokens. The first ones go the ordinary way, behind the headers."""
+    sink: DirectSink | None = None
+    num_tokens = 0
+    async for delta in generation:
+        num_tokens += len(delta.token_ids)
+        if sink is not None:
+            sink.handler_writes = True
+        await response.write(choices[delta.index].events(delta))
+        if sink is not None:
+            sink.handler_writes = False
+        elif response.headers.get("Transfer-Encoding") == "chunked" and request.transport is not None:
+            sink = DirectSink(request.transport, choices)
+            generation.attach(sink)
+    return num_tokens + (sink.num_tokens if sink is not None else 0)
 
 
 async def stream(
@@ -89,17 +144,8 @@ async def stream(
     """
     response = web.StreamResponse(headers=_STREAM_HEADERS)
     await response.prepare(request)
-
-    async def send(generation: Generation, events: Sequence[ChoiceEvents]) -> int:
-        num_tokens = 0
-        async for delta in generation:
-            num_tokens += len(delta.token_ids)
-            if data := events[delta.index].events(delta):
-                await response.write(data)
-        return num_tokens
-
     try:
-        num_tokens = await together([send(*pair) for pair in zip(generations, choices, strict=True)])
+        num_tokens = await together([_send(request, response, *pair) for pair in zip(generations, choices, strict=True)])
         end = envelope.usage_event(usage(generations, sum(num_tokens))) if envelope.include_usage else b""
         await response.write(end + DONE)
     except ConnectionError:  # the client is gone, which is not worth a line in the log

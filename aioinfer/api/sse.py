@@ -45,7 +45,7 @@ class Envelope:
 class ChunkTemplate:
     """The events of one choice. Made by `for_completion` or `for_chat`."""
 
-    __slots__ = ("_after_logprobs", "_after_text", "_before_text", "_no_logprobs", "_tail", "_without_text")
+    __slots__ = ("_after_logprobs", "_after_text", "_before_text", "_fixed_len", "_no_logprobs", "_tail", "_without_text")
 
     def __init__(self, envelope: Envelope, index: int, before_text: bytes, after_text: bytes, without_text: bytes):
         """Takes the JSON around a choice's text, and the whole of it in a chunk that has no text."""
@@ -56,6 +56,7 @@ class ChunkTemplate:
         self._after_logprobs = b',"finish_reason":null' + self._tail
         self._no_logprobs = self._after_text + b"null" + self._after_logprobs
         self._without_text = head + without_text + b',"logprobs":null,"finish_reason":'
+        self._fixed_len = len(self._before_text) + len(self._no_logprobs)
 
     @classmethod
     def for_completion(cls, envelope: Envelope, index: int) -> ChunkTemplate:
@@ -70,6 +71,11 @@ class ChunkTemplate:
     def chunk(self, text: str) -> bytes:
         """Returns the event that appends `text`."""
         return b"".join((self._before_text, orjson.dumps(text), self._no_logprobs))
+
+    def framed_chunk(self, text: str) -> bytes:
+        """Returns that event in a frame of HTTP's chunked coding (RFC 9112, 7.1)."""
+        escaped = orjson.dumps(text)
+        return b"%x\r\n%b%b%b\r\n" % (self._fixed_len + len(escaped), self._before_text, escaped, self._no_logprobs)
 
     def chunk_with_logprobs(self, text: str, logprobs: Mapping[str, Any]) -> bytes:
         """Returns the event that appends `text`, with the log-probabilities of its tokens."""

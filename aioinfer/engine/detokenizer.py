@@ -124,6 +124,7 @@ class TokenBytes(dict[int, bytes]):
 
     def __init__(self, backend: tokenizers.Tokenizer, rules: DecodeRules, skipped: frozenset[int] = frozenset()):
         super().__init__(dict.fromkeys(skipped, b""))
+        self.texts = TokenTexts(self)
         self._backend = backend
         self._rules = rules
 
@@ -138,6 +139,23 @@ class TokenBytes(dict[int, bytes]):
         return data
 
 
+class TokenTexts(dict[int, str | None]):
+    """The text of each token id whose bytes are whole characters, which is most of them; None for others."""
+
+    def __init__(self, table: TokenBytes):
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text = self._table[token].decode()
+        except UnicodeDecodeError:
+            text = None
+        if token in self._table:  # and so in the vocabulary
+            self[token] = text
+        return text
+
+
 class Detokenizer:
     """The text of one sequence, as its tokens come.
 
@@ -147,17 +165,26 @@ class Detokenizer:
     bytes are complete, or until they can no longer become one and count as U+FFFD.
     """
 
-    __slots__ = ("_bytes", "_pending", "_prompt_tail", "_rules", "_strip_left")
+    __slots__ = ("_bytes", "_pending", "_prompt_tail", "_rules", "_strip_left", "_texts")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
         self._rules = tokenizer.decode_rules
         self._bytes = tokenizer.token_bytes(skip_special_tokens)
+        self._texts = self._bytes.texts
         # The space that encoding puts before a text is gone only where the text begins with the output.
         strip = self._rules.strip_left
         self._strip_left = strip if strip and not any(self._bytes[token] for token in prompt_ids) else 0
         tail = b"".join([self._bytes[token] for token in prompt_ids[-_PROMPT_TAIL:]])
         self._pending = _incomplete_end(tail)
         self._prompt_tail = bool(self._pending)
+
+    def next(self, token: int) -> str:
+        """Returns the text that one further token completes, as `step` does."""
+        if not self._pending and not self._strip_left:
+            text = self._texts[token]
+            if text is not None:
+                return text
+        return self.step((token,))
 
     def step(self, ids: Sequence[int]) -> str:
         """Returns the text that these further token ids complete; it may be empty."""

@@ -193,15 +193,16 @@ class Engine:
     def _emit(self, output: StepOutput, result: StepResult) -> None:
         """Hands each new token to its completion, and ends the requests whose text ran into a stop string."""
         stopped = False
+        choices, has_logprobs = self._choices, len(result.logprobs) > 0
         for request, token, row in zip(output.requests, output.tokens, output.rows, strict=True):
-            choice = self._choices.get(request)
+            choice = choices.get(request)
             if choice is None:
                 continue  # aborted, or its generation failed, earlier in this round
             if token < 0:
                 self._fail(choice.generation, GenerationError("the model's logits held NaN"))
                 continue
             try:
-                stop = choice.take(token, _logprob(result, row, token, request.params))
+                stop = choice.take(token, _logprob(result, row, token, request.params) if has_logprobs else None)
             except Exception as error:  # one request's text must not end the others
                 self._fail(choice.generation, GenerationError(f"the tokens could not be turned into text: {error!r}"))
                 continue

@@ -2,7 +2,8 @@
 
 `Engine.submit` makes a `Generation`; the HTTP handlers and `LLM` iterate over it. The engine's step loop
 feeds it through `Choice.take`, on the same event loop. The queue holds at most one delta a completion: what a
-slow reader has not fetched merges, so that it costs bounded memory and delays nobody.
+slow reader has not fetched merges, so that it costs bounded memory and delays nobody. A reader that can take a token at
+once, without being woken, attaches a `Sink`; then the queue is only for what the sink turns down.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from aioinfer.engine.detokenizer import Detokenizer
 from aioinfer.engine.stops import StopStrings
@@ -56,6 +58,17 @@ class Delta:
         self.stop_reason = later.stop_reason
 
 
+class Sink(Protocol):
+    """Takes tokens straight from the step loop."""
+
+    def take(self, index: int, text: str, reason: str | None, stop_reason: int | str | None) -> bool:
+        """Takes a token of completion `index` with what it adds to the text, and how the completion ends with it, if it does.
+
+        Returns False to have it queued instead. It must not wait, and must not raise.
+        """
+        ...
+
+
 class Generation:
     """One request: n completions of one prompt. Iterate over it for the deltas of all of them."""
 
@@ -69,6 +82,7 @@ class Generation:
         self._unfinished = params.n
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
 
     @property
     def num_cached_tokens(self) -> int:
@@ -80,15 +94,35 @@ class Generation:
         """Whether nothing more will be generated."""
         return self._unfinished == 0 or self._error is not None
 
-    def abort(self) -> None:
-        """Ends what is unfinished and frees its KV blocks. Does nothing on a finished request."""
+    def abort(self, error: Exception | None = None) -> None:
+        """Ends what is unfinished and frees its KV blocks. Does nothing on a finished request.
+
+        The reader gets the deltas that are queued, and then `error` if there is one.
+        """
         if not self.is_finished:
             self._abort(self)
             self._unfinished = 0
+            self._error = error
             self._wake()
 
+    def attach(self, sink: Sink) -> None:
+        """From now on offers each token to `sink`, unless something is queued: the order of a completion's text is kept."""
+        self._sink = sink
+
+    def take(
+        self, index: int, text: str, token: int, logprob: TokenLogprob | None, reason: str | None, stop_reason: int | str | None
+    ) -> None:
+        """Hands on a token (the step loop calls this): to the sink, or as a delta to the queue."""
+        if self._sink is not None and not self._queue and logprob is None and self._sink.take(index, text, reason, stop_reason):
+            if reason is not None:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._wake()
+            return
+        self.put(Delta(index, text, [token], [logprob] if logprob else None, reason, stop_reason))
+
     def put(self, delta: Delta) -> None:
-        """Queues a delta (the step loop calls this)."""
+        """Queues a delta."""
         waiting = self._queue.get(delta.index)
         if waiting is None:
             self._queue[delta.index] = delta
@@ -128,6 +162,8 @@ class Generation:
 class Choice:
     """One completion: turns its tokens into text, and finds the stop strings."""
 
+    __slots__ = ("_detokenizer", "_stops", "generation", "index", "request")
+
     def __init__(self, index: int, request: Request, generation: Generation, detokenizer: Detokenizer | None):
         self.index = index
         self.request = request
@@ -143,14 +179,17 @@ class Choice:
         """
         request = self.request
         ended = request.status is Status.FINISHED
+        if not ended and self._stops is None and self._detokenizer is not None:  # most tokens
+            self.generation.take(self.index, self._detokenizer.next(token), token, logprob, None, None)
+            return None
         shown = not ended or request.finish_reason != "stop" or request.params.include_stop
         text, stop = self._text_of(token if shown else None, ended)
-        delta = Delta(self.index, text, [token], [logprob] if logprob else None)
         if stop is not None:
-            delta.finish_reason, delta.stop_reason = "stop", stop
+            self.generation.take(self.index, text, token, logprob, "stop", stop)
         elif ended:
-            delta.finish_reason, delta.stop_reason = request.finish_reason, request.stop_reason
-        self.generation.put(delta)
+            self.generation.take(self.index, text, token, logprob, request.finish_reason, request.stop_reason)
+        else:
+            self.generation.take(self.index, text, token, logprob, None, None)
         return stop
 
     def _text_of(self, token: int | None, ended: bool) -> tuple[str, str | None]:

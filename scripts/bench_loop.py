@@ -1,0 +1,251 @@
+"""What the event loop costs a streamed token, and the parts of a turn: the engine and the HTTP server over a worker that computes nothing.
+
+    python scripts/bench_loop.py [--streams 1,64,256,512,1024] [--runs 5] [--delay-ms 0] [--tokens 128]
+
+The scheduler, the detokenizer (SmolLM2's tokenizer) and the HTTP server are the real ones, and so are the sockets; the
+clients are other processes that read bytes and count events. In the worker's place stands an executor that answers each
+plan after `--delay-ms`, in the next turn of the loop if that is 0, with tokens of a text in many scripts. Requests have 128 tokens
+in and a stop string that never comes. CPU time is that of the loop's thread, from the first request to the last
+event, over all tokens streamed. In the same run the plain way: the same engine, and for each token an object on an
+asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. The parts of a turn are those of `/metrics`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+from aiohttp import web
+from rich.console import Console
+from rich.table import Table
+
+from aioinfer.api.context import ENGINE
+from aioinfer.api.server import HttpServer
+from aioinfer.config import Config, load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.generation import Delta
+from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.models.source import resolve_model
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import StepPlan, StepResult
+
+CONFIG = Path(__file__).parent.parent / "configs" / "smollm2.toml"
+PROMPT_LEN = 128
+CLIENTS = 2
+STOP = "\u2063never\u2063"
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
+    "人类社会的发展离不开语言和文字。いろはにほへと ちりぬるを。Съешь же ещё этих мягких французских булок. "
+    "नमस्ते दुनिया, आप कैसे हैं? مرحبا بالعالم. 😀🚀🌍 def f(x): return x ** 2  # naïve façade, 3.14159\n"
+)
+
+
+class EchoExecutor:
+    """Answers plans without computing: position p of slot s gets the token p + 7919 s of a text that is read round and round."""
+
+    def __init__(self, config: Config, delay_s: float):
+        self._config = config
+        self._delay_s = delay_s
+        self.text = np.zeros(1, np.int32)
+
+    def set_text(self, tokens: list[int]) -> None:
+        """Sets the text, as token ids."""
+        self.text = np.array(tokens, np.int32)
+
+    async def start(
+        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+    ) -> WorkerReport:
+        """See `Executor.start`."""
+        self._loop = asyncio.get_running_loop()
+        self._on_result = on_result
+        return WorkerReport("none", "none", 0, 0, 16, 80_000, 2048)
+
+    def post(self, plan: StepPlan) -> None:
+        """See `Executor.post`. Plans are encoded and decoded, as on their way to a worker."""
+        plan = StepPlan.decode(b"".join(plan.encode()))
+        rows = plan.samples.astype(bool)
+        places = (plan.starts + plan.lengths)[rows] + 7919 * plan.slots[rows]
+        result = StepResult(plan.step_id, self.text[places % len(self.text)])
+        if self._delay_s:
+            self._loop.call_later(self._delay_s, self._on_result, result)
+        else:
+            self._loop.call_soon(self._on_result, result)
+
+    async def shutdown(self) -> None:
+        """See `Executor.shutdown`."""
+
+
+async def make_engine(streams: int, delay_s: float) -> Engine:
+    """Returns a ready engine over an `EchoExecutor`, its requests and the prefix cache as in production."""
+    settings = {"scheduler.max_num_seqs": streams, "model.max_model_len": 2048, "server.port": 0, "scheduler.max_num_batched_tokens": 16384}
+    config = load_config(CONFIG, settings)
+    executor = EchoExecutor(config, delay_s)
+    engine = Engine(config, executor)
+    await asyncio.to_thread(lambda: engine._load_text_side(resolve_model(config.model)))
+    executor.set_text(engine.tokenizer.encode(TEXT, False))
+    engine._open(await executor.start(engine._turn, engine._die, lambda phase, done, total: None))
+    return engine
+
+
+class PlainServer:
+    """The plain way to stream, on the same engine."""
+
+    def __init__(self, engine: Engine):
+        app = web.Application()
+        app[ENGINE] = engine
+        app.router.add_post("/v1/completions", self._complete)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self) -> str:
+        """Listens on a free port and returns the URL."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=2048).start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Stops listening."""
+        await self._runner.cleanup()
+
+    @staticmethod
+    async def _complete(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        engine = request.app[ENGINE]
+        params = SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True, stop=tuple(body["stop"]))
+        generation = await engine.submit(body["prompt"], params)
+        queue: asyncio.Queue[Delta] = asyncio.Queue()
+        generation.put = queue.put_nowait  # type: ignore[method-assign, assignment]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            delta = await queue.get()
+            choice = {"index": 0, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
+            chunk = {"id": "cmpl-0", "object": "text_completion", "created": int(time.time()), "model": "m", "choices": [choice]}
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            if delta.finish_reason is not None:
+                break
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def read_streams(url: str, streams: int, tokens: int, seed: int, begin: Any, counts: Any) -> None:
+    """A client process: opens connections, sends a request on each at the same time, and counts the events of the replies."""
+
+    async def one(host: str, port: int, prompt: list[int]) -> int:
+        reader, writer = await asyncio.open_connection(host, port, limit=2**20)
+        body = json.dumps(
+            {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, "stop": [STOP]}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        events = 0
+        while data := await reader.read(65536):
+            events += data.count(b"data: {")
+        writer.close()
+        return events
+
+    async def run() -> int:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        random = np.random.default_rng(seed)
+        prompts = random.integers(3, 40_000, (streams, PROMPT_LEN)).tolist()
+        return sum(await asyncio.gather(*(one(host, int(port), prompt) for prompt in prompts)))
+
+    begin.wait()
+    counts.put(uvloop.run(run()))
+
+
+@dataclass(slots=True)
+class Figures:
+    """One load: CPU of the loop and wall time in µs a token, events a token, seconds of each part of a turn, the worst lag's bound."""
+
+    cpu_us: float
+    wall_us: float
+    events: float
+    parts_us: dict[str, float]
+    lag_ms: float
+
+
+async def measure(engine: Engine, server: HttpServer | PlainServer, streams: int, tokens: int, seed: int) -> Figures:
+    """Streams `tokens` tokens to each of `streams` clients."""
+    url = await server.start()
+    context = multiprocessing.get_context("spawn")
+    begin, counts = context.Event(), context.Queue()
+    shares = [streams // CLIENTS + (number < streams % CLIENTS) for number in range(min(CLIENTS, streams))]
+    clients = [
+        context.Process(target=read_streams, args=(url, share, tokens, seed * 100 + number, begin, counts), daemon=True)
+        for number, share in enumerate(shares)
+    ]
+    for client in clients:
+        client.start()
+    await asyncio.sleep(1.5)  # the clients import what they need
+    gc.collect()
+    gc.freeze()
+    phases = {name: part.sum for name, part in engine.metrics.phases.items()}
+    lags = list(engine.metrics.loop_lag.counts)
+    cpu, wall = time.thread_time(), time.perf_counter()
+    begin.set()
+    events = sum([await asyncio.to_thread(counts.get, timeout=120) for _ in clients])
+    cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+    for client in clients:
+        await asyncio.to_thread(client.join)
+    await server.close()
+    total = streams * tokens
+    worst = max((i for i, (was, now) in enumerate(zip(lags, engine.metrics.loop_lag.counts, strict=True)) if now > was), default=0)
+    bounds = (*engine.metrics.loop_lag.bounds, float("inf"))
+    parts = {name: (part.sum - phases[name]) / total * 1e6 for name, part in engine.metrics.phases.items()}
+    return Figures(cpu / total * 1e6, wall / total * 1e6, events / total, parts, bounds[worst] * 1e3)
+
+
+async def compare(streams: int, tokens: int, delay_s: float, seed: int) -> tuple[Figures, Figures]:
+    """Returns the figures of the server and of the plain way, each on an engine of its own."""
+    figures = []
+    for kind in (HttpServer, PlainServer):
+        engine = await make_engine(streams, delay_s)
+        figures.append(await measure(engine, kind(engine), streams, tokens, seed))
+        await engine.close()
+    return figures[0], figures[1]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures the event loop's CPU time a streamed token.")
+    parser.add_argument("--streams", default="1,64,256,512,1024", help="default: %(default)s")
+    parser.add_argument("--runs", type=int, default=5, help="medians of so many (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens a stream (default: %(default)s)")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="what a step takes (default: %(default)s)")
+    arguments = parser.parse_args()
+    table = Table(title="the event loop, us a streamed token (medians)", title_justify="left")
+    names = ("result", "update", "plan", "post", "emit")
+    for name in ("streams", "CPU", "plain way", "ratio", *names, "events a token", "lag up to ms"):
+        table.add_column(name, justify="right")
+    for streams in map(int, arguments.streams.split(",")):
+        runs = [uvloop.run(compare(streams, arguments.tokens, arguments.delay_ms / 1e3, seed)) for seed in range(arguments.runs)]
+        ours, plain = [a for a, _ in runs], [b for _, b in runs]
+        table.add_row(
+            f"{streams}",
+            f"{median([f.cpu_us for f in ours]):.1f}",
+            f"{median([f.cpu_us for f in plain]):.1f}",
+            f"{median([b.cpu_us / a.cpu_us for a, b in runs]):.2f}",
+            *(f"{median([f.parts_us[name] for f in ours]):.2f}" for name in names),
+            f"{median([f.events for f in ours]):.3f}",
+            f"{max(f.lag_ms for f in ours):g}",
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Readers that stop reading cost bounded memory and delay nobody; when they read on, nothing of their text is missing.
+
+The worker computes nothing, so that streams outrun what the system buffers; a long model name makes every event 4 KB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+import uvloop
+from bench_loop import CONFIG, TEXT, EchoExecutor
+from yarl import URL
+
+from aioinfer.api.server import HttpServer
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.models.source import resolve_model
+
+FAST, STALLED, TOKENS = 8, 4, 1500
+NAME = "m" * 4000
+
+
+async def make_engine() -> Engine:
+    settings = {
+        "scheduler.max_num_seqs": FAST + STALLED,
+        "model.max_model_len": 2048,
+        "server.port": 0,
+        "server.served_model_names": [NAME],
+    }
+    config = await asyncio.to_thread(load_config, CONFIG, settings)
+    executor = EchoExecutor(config, delay_s=0.003)  # readers that read keep up with that
+    engine = Engine(config, executor)
+    await asyncio.to_thread(lambda: engine._load_text_side(resolve_model(config.model)))
+    executor.set_text(engine.tokenizer.encode(TEXT, False))
+    engine._open(await executor.start(engine._turn, engine._die, lambda phase, done, total: None))
+    return engine
+
+
+async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Sends a request. One that stalls has a small window, and a reader that takes no more than it is asked for."""
+    plain = socket.socket()
+    plain.setblocking(False)
+    if stalls:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(plain, ("127.0.0.1", URL(url).port))
+    reader, writer = await asyncio.open_connection(sock=plain, limit=4096 if stalls else 2**20)
+    body = json.dumps({"prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+    return reader, writer
+
+
+async def read_all(reader: asyncio.StreamReader) -> tuple[str, int]:
+    """Returns the text of a stream and the number of its events."""
+    data = bytearray()
+    while part := await reader.read(65536):
+        data += part
+    assert data.startswith(b"HTTP/1.1 200")
+    events = [line for line in bytes(data).split(b"\n") if line.startswith(b"data: ")]
+    assert events[-1] == b"data: [DONE]"
+    choices = [json.loads(event[6:])["choices"][0] for event in events[:-1]]
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["text"] for choice in choices), len(choices)
+
+
+async def serve() -> None:
+    engine = await make_engine()
+    server = HttpServer(engine)
+    url = await server.start()
+    stalled = [await connect(url, stalls=True) for _ in range(STALLED)]
+    await asyncio.sleep(0)
+    fast = [await connect(url, stalls=False) for _ in range(FAST)]
+    texts = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in fast)), 60)
+    assert all(events >= 0.95 * TOKENS for _, events in texts)
+    assert len({text for text, _ in texts}) > 1  # each slot has a text of its own
+    assert engine.scheduler.is_idle  # the stalled ones were computed to their ends as well
+    late = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in stalled)), 60)
+    lengths = {len(engine.tokenizer.encode(text, False)) for text, _ in late}
+    assert min(lengths) > 0.9 * TOKENS
+    assert all(len(text) > 0 and events < TOKENS for text, events in late)  # what they did not fetch merged
+    for _, writer in (*fast, *stalled):
+        writer.close()
+    await server.close()
+    await engine.close()
+
+
+@pytest.mark.timeout(150)
+def test_fast_readers_beside_stalled_ones() -> None:
+    uvloop.run(serve())
