@@ -19,11 +19,12 @@ from typing import Any, Literal, cast
 from aioinfer.errors import ConfigError
 
 
-def key(doc: str, default: Any = MISSING) -> Any:
-    """Declares one key of a section with its documentation; without a default it must be given."""
+def key(doc: str, default: Any = MISSING, *, secret: bool = False) -> Any:
+    """Declares one key of a section with its documentation; without a default it must be given. A secret one's value is never shown."""
+    metadata = {"doc": doc, "secret": secret}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
+        return field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,16 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = key(
         "Who goes first: `fcfs` by arrival; `priority` by the request's `priority` (lower first), then arrival.", "fcfs"
     )
+    max_waiting_requests: int | None = key(
+        "Most requests that wait for a slot, beyond the free ones (each of n completions is one); further ones are answered 503, with "
+        "`Retry-After`.",
+        4096,
+    )
+    max_waiting_tokens: int | None = key(
+        "Most prompt tokens of waiting requests; further requests are answered 503. One that finds none waiting is taken, whatever its "
+        "length.",
+        None,
+    )
     plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
 
 
@@ -95,8 +106,29 @@ class ServerConfig:
 
     host: str = key("Address to listen on.", "127.0.0.1")
     port: int = key("Port to listen on; 0 takes a free one.", 8000)
+    unix_socket: str | None = key("Path of a Unix socket to listen on, instead of `host` and `port`.", None)
+    tls_certificate: str | None = key("PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.", None)
+    tls_key: str | None = key("PEM file with the certificate's private key, without a passphrase. Default: in `tls_certificate`.", None)
+    api_keys: list[str] = key(
+        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` and `/metrics` need none. A command line "
+        "can be read by others on the machine: keep keys in a file.",
+        [],
+        secret=True,
+    )
+    api_key_file: str | None = key("File with further keys, one a line; lines that begin with `#` are skipped.", None)
+    cors_origins: list[str] = key("Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is all.", [])
     served_model_names: list[str] = key("Names that the `model` of a request may have. Default: `model.path`.", [])
     max_body_bytes: int = key("Largest request body in bytes; a larger one is answered 413.", 16 * 2**20)
+    max_connections: int = key(
+        "Most connections, idle ones included; further ones are answered 503 (dropped under TLS). The process's hard limit of descriptors "
+        "may allow fewer.",
+        8192,
+    )
+    request_timeout_s: float | None = key(
+        "Seconds from its arrival after which a request is ended: 504, or an error event in a stream. A request's own `timeout_s` may "
+        "shorten it. Default: never.",
+        None,
+    )
     shutdown_timeout_s: float = key("Seconds that SIGTERM waits for running requests; a second signal does not wait.", 30.0)
 
 
@@ -180,6 +212,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
     """Makes dataclass `cls` from the TOML table `tree`, which stands at the dotted `path`."""
     hints = _hints(cls)
+    secrets = {item.name for item in fields(cls) if item.metadata.get("secret")}
     values: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
@@ -191,7 +224,12 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
                 raise ConfigError(f"{dotted!r} is a section, not a value")
             values[name] = _build(cast(type, hints[name]), value, dotted)
         else:
-            values[name] = _typed(hints[name], value, dotted)
+            try:
+                values[name] = _typed(hints[name], value, dotted)
+            except ConfigError:
+                if name not in secrets:
+                    raise
+                raise ConfigError(f"{dotted} must be {_type_name(hints[name])}") from None
     for item in fields(cls):
         if item.name not in values and item.default is MISSING and item.default_factory is MISSING:
             missing = f"{path}.{item.name}" if path else f"{item.name}.path"
@@ -234,7 +272,9 @@ def _check_values(config: Config) -> None:
         "scheduler.max_prefill_tokens_beside_decode": config.scheduler.max_prefill_tokens_beside_decode,
         "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
         "parallel.cpu_threads": config.parallel.cpu_threads,
+        "scheduler.max_waiting_tokens": config.scheduler.max_waiting_tokens,
         "server.max_body_bytes": config.server.max_body_bytes,
+        "server.max_connections": config.server.max_connections,
     }
     for dotted, value in at_least_one.items():
         if value is not None and value < 1:
@@ -245,6 +285,12 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"cache.gpu_memory_utilization must be in (0, 1], not {config.cache.gpu_memory_utilization}")
     if config.cache.cpu_memory_gib <= 0 or config.parallel.step_timeout_s <= 0:
         raise ConfigError("cache.cpu_memory_gib and parallel.step_timeout_s must be above 0")
+    if config.scheduler.max_waiting_requests is not None and config.scheduler.max_waiting_requests < 0:
+        raise ConfigError(f"scheduler.max_waiting_requests must be at least 0, not {config.scheduler.max_waiting_requests}")
+    if config.server.request_timeout_s is not None and config.server.request_timeout_s <= 0:
+        raise ConfigError(f"server.request_timeout_s must be above 0, not {config.server.request_timeout_s}")
+    if config.server.tls_key is not None and config.server.tls_certificate is None:
+        raise ConfigError("server.tls_key needs server.tls_certificate")
     if config.parallel.executor == "inline" and config.parallel.tensor_parallel_size > 1:
         raise ConfigError("parallel.executor = 'inline' runs one worker: use 'multiprocess' with parallel.tensor_parallel_size above 1")
 

@@ -28,6 +28,14 @@ class RequestError(AioinferError, ValueError):
         self.code = code
 
 
+class OverloadedError(RequestError):
+    """As much work waits as may; the same request may be taken on after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1):
+        super().__init__(message, status=503, code="overloaded")
+        self.retry_after_s = retry_after_s
+
+
 class EngineDeadError(AioinferError):
     """A worker died or hung, or the engine was closed: no request can be served any more."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from aioinfer.api.server import HttpServer
+from aioinfer.api.server import HttpServer, check_files
 from aioinfer.config import Config
 from aioinfer.engine.engine import Engine
 from aioinfer.startup import StartupDisplay
@@ -47,6 +47,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     """
     stop = _StopSignals()
     try:
+        await asyncio.to_thread(check_files, config.server)  # a wrong one is told now, and not after the model is loaded
         engine = await _launch(config, stop)
         return 0 if engine is None else await _serve(engine, stop, announce or _print)
     finally:
@@ -123,7 +124,11 @@ def _ready_text(url: str, engine: Engine) -> str:
     else:
         path, prompt = "/v1/completions", {"prompt": "The capital of France is"}
     body = prompt | {"max_tokens": 64, "stream": True}
-    curl = f"curl -N {url}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    server = engine.config.server
+    scheme = "https" if server.tls_certificate else "http"
+    base = url if server.unix_socket is None else f"--unix-socket {server.unix_socket} {scheme}://localhost"
+    key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
+    curl = f"curl -N {base}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     return f"\n{engine.config.served_model_names[0]} is ready at {url}\nTry it:\n  {curl}\n"
 
 

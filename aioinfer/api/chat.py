@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from aioinfer.api.admission import ADMISSION, deadline_of
 from aioinfer.api.context import ENGINE, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
@@ -24,6 +25,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answers a conversation n times. Without `max_tokens`, an answer may be as long as fits."""
     engine = request.app[ENGINE]
     body = await read_body(request, ChatRequest)
+    deadline_of(request).shorten(body.timeout_s)
+    request.app[ADMISSION].check(1)  # before it is encoded: refusing is to be cheap
     try:
         return await _answer(request, engine, body)
     except RequestError as error:
@@ -35,8 +38,8 @@ async def _answer(request: web.Request, engine: Engine, body: ChatRequest) -> we
     params = engine.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
     prompt = await engine.encode_chat([message.for_template() for message in body.messages], **template_options(body))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    envelope = new_envelope(engine, "chatcmpl", kind, include_usage=body.include_usage)
-    async with submitted(engine, [prompt], params, request_id=envelope.id, priority=body.priority or 0) as generations:
+    envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
+    async with submitted(request, [prompt], params, name=envelope.id, priority=body.priority or 0) as generations:
         if body.stream:
             return await stream(request, envelope, generations, [_stream_choices(engine, envelope, params.n)])
         reply = await collect(generations)

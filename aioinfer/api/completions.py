@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from aioinfer.api.admission import ADMISSION, deadline_of
 from aioinfer.api.context import ENGINE, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
@@ -28,14 +29,16 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Completes each prompt n times."""
     engine = request.app[ENGINE]
     body = await read_body(request, CompletionRequest)
+    deadline_of(request).shorten(body.timeout_s)
     prompts = body.prompts()
+    request.app[ADMISSION].check(len(prompts))  # before they are encoded: refusing is to be cheap
     # all are encoded before the first is queued: one that is at fault leaves nothing to take back
     ids = [await engine.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p for p in prompts]
     room = max(1, engine.max_model_len - max(map(len, ids)))
     params = engine.defaults.sampling_params(**({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields()))
     echoes = [await _text_of(engine, p) for p in prompts] if body.echo else [""] * len(prompts)
-    envelope = new_envelope(engine, "cmpl", "text_completion", include_usage=body.include_usage)
-    async with submitted(engine, ids, params, request_id=envelope.id, priority=body.priority or 0) as generations:
+    envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
+    async with submitted(request, ids, params, name=envelope.id, priority=body.priority or 0) as generations:
         if body.stream:
             choices = [_stream_choices(engine, envelope, prompt, params.n, echo) for prompt, echo in enumerate(echoes)]
             return await stream(request, envelope, generations, choices)

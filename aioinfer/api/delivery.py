@@ -8,21 +8,22 @@ Completions and chat completions share this module. A request may hold several p
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from aioinfer.api.access import request_id
+from aioinfer.api.admission import ADMISSION, deadline_of
+from aioinfer.api.context import ENGINE
 from aioinfer.api.errors import describe
 from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
     from aioinfer.engine.generation import Delta, Generation, TokenLogprob
 
 T = TypeVar("T")
@@ -36,23 +37,34 @@ _STREAM_HEADERS = {
 }
 
 
-def new_envelope(engine: Engine, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
-    """Returns what all parts of a reply share, under a fresh id."""
-    name = engine.config.served_model_names[0]
-    return Envelope(f"{prefix}-{secrets.token_hex(12)}", kind, int(time.time()), name, include_usage)
+def new_envelope(request: web.Request, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
+    """Returns what all parts of a reply share; its id is the request's behind a prefix."""
+    name = request.app[ENGINE].config.served_model_names[0]
+    return Envelope(f"{prefix}-{request_id(request)}", kind, int(time.time()), name, include_usage)
 
 
 @asynccontextmanager
 async def submitted(
-    engine: Engine, prompts: Iterable[list[int]], params: SamplingParams, *, request_id: str, priority: int
+    request: web.Request, prompts: Sequence[list[int]], params: SamplingParams, *, name: str, priority: int
 ) -> AsyncIterator[list[Generation]]:
-    """Queues a generation for each prompt (token ids), and gives up those that are unfinished at the end of the block."""
+    """Queues a generation for each prompt (token ids), and gives up those that are unfinished at the end of the block.
+
+    At the request's deadline they end with an error. Raises what `Engine.submit` does, and `OverloadedError` if they are not all
+    to be taken on.
+    """
+    engine = request.app[ENGINE]
     generations: list[Generation] = []
+    call_off = None
     try:
-        for index, prompt in enumerate(prompts):
-            generations.append(await engine.submit(prompt, params, priority=priority, request_id=f"{request_id}-{index}"))
+        with request.app[ADMISSION].reserve(prompts, params.n) as places:
+            for index, prompt in enumerate(prompts):
+                generations.append(await engine.submit(prompt, params, priority=priority, request_id=f"{name}-{index}"))
+                places.use(len(prompt), params.n)
+        call_off = deadline_of(request).hand_over(generations)
         yield generations
     finally:
+        if call_off is not None:
+            call_off()
         for generation in generations:
             generation.abort()
 

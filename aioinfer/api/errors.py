@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from aioinfer.errors import EngineDeadError, GenerationError, RequestError
+from aioinfer.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,16 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         raise
     except Exception as error:
         status, body = describe(error)
-        allow = {"Allow": error.headers["Allow"]} if isinstance(error, web.HTTPMethodNotAllowed) else None
-        return json_response(body, status=status, headers=allow)
+        return json_response(body, status=status, headers=_headers(status, error))
+
+
+def _headers(status: int, error: Exception) -> dict[str, str]:
+    """Returns the headers that tell a client what to do about an error."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return {"Allow": error.headers["Allow"]}
+    if isinstance(error, OverloadedError):
+        return {"Retry-After": str(error.retry_after_s)}
+    return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
 def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

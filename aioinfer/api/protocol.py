@@ -24,6 +24,7 @@ MAX_PROMPTS = 1024
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -63,6 +64,7 @@ class SamplingBody(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Int32 | None = None
+    timeout_s: Seconds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from aioinfer.api import chat, completions, info, metrics, tokenization
+from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_key
+from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.context import ENGINE, STARTED
 from aioinfer.api.errors import Handler, json_errors
-from aioinfer.errors import ConfigError
+from aioinfer.api.listener import Listener, tls_context
+from aioinfer.config import ServerConfig
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
 
 #: Handlers get this long to send their last events once the engine has ended their requests.
 _LAST_EVENTS_S = 0.5
-#: Connections that may wait to be accepted: clients that arrive together are not to be turned away.
-_BACKLOG = 1024
+
+
+def check_files(config: ServerConfig) -> None:
+    """Raises `ConfigError` if a file of keys or of certificates is not as it should be."""
+    ApiKeys.load(config)
+    tls_context(config)
 
 
 class HttpServer:
@@ -27,6 +34,7 @@ class HttpServer:
 
     def __init__(self, engine: Engine):
         self._config = engine.config.server
+        self._listener: Listener | None = None
         self._draining = False
         self._num_handling = 0
         self._idle = asyncio.Event()
@@ -40,8 +48,15 @@ class HttpServer:
         )
 
     def _make_app(self, engine: Engine) -> web.Application:
-        app = web.Application(middlewares=[self._count, json_errors], client_max_size=self._config.max_body_bytes)
+        cors = Cors(self._config.cors_origins)
+        app = web.Application(
+            middlewares=[self._count, json_errors, cors.answer_preflight, require_key, bound_time],
+            client_max_size=self._config.max_body_bytes,
+        )
+        app.on_response_prepare.append(mark_response)
+        app.on_response_prepare.append(cors.mark_response)
         app[ENGINE] = engine
+        app[ADMISSION] = Admission(engine)
         app[STARTED] = int(time.time())
         app.router.add_post("/v1/completions", completions.create_completion)
         app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
@@ -70,26 +85,28 @@ class HttpServer:
                 self._idle.set()
 
     async def start(self) -> str:
-        """Begins to listen and returns the URL. Raises `ConfigError` if the address cannot be had."""
+        """Begins to listen and returns the URL (`unix:PATH` for a Unix socket).
+
+        Raises:
+            ConfigError: the address cannot be had, or a file of keys or of certificates is not as it should be.
+        """
+        self._runner.app[API_KEYS] = await asyncio.to_thread(ApiKeys.load, self._config)
+        tls = await asyncio.to_thread(tls_context, self._config)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self._config.host, self._config.port, backlog=_BACKLOG).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen at server.host = {self._config.host!r}, server.port = {self._config.port}: {error}"
-            ) from error
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        assert self._runner.server is not None
+        self._listener = Listener(self._runner.server, self._config, tls)
+        return await self._listener.start()
 
     async def drain(self) -> None:
         """Refuses new connections, and returns when the requests that have come are answered."""
         self._draining = True
-        for site in self._runner.sites:
-            await site.stop()
+        if self._listener is not None:
+            await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop what is still to come of a body
         await self._idle.wait()
 
     async def close(self) -> None:
         """Closes all connections, after a moment for those whose handlers are about to end."""
+        if self._listener is not None:
+            await self._listener.close()
         await self._runner.cleanup()

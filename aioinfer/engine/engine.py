@@ -210,13 +210,13 @@ class Engine:
                 self.scheduler.finish(request, "stop", stop)
                 stopped = True
             if request.finish_reason is not None:
-                self._forget(request)
+                self._forget(request, request.finish_reason)
         if stopped:
             self._kick()
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, outcome: str) -> None:
         self._choices.pop(request, None)
-        self.metrics.end(request, request.finish_reason or "error")
+        self.metrics.end(request, outcome)
         if not self._choices:
             self._drained.set()
 
@@ -342,7 +342,7 @@ class Engine:
         """Ends a generation's requests; their blocks are free for the plan that is drawn up next."""
         for choice in generation.choices:
             self.scheduler.finish(choice.request, reason)
-            self._forget(choice.request)
+            self._forget(choice.request, reason)  # what the scheduler had finished already, too: its text failed
         self._kick()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

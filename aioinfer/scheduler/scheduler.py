@@ -85,6 +85,7 @@ class Scheduler:
         self.running: list[Request] = []  # sorted by key: who came first is served first and preempted last
         self._waiting: list[Request] = []  # a heap by key; finished ones are dropped when they come up
         self._num_waiting = 0
+        self._num_waiting_tokens = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._posted: deque[tuple[int, list[Request]]] = deque()  # (step id, the requests it samples)
         self._arrivals = count()
@@ -94,6 +95,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for a slot or for blocks."""
         return self._num_waiting
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Their prompt tokens."""
+        return self._num_waiting_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -122,7 +128,7 @@ class Scheduler:
             return
         self._end(request, reason, stop_reason)
         if request.slot < 0:
-            self._num_waiting -= 1
+            self._count_out(request)
         else:
             self.running.remove(request)
             self._leave_slot(request)
@@ -216,7 +222,7 @@ class Scheduler:
         if needed > self.pool.num_free - self.pool.count_unowned(shared):
             return False
         heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+        self._count_out(request)
         self.pool.share(shared)
         tokens = draft.grant(request.total - computed, prefill=True)
         fresh = self.pool.allocate(self._blocks_for(computed + tokens) - len(shared))
@@ -286,6 +292,12 @@ class Scheduler:
         request.status = Status.WAITING
         heapq.heappush(self._waiting, request)
         self._num_waiting += 1
+        self._num_waiting_tokens += request.prompt_len
+
+    def _count_out(self, request: Request) -> None:
+        """Notes that a request waits no more."""
+        self._num_waiting -= 1
+        self._num_waiting_tokens -= request.prompt_len
 
     # ---------------------------------------------------------------- results
 
@@ -328,7 +340,7 @@ class Scheduler:
         waiting = request.slot < 0  # preempted while its last token was on its way
         self._end(request, reason, token if reason == "stop" else None)
         if waiting:
-            self._num_waiting -= 1
+            self._count_out(request)
         else:
             if reason != "error":
                 self._commit_full_blocks(request)
@@ -370,4 +382,6 @@ class Scheduler:
         assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot was lost or given twice"
         assert self.running == sorted(self.running), "the running requests are out of order"
         assert all(r.status is Status.RUNNING for r in self.running), "a request that ended still runs"
-        assert sum(r.status is Status.WAITING for r in self._waiting) == self._num_waiting, "the waiting requests are miscounted"
+        waiting = [r for r in self._waiting if r.status is Status.WAITING]
+        assert len(waiting) == self._num_waiting, "the waiting requests are miscounted"
+        assert sum(r.prompt_len for r in waiting) == self._num_waiting_tokens, "the waiting tokens are miscounted"

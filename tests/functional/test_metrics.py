@@ -180,16 +180,19 @@ async def test_gauges_and_aborts(served: Served) -> None:
     assert (samples["num_requests_running"], samples["num_requests_waiting"], samples["kv_cache_usage_perc"]) == (0, 0, 0)
 
 
-async def test_a_text_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: Detokenizer, tokens: object) -> str:
+@pytest.mark.parametrize(("method", "tokens"), [("next", 1), ("flush", 30)])
+async def test_a_text_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch, method: str, tokens: int) -> None:
+    """At its first token, and at its last, when the scheduler is done with the request."""
+
+    def fail(*arguments: object) -> str:
         raise ValueError("broken on purpose")
 
-    monkeypatch.setattr(Detokenizer, "step", step)
+    monkeypatch.setattr(Detokenizer, method, fail)
     change = await Change.begin(served.http)
     await served.post("/v1/completions", 500, prompt="This text", max_tokens=30, **EXACT)
     moved = await change.now()
     assert {name: value for name, value in moved.items() if "success" in name} == {"request_success_total/error": 1}
-    assert moved["generation_tokens_total"] == 1
+    assert moved["generation_tokens_total"] == tokens
 
 
 async def test_preemptions() -> None:

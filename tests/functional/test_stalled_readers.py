@@ -11,13 +11,13 @@ import socket
 
 import pytest
 import uvloop
-from bench_loop import CONFIG, TEXT, EchoExecutor
 from yarl import URL
 
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.engine import Engine
 from aioinfer.models.source import resolve_model
+from bench_loop import CONFIG, TEXT, EchoExecutor
 
 FAST, STALLED, TOKENS = 8, 4, 1500
 NAME = "m" * 4000

@@ -1,0 +1,131 @@
+"""What is settled before a handler sees a request: who may ask (API keys), from which web pages (CORS), and under what id.
+
+`server` puts `require_key` and `Cors` in front of all handlers and sends `mark_response` whatever goes out. Keys are
+kept only as digests: nothing here could print one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from aiohttp import web
+
+from aioinfer.api.errors import Handler
+from aioinfer.config import ServerConfig
+from aioinfer.errors import ConfigError, RequestError
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID_KEY = web.RequestKey("request_id", str)
+#: What monitoring reads without a key.
+_OPEN_PATHS = frozenset(("/health", "/metrics"))
+_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+_KEY = re.compile(r"[\x21-\x7e]+")
+#: Seconds for which a browser may remember the answer to a preflight.
+_PREFLIGHT_AGE_S = 600
+
+
+class ApiKeys:
+    """The keys that requests may carry. Without any, every request is let in."""
+
+    def __init__(self, keys: Iterable[str]):
+        self._digests = [_digest(key) for key in keys]
+
+    @classmethod
+    def load(cls, config: ServerConfig) -> ApiKeys:
+        """Returns the keys of `server.api_keys` and of `server.api_key_file`. Raises `ConfigError`, which shows none of them."""
+        keys = list(config.api_keys)
+        if config.api_key_file is not None:
+            try:
+                lines = Path(config.api_key_file).read_text("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "it is not text"
+                raise ConfigError(f"server.api_key_file = {config.api_key_file!r}: {reason}") from None
+            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not found:
+                raise ConfigError(f"server.api_key_file = {config.api_key_file!r}: it holds no key")
+            keys += found
+        if not all(_KEY.fullmatch(key) for key in keys):
+            raise ConfigError("server.api_keys and the lines of server.api_key_file must be printable ASCII without blanks")
+        return cls(keys)
+
+    def admit(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header holds one of the keys; the time it takes does not depend on which, or how nearly."""
+        if not self._digests:
+            return True
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip())  # of one length for all keys
+        found = False
+        for digest in self._digests:
+            found |= hmac.compare_digest(digest, given)
+        return found and scheme.lower() == "bearer"
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+API_KEYS = web.AppKey("api_keys", ApiKeys)
+
+
+@web.middleware
+async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers 401 to a request without a right key, whatever its path, but for `/health` and `/metrics`."""
+    if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(request.headers.get("Authorization")):
+        message = "a valid API key is needed, as in 'Authorization: Bearer KEY'"
+        raise RequestError(message, status=401, code="invalid_api_key")
+    return await handler(request)
+
+
+class Cors:
+    """Lets the pages of some origins read replies (the CORS protocol of the Fetch standard); `*` stands for all origins."""
+
+    def __init__(self, origins: Iterable[str]):
+        self._origins = frozenset(origins)
+
+    def _allowed(self, request: web.Request) -> str | None:
+        """Returns the value of `Access-Control-Allow-Origin` if the request's origin may have one."""
+        if "*" in self._origins:
+            return "*"
+        origin = request.headers.get("Origin")
+        return origin if origin in self._origins else None
+
+    @web.middleware
+    async def answer_preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers the question that a browser asks before it sends another site's request; it carries no key."""
+        asks = request.method == "OPTIONS" and "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+        if not asks or self._allowed(request) is None:
+            return await handler(request)
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type"),
+            "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    async def mark_response(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Says in a response's headers whose pages may read it."""
+        if not self._origins:
+            return
+        if (origin := self._allowed(request)) is not None:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = f"{REQUEST_ID_HEADER}, Retry-After"
+        if origin != "*":
+            response.headers.add("Vary", "Origin")
+
+
+def request_id(request: web.Request) -> str:
+    """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII, else one made up for it."""
+    if _REQUEST_ID_KEY not in request:
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+    return request[_REQUEST_ID_KEY]
+
+
+async def mark_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Sends the request's id back with a response."""
+    response.headers[REQUEST_ID_HEADER] = request_id(request)

@@ -1,0 +1,139 @@
+"""Which requests are taken on, and for how long: the bound of the waiting queue, and deadlines.
+
+The bound is the server's as a whole, not a client's share, so what is beyond it is answered 503 (429 would say that this
+client asks too much), with `Retry-After`. It lives here and not in the engine: whoever uses the engine offline hands it all
+prompts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from aioinfer.api.context import ENGINE
+from aioinfer.api.errors import Handler
+from aioinfer.errors import OverloadedError, RequestError
+
+if TYPE_CHECKING:
+    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.generation import Generation
+
+
+class Admission:
+    """The bound of the waiting queue: `scheduler.max_waiting_requests` and `scheduler.max_waiting_tokens`.
+
+    What is on its way into the queue counts as if it were there.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.coming_requests = 0
+        self.coming_tokens = 0
+
+    def check(self, requests: int, tokens: int = 0) -> None:
+        """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may join the queue.
+
+        Free slots are room beyond `max_waiting_requests`. Tokens are counted only where some wait already, or a prompt
+        longer than the bound could never be served.
+        """
+        limits, scheduler = self._engine.config.scheduler, self._engine.scheduler
+        waiting = scheduler.num_waiting + self.coming_requests
+        free_slots = limits.max_num_seqs - len(scheduler.running)
+        if limits.max_waiting_requests is not None and waiting + requests > limits.max_waiting_requests + free_slots:
+            raise OverloadedError(f"{waiting} requests wait, {requests} more are too many; try again later")
+        waiting_tokens = scheduler.num_waiting_tokens + self.coming_tokens
+        if limits.max_waiting_tokens is not None and waiting_tokens and waiting_tokens + tokens > limits.max_waiting_tokens:
+            raise OverloadedError(f"{waiting_tokens} prompt tokens wait, {tokens} more are too many; try again later")
+
+    def reserve(self, prompts: Sequence[Sequence[int]], n: int) -> Reservation:
+        """Returns places for n completions of each prompt (token ids), all or none. Raises `OverloadedError`."""
+        return Reservation(self, len(prompts) * n, sum(map(len, prompts)) * n)
+
+
+class Reservation:
+    """Places in the queue for requests that are being submitted; the end of the `with` block gives back what is not used."""
+
+    def __init__(self, admission: Admission, requests: int, tokens: int):
+        admission.check(requests, tokens)
+        self._admission = admission
+        self._requests = self._tokens = 0
+        self._change(requests, tokens)
+
+    def _change(self, requests: int, tokens: int) -> None:
+        self._requests += requests
+        self._tokens += tokens
+        self._admission.coming_requests += requests
+        self._admission.coming_tokens += tokens
+
+    def use(self, prompt_len: int, n: int) -> None:
+        """Notes that n completions of a prompt are in the queue now."""
+        self._change(-n, -n * prompt_len)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._change(-self._requests, -self._tokens)
+
+
+ADMISSION = web.AppKey("admission", Admission)
+
+
+class Deadline:
+    """When a request must have been answered: until it is submitted the handler is cancelled then, later its generations end."""
+
+    def __init__(self, timeout_s: float | None):
+        """`timeout_s` seconds from now; None is never."""
+        self._began = asyncio.get_running_loop().time()
+        self.guard = asyncio.timeout(timeout_s)
+
+    def shorten(self, timeout_s: float | None) -> None:
+        """Makes the request end no later than `timeout_s` seconds after it arrived."""
+        when = self.guard.when()
+        if timeout_s is not None and (when is None or self._began + timeout_s < when):
+            self.guard.reschedule(self._began + timeout_s)
+
+    def hand_over(self, generations: Sequence[Generation]) -> Callable[[], None]:
+        """From now on ends the generations at the deadline instead of the handler; returns what calls that off.
+
+        The reader gets `RequestError` (504) after what has been generated, however slowly it reads.
+        """
+        when = self.guard.when()
+        if when is None:
+            return lambda: None
+        self.guard.reschedule(None)
+
+        def expire() -> None:
+            for generation in generations:
+                generation.abort(_expired())
+
+        return asyncio.get_running_loop().call_at(when, expire).cancel
+
+
+_DEADLINE = web.RequestKey("deadline", Deadline)
+
+
+def deadline_of(request: web.Request) -> Deadline:
+    """Returns the deadline that `bound_time` gave a request."""
+    return request[_DEADLINE]
+
+
+@web.middleware
+async def bound_time(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives a request its deadline: `server.request_timeout_s`, which its `timeout_s` may shorten. Answers 504 at the deadline."""
+    deadline = request[_DEADLINE] = Deadline(request.app[ENGINE].config.server.request_timeout_s)
+    try:
+        async with deadline.guard:
+            return await handler(request)
+    except TimeoutError:
+        if not deadline.guard.expired():
+            raise
+        raise _expired() from None
+
+
+def _expired() -> RequestError:
+    return RequestError("the request took longer than it may", status=504, code="timeout")

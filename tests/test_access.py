@@ -1,0 +1,184 @@
+"""API keys, CORS and request ids, over a socket and without a model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from multidict import CIMultiDictProxy
+
+from aioinfer.__main__ import main
+from aioinfer.api.access import ApiKeys
+from aioinfer.config import load_config
+from aioinfer.errors import ConfigError
+from tests.test_server import make_server
+
+PAGE = "https://page.example"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+
+
+@asynccontextmanager
+async def client(**settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    server = make_server(**settings)
+    async with aiohttp.ClientSession(await server.start()) as http:
+        yield http
+    await server.close()
+
+
+async def ask(
+    http: aiohttp.ClientSession, path: str = "/version", method: str = "GET", headers: Mapping[str, str] | None = None
+) -> tuple[int, CIMultiDictProxy[str]]:
+    async with http.request(method, path, headers=headers) as response:
+        return response.status, response.headers
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# ---------------------------------------------------------------- keys
+
+
+async def test_every_key_opens_and_nothing_else_does(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# comment\nfrom-file-1\n\n  from-file-2  \n")
+    async with client(api_keys=["one", "two"], api_key_file=str(file)) as http:
+        for key in ("one", "two", "from-file-1", "from-file-2"):
+            assert (await ask(http, headers=bearer(key)))[0] == 200, key
+        assert (await ask(http, headers={"Authorization": "bearer  one"}))[0] == 200
+        for header in ("Bearer on", "Bearer onee", "Bearer ", "Bearer", "one", "Basic one", "Bearer # comment", "Bearer \xff", ""):
+            assert (await ask(http, headers={"Authorization": header}))[0] == 401, header
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/version"), ("GET", "/nothing"), ("POST", "/v1/completions"), ("OPTIONS", "/version")]
+)
+async def test_without_a_key_nothing_is_told(method: str, path: str) -> None:
+    async with client(api_keys=["secret-key"]) as http, http.request(method, path, headers=bearer("secret-kez")) as response:
+        assert response.status == 401
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+        error = (await response.json())["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
+        assert "secret" not in error["message"]
+
+
+async def test_health_needs_no_key() -> None:
+    async with client(api_keys=["key"]) as http:
+        assert (await ask(http, "/health"))[0] == 200
+        assert (await ask(http, "/health/"))[0] == 401
+        assert (await ask(http, "/version"))[0] == 401
+
+
+def test_metrics_need_no_key() -> None:
+    from aioinfer.api import access
+
+    assert frozenset({"/health", "/metrics"}) == access._OPEN_PATHS
+
+
+def test_without_keys_all_are_let_in() -> None:
+    assert ApiKeys([]).admit(None)
+    assert not ApiKeys(["key"]).admit(None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "it holds no key"),
+        (b"# only\n", "it holds no key"),
+        (b"\xff\xfe", "not text"),
+        (b"sk-two words", "without blanks"),
+    ],
+)
+def test_a_wrong_key_file(tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["--set", "model.path=./nowhere", "--set", f"server.api_key_file={file}"]) == 2
+    shown = capsys.readouterr().err
+    assert "server.api_key_file" in shown
+    assert message in shown
+    assert "sk-" not in shown
+
+
+@pytest.mark.parametrize("key", ["", "sk two", "sk-ü", "sk\n"])
+def test_a_key_that_no_header_can_hold(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.api_keys") as caught:
+        ApiKeys.load(load_config(None, {"model.path": "x", "server.api_keys": [key]}).server)
+    assert "sk" not in str(caught.value)
+
+
+def test_keys_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(None, {"model.path": "x", "server.api_keys": ["sk-secret"]})
+    assert "sk-secret" not in f"{config} {config.server!r} {vars(ApiKeys.load(config.server))}"
+    for value in ("sk-secret", '["sk-secret", 5]', '{"sk-secret" = 1}', "[sk-secret"):
+        assert main(["--set", "model.path=x", "--set", f"server.api_keys={value}"]) == 2
+        shown = capsys.readouterr().err
+        assert "server.api_keys must be list of string" in shown
+        assert "sk-secret" not in shown
+
+
+# ---------------------------------------------------------------- CORS
+
+
+async def test_no_page_may_read_unless_told() -> None:
+    async with client() as http:
+        status, headers = await ask(http, headers={"Origin": PAGE})
+        assert status == 200
+        assert not [name for name in headers if name.startswith("Access-Control") or name == "Vary"]
+        assert (await ask(http, method="OPTIONS", headers=PREFLIGHT | {"Origin": PAGE}))[0] == 405
+
+
+async def test_pages_of_one_origin() -> None:
+    async with client(cors_origins=[PAGE, "null"]) as http:
+        for path, expected in (("/version", 200), ("/nothing", 404)):
+            status, headers = await ask(http, path, headers={"Origin": PAGE})
+            assert (status, headers["Access-Control-Allow-Origin"], headers["Vary"]) == (expected, PAGE, "Origin")
+            assert "X-Request-Id" in headers["Access-Control-Expose-Headers"]
+        for origin in ({"Origin": "https://other.example"}, {"Origin": f"{PAGE}.other.example"}, {}):
+            status, headers = await ask(http, headers=origin)
+            assert status == 200
+            assert "Access-Control-Allow-Origin" not in headers
+            assert headers["Vary"] == "Origin"
+
+
+async def test_a_preflight_needs_no_key() -> None:
+    async with client(cors_origins=[PAGE], api_keys=["key"]) as http:
+        status, headers = await ask(http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": PAGE})
+        assert (status, headers["Access-Control-Allow-Origin"]) == (204, PAGE)
+        assert "POST" in headers["Access-Control-Allow-Methods"]
+        assert headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os"
+        assert (await ask(http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": "https://other.example"}))[0] == 401
+        status, headers = await ask(http, headers={"Origin": PAGE})
+        assert (status, headers["Access-Control-Allow-Origin"]) == (401, PAGE), "the page may read why"
+
+
+async def test_all_origins() -> None:
+    async with client(cors_origins=["*"]) as http:
+        status, headers = await ask(http, headers={"Origin": "https://any.example"})
+        assert (status, headers["Access-Control-Allow-Origin"]) == (200, "*")
+        assert "Vary" not in headers
+
+
+# ---------------------------------------------------------------- request ids
+
+
+async def test_request_ids_come_back() -> None:
+    async with client(api_keys=["key"]) as http:
+        for given in ("abc", "a b/~!", "x" * 128):
+            for path, headers in (("/health", {}), ("/nothing", bearer("key")), ("/version", {})):
+                assert (await ask(http, path, headers=headers | {"X-Request-Id": given}))[1]["X-Request-Id"] == given
+
+
+@pytest.mark.parametrize("given", [None, "", "x" * 129, "ä", "a\tb"])
+async def test_other_request_ids_are_made_up(given: str | None) -> None:
+    async with client() as http:
+        headers = {} if given is None else {"X-Request-Id": given}
+        made = [(await ask(http, headers=headers))[1].getall("X-Request-Id") for _ in range(2)]
+    (first,), (second,) = made
+    assert first != second
+    assert len(first) == 24

@@ -1,0 +1,122 @@
+"""The bound of the queue by its numbers, and deadlines of requests that have not been submitted yet."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from aioinfer.api.admission import Admission, Deadline
+from aioinfer.config import load_config
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.generation import Generation
+from aioinfer.errors import OverloadedError, RequestError
+from aioinfer.sampling_params import SamplingParams
+from tests.test_server import make_server
+
+
+def admission(*, slots: int = 4, running: int = 4, waiting: int = 0, waiting_tokens: int = 0, **limits: Any) -> Admission:
+    settings = {"model.path": "none", "scheduler.max_num_seqs": slots} | {f"scheduler.{name}": value for name, value in limits.items()}
+    scheduler = SimpleNamespace(running=[None] * running, num_waiting=waiting, num_waiting_tokens=waiting_tokens)
+    return Admission(cast(Engine, SimpleNamespace(config=load_config(None, settings), scheduler=scheduler)))
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "bound", "room"),
+    [(4, 0, 3, 3), (4, 2, 3, 1), (4, 3, 3, 0), (4, 9, 3, 0), (2, 0, 3, 5), (2, 1, 3, 4), (0, 0, 0, 4), (4, 0, 0, 0)],
+)
+def test_free_slots_are_room_beyond_the_bound(running: int, waiting: int, bound: int, room: int) -> None:
+    tested = admission(running=running, waiting=waiting, max_waiting_requests=bound)
+    if room:
+        tested.check(room)
+    with pytest.raises(OverloadedError, match=f"{waiting} requests wait") as caught:
+        tested.check(room + 1)
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+
+def test_tokens_are_bounded_where_some_wait() -> None:
+    tested = admission(waiting=1, waiting_tokens=60, max_waiting_tokens=100)
+    tested.check(1, 40)
+    with pytest.raises(OverloadedError, match="60 prompt tokens wait"):
+        tested.check(1, 41)
+    admission(max_waiting_tokens=100).check(1, 5000)
+
+
+def test_without_bounds_all_may_wait() -> None:
+    admission(waiting=10**6, waiting_tokens=10**9, max_waiting_requests=None).check(10**6, 10**9)
+    with pytest.raises(OverloadedError):
+        admission(waiting=4096).check(1)
+
+
+def test_what_is_on_its_way_counts_once() -> None:
+    tested = admission(max_waiting_requests=6, max_waiting_tokens=100)
+    with tested.reserve([[1] * 10, [1] * 5], 2) as places:
+        assert (tested.coming_requests, tested.coming_tokens) == (4, 30)
+        with pytest.raises(OverloadedError):
+            tested.reserve([[1]], 3)
+        with pytest.raises(OverloadedError):
+            tested.reserve([[1] * 71], 1)
+        places.use(10, 2)
+        assert (tested.coming_requests, tested.coming_tokens) == (2, 10)
+    assert (tested.coming_requests, tested.coming_tokens) == (0, 0)
+    with pytest.raises(ZeroDivisionError), tested.reserve([[1]], 1):
+        _ = 1 / 0
+    assert (tested.coming_requests, tested.coming_tokens) == (0, 0)
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize(
+    ("server", "request_s", "expected"), [(None, None, None), (5, None, 5), (None, 5, 5), (5, 9, 5), (9, 5, 5), (5, 0.001, 0.001)]
+)
+async def test_a_request_may_shorten_its_deadline(server: float | None, request_s: float | None, expected: float | None) -> None:
+    began = asyncio.get_running_loop().time()
+    deadline = Deadline(server)
+    async with deadline.guard:
+        deadline.shorten(request_s)
+        when = deadline.guard.when()
+        assert when is expected if expected is None else when is not None and 0 <= when - began - expected < 0.5
+
+
+async def test_generations_end_at_the_deadline_and_their_handler_does_not() -> None:
+    aborted: list[Generation] = []
+    generations = [Generation("x", [1], SamplingParams(), aborted.append) for _ in range(2)]
+    deadline = Deadline(0.05)
+    async with deadline.guard:
+        deadline.hand_over(generations)
+        for generation in generations:
+            with pytest.raises(RequestError, match="longer than it may") as caught:
+                await anext(generation)
+            assert (caught.value.status, caught.value.code) == (504, "timeout")
+        await asyncio.sleep(0.05)
+    assert aborted == generations
+    assert not deadline.guard.expired()
+
+
+async def test_a_deadline_can_be_called_off() -> None:
+    generation = Generation("x", [1], SamplingParams(), lambda _: None)
+    deadline = Deadline(0.01)
+    async with deadline.guard:
+        deadline.hand_over([generation])()
+        await asyncio.sleep(0.03)
+    assert not generation.is_finished
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def endless() -> Any:
+        yield b'{"prompt": "'
+        await asyncio.Event().wait()
+
+    server = make_server(request_timeout_s=0.1)
+    async with (
+        aiohttp.ClientSession(await server.start()) as http,
+        http.post("/tokenize", data=endless(), headers={"Content-Type": "application/json"}) as response,
+    ):
+        assert response.status == 504
+        assert (await response.json())["error"]["code"] == "timeout"
+    await asyncio.wait_for(server.drain(), 5)
+    await server.close()
