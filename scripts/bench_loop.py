@@ -19,7 +19,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,9 @@ class EchoExecutor:
         """See `Executor.start`."""
         self._loop = asyncio.get_running_loop()
         self._on_result = on_result
-        return WorkerReport("none", "none", 0, 0, 16, 80_000, 2048)
+        max_model_len = self._config.model.max_model_len
+        assert max_model_len is not None
+        return WorkerReport("none", "none", 0, 0, 16, 80_000, max_model_len)
 
     def post(self, plan: StepPlan) -> None:
         """See `Executor.post`. Plans are encoded and decoded, as on their way to a worker."""
@@ -86,10 +88,10 @@ class EchoExecutor:
         """See `Executor.shutdown`."""
 
 
-async def make_engine(streams: int, delay_s: float) -> Engine:
-    """Returns a ready engine over an `EchoExecutor`, its requests and the prefix cache as in production."""
-    settings = {"scheduler.max_num_seqs": streams, "model.max_model_len": 2048, "server.port": 0, "scheduler.max_num_batched_tokens": 16384}
-    config = load_config(CONFIG, settings)
+async def make_engine(streams: int, delay_s: float, settings: Mapping[str, Any] | None = None) -> Engine:
+    """Returns a ready engine over an `EchoExecutor`, configured as in production but for `settings`."""
+    usual = {"scheduler.max_num_seqs": streams, "model.max_model_len": 2048, "server.port": 0, "scheduler.max_num_batched_tokens": 16384}
+    config = load_config(CONFIG, usual | dict(settings or {}))
     executor = EchoExecutor(config, delay_s)
     engine = Engine(config, executor)
     await asyncio.to_thread(lambda: engine._load_text_side(resolve_model(config.model)))

@@ -19,6 +19,8 @@ from aioinfer.startup import StartupDisplay
 
 #: When the engine has died, `/health` says why for this long before the socket closes.
 _DEATH_NOTICE_S = 1.0
+#: The event loop may have to wait so long for a thread that prepares a prompt to let go of the interpreter; Python's own 5 ms are a step.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def run(config: Config) -> int:
@@ -63,9 +65,15 @@ async def _launch(config: Config, stop: _StopSignals) -> Engine | None:
         return None
     engine = launching.result()
     display.show(engine.report, config.served_model_names)
+    settle_process()
+    return engine
+
+
+def settle_process() -> None:
+    """Readies the interpreter for serving, once all that stays is loaded."""
     gc.collect()
     gc.freeze()  # what lives now lives as long as the process: the collector need not look at it again
-    return engine
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 async def _serve(engine: Engine, stop: _StopSignals, announce: Callable[[str], None]) -> int:

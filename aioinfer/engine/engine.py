@@ -20,6 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from aioinfer.config import Config, ModelConfig
 from aioinfer.engine.generation import Choice, Generation, TokenLogprob
 from aioinfer.engine.generation_defaults import GenerationDefaults
@@ -279,7 +281,8 @@ class Engine:
             tokens = array("i", token_ids)
         except (TypeError, OverflowError) as error:
             raise RequestError(f"the prompt must hold token ids: {error}", param="prompt") from error
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+        values = np.frombuffer(tokens, np.int32)  # a long prompt is not to hold the interpreter, which the event loop needs
+        if values.min() < 0 or values.max() >= self.vocab_size:
             raise RequestError(f"the prompt holds a token id outside of 0 to {self.vocab_size - 1}", param="prompt")
         hashes: list[bytes] = []
         if self.config.cache.enable_prefix_caching:
