@@ -1,11 +1,14 @@
 """A load generator for any OpenAI-compatible server.
 
     python scripts/bench.py --concurrency 8 --num-requests 64 --input-len 128 --output-len 128 --ignore-eos
-    python scripts/bench.py --rate 4 --input-len 100-1024 --output-len 100-1024
-    python scripts/bench.py --file prompts.jsonl --endpoint chat
+    python scripts/bench.py --rate 4 --input-len 100-1024 --output-len 100-1024 --slo ttft=200ms,itl=30ms
+    python scripts/bench.py --sweep concurrency=1,2,4,8 --warmup 4 --output result.json --plot result.png
+    python scripts/bench.py --workload multi-turn --turns 4 --endpoint chat
+    python scripts/bench.py --compare before.json after.json
 
 A closed loop keeps `--concurrency` requests under way; an open loop (`--rate`) sends them at the times of a
-Poisson process, whether or not the server keeps up. It needs aiohttp, numpy and rich, and nothing of aioinfer.
+Poisson process, whether or not the server keeps up. A sweep does either at several values. It needs aiohttp, numpy and
+rich, and nothing of aioinfer; with orjson and uvloop it takes half the CPU time. docs/benchmarking.md tells the rest.
 
 What the figures mean (only requests that succeeded count, failed ones are reported apart):
     output tokens    what the server's `usage` says; chunks are counted apart, since a chunk may hold several
@@ -17,7 +20,12 @@ What the figures mean (only requests that succeeded count, failed ones are repor
                      that arrive in one piece are 0 apart, as they are for whoever reads the stream.
     TPOT             time per output token, a figure for each request: (e2e - TTFT) / (output tokens - 1).
     end to end       from sending a request to the end of its reply.
-    client's CPU     of this process; near 100 % of a core it is the client that is measured.
+    chunks per token chunks that hold output over output tokens, of the replies with `usage`: much below 1, tokens were
+                     merged, and the ITL is that of several tokens at once.
+    cached           the share of prompt tokens that the server reports as found in its prefix cache.
+    goodput          the requests that kept every limit of `--slo`, as a share of all sent and per second. The limit
+                     `itl` is on the 99th percentile of a request's own gaps, `tpot` on what is above.
+    client's CPU     of each client process; near 100 % of a core it is the client that is measured.
 
 The exit status is 1 if a request failed. Random prompts differ from each other, so that a prefix cache does not
 help; for the same `--seed` they are the same again in the next run: change it, or restart the server.
@@ -29,93 +37,58 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchlib.client import Client, Record, ReplyError
-from benchlib.load import Run, run_load
+from benchlib.client import Client, ReplyError
+from benchlib.client_processes import ClientProcesses, Target
+from benchlib.comparison import compare, read_result, show_comparison
+from benchlib.conversation import Conversations
+from benchlib.load import Load, Run
+from benchlib.options import make_loads, make_workload, parse_arguments, settings_of
+from benchlib.plot import plot_run, plot_sweep
 from benchlib.report import count_errors, show, summarize
-from benchlib.workload import Call, IntRange, RequestShape, file_calls, random_token_calls, random_word_calls, read_entries
+from benchlib.sweep import best_point, show_sweep
+from benchlib.workload import RequestShape, Workload
 
-DEFAULT_CONCURRENCY = 8
-#: An open loop's bound on requests under way, so that a server that hangs cannot exhaust the client.
-OPEN_LOOP_CONCURRENCY = 1024
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns the options of the command line; ends the process with status 2 where they are wrong."""
-    parser = argparse.ArgumentParser(description="Load generator for OpenAI-compatible servers.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
-    parser.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with each request (repeatable)")
-    load = parser.add_argument_group("load")
-    load.add_argument("--concurrency", type=int, help=f"requests at a time (default: {DEFAULT_CONCURRENCY}); with --rate, the most")
-    load.add_argument("--rate", type=float, help="open loop: requests a second on average, Poisson arrivals")
-    load.add_argument("--num-requests", type=int, help="default: 100, or the lines of --file")
-    load.add_argument("--warmup", type=int, default=0, help="requests to send before, which do not count")
-    load.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: %(default)s)")
-    load.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take (default: %(default)s)")
-    prompts = parser.add_argument_group("requests")
-    prompts.add_argument("--input-len", type=IntRange.parse, default="128", help="tokens of random prompts: 128 or 100-1024")
-    prompts.add_argument("--output-len", type=IntRange.parse, default="128", help="max_tokens: 128 or 100-1024")
-    prompts.add_argument("--prompts", choices=["tokens", "words"], help="random token ids (default), or words (default for chat)")
-    prompts.add_argument("--token-ids", type=IntRange.parse, default="1000-10000", help="range of random ids (default: %(default)s)")
-    prompts.add_argument("--file", type=Path, help="JSONL: a `prompt` or `messages` a line, and `max_tokens` if wanted")
-    prompts.add_argument("--temperature", type=float, default=0.0)
-    prompts.add_argument("--ignore-eos", action="store_true", help="ask for all of --output-len (not every server can)")
-    prompts.add_argument("--no-stream", dest="stream", action="store_false", help="whole replies: no TTFT, ITL, TPOT")
-    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
-    options = parser.parse_args(arguments)
-    for name in ("concurrency", "rate", "num_requests", "timeout"):
-        if (value := getattr(options, name)) is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if options.endpoint == "chat" and options.prompts == "tokens":
-        parser.error("the chat endpoint takes no token ids: use --prompts words")
-    if any(":" not in header for header in options.header):
-        parser.error("--header is NAME:VALUE")
-    return options
+#: Columns of a table in a file or a pipe, so that no cell is wrapped.
+FILE_WIDTH = 180
 
 
-def endless_calls(options: argparse.Namespace, shape: RequestShape, entries: list[dict[str, Any]] | None) -> Iterator[Call]:
-    """Yields the requests that the options describe, without end."""
-    if entries is not None:
-        return file_calls(shape, entries, options.output_len, options.seed)
-    if shape.chat or options.prompts == "words":
-        return random_word_calls(shape, options.input_len, options.output_len, options.seed)
-    return random_token_calls(shape, options.input_len, options.output_len, options.token_ids, options.seed)
+@dataclass(slots=True)
+class Bench:
+    """Sends the points of a benchmark one after another, no two with the same items.
 
+    Attributes:
+        warmup: items that are sent before each point and do not count.
+        next_item: the number of the workload's next item.
+    """
 
-async def bench(options: argparse.Namespace, entries: list[dict[str, Any]] | None) -> tuple[str, Run]:
-    """Warms up and runs the load. Returns the model's name and the run. Raises `ReplyError` if the warm-up fails."""
-    headers = {name.strip(): value.strip() for name, _, value in (header.partition(":") for header in options.header)}
-    num_requests = options.num_requests or (len(entries) if entries else 100)
-    concurrency = options.concurrency or (OPEN_LOOP_CONCURRENCY if options.rate else DEFAULT_CONCURRENCY)
-    async with Client(options.url, timeout_s=options.timeout, headers=headers) as client:
-        model = options.model or await client.first_model()
-        shape = RequestShape(model, options.endpoint == "chat", options.stream, options.temperature, options.ignore_eos)
-        calls = endless_calls(options, shape, entries)
-        with LoadProgress() as progress:
-            if options.warmup:
-                on_done = progress.add_load("warm-up", options.warmup)
-                warmup = await run_load(client, shape, calls, num_requests=options.warmup, concurrency=concurrency, on_done=on_done)
-                for error in count_errors(warmup):
-                    raise ReplyError(error["kind"], f"warm-up failed: {error['kind']}: {error['example']}")
-            run = await run_load(
-                client,
-                shape,
-                calls,
-                num_requests=num_requests,
-                concurrency=concurrency,
-                rate=options.rate,
-                seed=options.seed,
-                on_done=progress.add_load("load", num_requests),
-            )
-    return model, run
+    clients: ClientProcesses
+    target: Target
+    workload: Workload
+    warmup: int
+    progress: LoadProgress
+    next_item: int = 0
+
+    def run_point(self, name: str, load: Load) -> Run:
+        """Warms up and sends a load. Raises `ReplyError` if a request of the warm-up fails, `RuntimeError` if a client process does."""
+        if self.warmup:
+            run = self._send(f"{name}, warm-up", Load(min(load.concurrency, self.warmup), num_items=self.warmup))
+            for error in count_errors(run):
+                raise ReplyError(error["kind"], f"warm-up failed: {error['kind']}: {error['example']}")
+        return self._send(name, load)
+
+    def _send(self, name: str, load: Load) -> Run:
+        total = None if isinstance(self.workload, Conversations) else load.num_items  # requests are counted
+        on_progress = self.progress.add_load(name, total)
+        run = self.clients.send(self.target, self.workload, load, first=self.next_item, on_progress=on_progress)
+        self.next_item += run.num_items
+        return run
 
 
 class LoadProgress(Progress):
@@ -124,41 +97,116 @@ class LoadProgress(Progress):
     def __init__(self) -> None:
         console = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        # a file or a pipe gets no bar; four refreshes a second take no time from the client
+        # a file or a pipe gets no bar
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=4)
 
-    def add_load(self, name: str, total: int) -> Callable[[Record], None]:
-        """Adds a bar, and returns the function that moves it on by a record."""
+    def add_load(self, name: str, total: int | None) -> Callable[[int, int], None]:
+        """Adds a bar, and returns the function that moves it to the numbers of requests that have ended and that have failed."""
         task = self.add_task(name, total=total)
-        failed = 0
 
-        def on_done(record: Record) -> None:
-            nonlocal failed
-            failed += record.error is not None
-            self.update(task, advance=1, description=f"{name}, {failed} failed" if failed else name)
+        def on_progress(done: int, failed: int) -> None:
+            self.update(task, completed=done, description=f"{name}, {failed} failed" if failed else name)
 
-        return on_done
+        return on_progress
+
+
+async def find_model(url: str, headers: dict[str, str], timeout_s: float) -> str:
+    """Returns the first model that the server lists. Raises `ReplyError`."""
+    async with Client(url, timeout_s=timeout_s, headers=headers) as client:
+        return await client.first_model()
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Sends what the options say, and prints and writes its figures. Returns the exit status. Raises as `main` catches."""
+    headers = {name.strip(): value.strip() for name, _, value in (header.partition(":") for header in options.header)}
+    model = options.model or asyncio.run(find_model(options.url, headers, options.timeout))
+    shape = RequestShape(model, options.endpoint == "chat", options.stream, options.temperature, options.ignore_eos)
+    workload = make_workload(options, shape)
+    loads = make_loads(options, workload)
+    target = Target(options.url, shape, headers, options.timeout)
+    title = f"{model} at {options.url}"
+    head = {"model": model, "settings": settings_of(options)}
+    with ClientProcesses(options.processes) as clients, LoadProgress() as progress:
+        runner = Bench(clients, target, workload, options.warmup, progress)
+        if options.sweep is None:
+            run = runner.run_point("load", loads[0][1])
+        else:
+            points = run_sweep(runner, options, loads)
+    if options.sweep is not None:
+        return report_sweep(options, points, title, head)
+    return report_run(options, run, title, head)
+
+
+def report_run(options: argparse.Namespace, run: Run, title: str, head: dict[str, Any]) -> int:
+    """Prints, writes and plots the figures of a single point. Returns the exit status."""
+    figures = summarize(run, options.slo)
+    show(figures, title, Console())
+    write_result(options, head | figures)
+    if options.plot:
+        plot_run(run.records, title, options.plot)
+    return 1 if figures["requests"]["failed"] else 0
+
+
+def run_sweep(runner: Bench, options: argparse.Namespace, loads: list[tuple[float | None, Load]]) -> list[dict[str, Any]]:
+    """Returns the figures of the points with their `value`, up to one at which nothing succeeds. Raises as `Bench.run_point` does."""
+    points: list[dict[str, Any]] = []
+    for value, load in loads:
+        name = f"{options.sweep.kind} {value:g}"
+        try:
+            figures = summarize(runner.run_point(name, load), options.slo)
+        except ReplyError as error:
+            if not points:
+                raise
+            sys.stderr.write(f"bench: the sweep stopped at {name}: {error}\n")
+            break
+        points.append({"value": value, **figures})
+        if figures["requests"]["sent"] and not figures["requests"]["succeeded"]:
+            sys.stderr.write(f"bench: the sweep stopped at {name}: none of {figures['requests']['sent']} requests succeeded\n")
+            break
+    return points
+
+
+def report_sweep(options: argparse.Namespace, points: list[dict[str, Any]], title: str, head: dict[str, Any]) -> int:
+    """Prints, writes and plots the figures of a sweep. Returns the exit status."""
+    console = Console()
+    show_sweep(points, options.sweep.kind, title, console if console.is_terminal else Console(width=FILE_WIDTH))
+    best = best_point(points)
+    plain = [point | {"value": "inf" if point["value"] == float("inf") else point["value"]} for point in points]  # JSON has no infinity
+    best_value = None if best is None else plain[points.index(best)]["value"]
+    write_result(options, head | {"sweep": options.sweep.kind, "best_goodput_at": best_value, "points": plain})
+    if options.plot:
+        plot_sweep(points, options.sweep.kind, title, options.plot)
+    complete = len(points) == len(options.sweep.values)
+    return 0 if complete and not any(point["requests"]["failed"] for point in points) else 1
+
+
+def write_result(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Writes the figures as JSON, if that is wanted."""
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+
+
+def compare_files(options: argparse.Namespace) -> int:
+    """Prints two result files beside each other. Returns the exit status. Raises `ValueError` if they are not to be compared."""
+    first, second = (read_result(file) for file in options.compare)
+    found = compare(first, second, settings_of(parse_arguments([])), force=options.force)
+    console = Console()
+    show_comparison(first, second, (str(options.compare[0]), str(options.compare[1])), console)
+    if found:
+        console.print(f"The workloads differ in {', '.join(found)}.", style="yellow")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a load and prints its figures. Returns the exit status."""
+    """Runs a load, or compares two. Returns the exit status."""
     options = parse_arguments(arguments)
     try:
-        entries = read_entries(options.file, options.endpoint == "chat") if options.file else None
-        model, run = asyncio.run(bench(options, entries))
-    except (ReplyError, OSError, ValueError) as error:
+        return compare_files(options) if options.compare else bench(options)
+    except (ReplyError, OSError, ValueError, RuntimeError) as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
-    figures = summarize(run)
-    show(figures, f"{model} at {options.url}", Console())
-    if options.output:
-        # headers may hold a key
-        settings = {name: value for name, value in vars(options).items() if name not in ("header", "output")}
-        text = json.dumps({"model": model, "settings": settings, **figures}, indent=2, default=str)
-        options.output.write_text(text + "\n", "utf-8")
-    return 1 if figures["requests"]["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ still until the server moves it, so that every figure is exact and nothing sleep
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sys
 from argparse import ArgumentTypeError
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -21,62 +20,28 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from rich.console import Console
 
 from benchlib import client as client_module
 from benchlib.client import Client, EventSplitter, Record, ReplyError
-from benchlib.load import Run, arrival_times, run_load
-from benchlib.report import count_errors, percentiles, summarize
-from benchlib.workload import Call, IntRange, RequestShape, file_calls, random_token_calls, random_word_calls, read_entries
+from benchlib.load import Load, Run, arrival_times, run_load, send_load
+from benchlib.options import parse_arguments
+from benchlib.report import count_errors, percentiles, show, summarize
+from benchlib.workload import (
+    Call,
+    FilePrompts,
+    IntRange,
+    PromptMaker,
+    RandomPrompts,
+    RequestShape,
+    SharedPrefixPrompts,
+    random_token_calls,
+    read_entries,
+)
+from tests.scripted_server import USAGE, USAGE_EVENT, Handler, good_reply, run_bench, serving, sse, stream, text_event
 
-BENCH = Path(__file__).parent.parent / "scripts" / "bench.py"
 SHAPE = RequestShape("m")
 CALL = Call(SHAPE.body([5], 4), 4)
-USAGE = {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@contextlib.asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    """Serves completions and chat by `handler` on a free port, and yields the base URL."""
-
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "known-model"}]})
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", handler)
-    app.router.add_post("/v1/chat/completions", handler)
-    app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def text_event(text: str, finish_reason: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
-
-
-USAGE_EVENT: dict[str, Any] = {"choices": [], "usage": USAGE}
-
-
-def sse(*events: dict[str, Any] | str) -> bytes:
-    return b"".join(b"data: " + (e if isinstance(e, str) else json.dumps(e)).encode() + b"\n\n" for e in events)
-
-
-async def stream(request: web.Request, *blocks: bytes) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for block in blocks:
-        await response.write(block)
-    return response
-
-
-async def good_reply(request: web.Request) -> web.StreamResponse:
-    return await stream(request, sse(text_event("a"), text_event("b"), text_event("", "length"), USAGE_EVENT, "[DONE]"))
 
 
 class Clock:
@@ -327,6 +292,42 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert times[0] != next(arrival_times(50.0, seed=4))
 
 
+async def test_seconds_bound_a_closed_loop() -> None:
+    async with serving(good_reply) as url, Client(url) as client:
+        load = Load(2, seconds=0.3)
+        arrivals = ((index, at, CALL) for index, at in load.arrivals())
+        run = await send_load(client, SHAPE, arrivals, load, concurrency=2)
+    assert run.num_items == len(run.records) > 2
+    assert not count_errors(run)
+    assert max(record.sent for record in run.records) - min(record.sent for record in run.records) < 5
+
+
+def test_seconds_bound_an_open_loop() -> None:
+    at = [at for _, at in Load(9, rate=100.0, seconds=2.0).arrivals()]
+    assert at == [at for at in islice(arrival_times(100.0, 0), 400) if at < 2.0]
+
+
+def test_an_infinite_rate_is_all_at_once() -> None:
+    assert list(Load(9, rate=float("inf"), num_items=5).arrivals()) == [(index, 0.0) for index in range(5)]
+
+
+@pytest.mark.parametrize("load", [Load(7, num_items=500), Load(7, 50.0, num_items=500), Load(7, 50.0, seconds=8.0)])
+def test_processes_share_the_arrivals_of_one(load: Load) -> None:
+    shares = [list(load.arrivals(process, 3)) for process in range(3)]
+    assert sorted(arrival for share in shares for arrival in share) == list(load.arrivals())
+    assert [load.concurrency_of(process, 3) for process in range(3)] == [3, 2, 2]
+
+
+def test_a_thinned_poisson_process_is_one() -> None:
+    for process in range(4):
+        share = list(islice(Load(1, 40.0).arrivals(process, 4), 10_000))
+        gaps = np.diff([at for _, at in share])
+        assert gaps.mean() == pytest.approx(4 / 40, rel=0.05)
+        assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
+        # in turn instead of at random, every share would be a fourth, and no two of one process neighbours
+        assert np.mean(np.diff([index for index, _ in share]) == 1) == pytest.approx(1 / 4, abs=0.02)
+
+
 # ---------------------------------------------------------------- what is sent
 
 
@@ -345,6 +346,24 @@ def test_random_prompts_keep_their_ranges_and_repeat_by_seed() -> None:
     assert len({tuple(body["prompt"]) for body in some}) > 195
 
 
+def test_shared_prefixes() -> None:
+    maker = PromptMaker(IntRange(500, 600))
+    workload = SharedPrefixPrompts(SHAPE, maker, 3, 40, IntRange(5, 7), IntRange(8, 8), seed=1)
+    prompts = [json.loads(workload.item(index).body)["prompt"] for index in range(120)]
+    assert len({tuple(prompt[:40]) for prompt in prompts}) == 3
+    assert {len(prompt) for prompt in prompts} == {45, 46, 47}
+    assert len({tuple(prompt[40:]) for prompt in prompts}) == 120
+    assert workload.item(7) == workload.item(7)
+    assert replace(workload, seed=2).item(7) != workload.item(7)
+    chat = SharedPrefixPrompts(RequestShape("m", chat=True), PromptMaker(None), 1, 4, IntRange(2, 2), IntRange(8, 8), seed=1)
+    [[system, user], [same, other]] = [json.loads(chat.item(index).body)["messages"] for index in range(2)]
+    assert (system["role"], user["role"], len(system["content"].split()), len(user["content"].split())) == ("system", "user", 4, 2)
+    assert system == same
+    assert user != other
+    words = replace(chat, shape=SHAPE)
+    assert len(json.loads(words.item(0).body)["prompt"].split()) == 6
+
+
 def test_bodies_by_endpoint() -> None:
     body = json.loads(RequestShape("m", ignore_eos=True).body([1, 2], 8))
     assert body == {
@@ -358,7 +377,7 @@ def test_bodies_by_endpoint() -> None:
     }
     shape = RequestShape("m", chat=True, stream=False, temperature=0.5)
     assert shape.path == "/v1/chat/completions"
-    call = next(random_word_calls(shape, IntRange(7, 7), IntRange(8, 8), seed=0))
+    call = RandomPrompts(shape, PromptMaker(None), IntRange(7, 7), IntRange(8, 8), seed=0).item(0)
     body = json.loads(call.body)
     [message] = body.pop("messages")
     assert body == {"model": "m", "max_tokens": 8, "temperature": 0.5, "stream": False}
@@ -370,7 +389,8 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "two"}]
     file.write_text(json.dumps({"prompt": "one", "max_tokens": 3}) + "\n\n" + json.dumps({"messages": messages}) + "\n", "utf-8")
-    calls = list(islice(file_calls(RequestShape("m", chat=True), read_entries(file, chat=True), IntRange(9, 9), seed=0), 3))
+    workload = FilePrompts(RequestShape("m", chat=True), read_entries(file, chat=True), IntRange(9, 9), seed=0)
+    calls = [workload.item(index) for index in range(3)]
     bodies = [json.loads(call.body) for call in calls]
     assert [body["messages"] for body in bodies] == [[{"role": "user", "content": "one"}], messages, bodies[0]["messages"]]
     assert [call.max_tokens for call in calls] == [3, 9, 3]
@@ -407,15 +427,17 @@ def test_ranges() -> None:
 
 
 def test_figures_of_known_records() -> None:
-    first = Record(0.0, 3, e2e=1.0, ttft=0.2, gaps=array("d", [0.1, 0.7]), chunks=3, prompt_tokens=10, output_tokens=5)
+    first = Record(0.0, 3, e2e=1.0, ttft=0.2, gaps=array("d", [0.1, 0.7]), chunks=3, prompt_tokens=10, output_tokens=5, cached_tokens=6)
     second = Record(0.0, 9, e2e=3.0, ttft=0.4, gaps=array("d", [0.3]), chunks=2, prompt_tokens=20, output_tokens=3)
     failed = Record(0.0, 9, e2e=9.0, ttft=7.0, gaps=array("d", [5.0]), chunks=2, prompt_tokens=1, output_tokens=1, error="timeout")
-    figures = summarize(Run([first, failed, second], duration_s=4.0, peak_in_flight=2, client_cpu=0.5))
+    figures = summarize(Run([first, failed, second], duration_s=4.0, client_cpus=[0.2, 0.5]))
     assert figures["requests"] == {"sent": 3, "succeeded": 2, "failed": 1}
     assert figures["tokens"] == {
         "prompt": 30,
         "output": 8,
         "output_chunks": 5,
+        "chunks_per_token": 5 / 8,
+        "cached_share": 0.6,  # of the one reply that tells
         "requests_without_usage": 0,
         "requests_shorter_than_asked": 1,
     }
@@ -426,19 +448,33 @@ def test_figures_of_known_records() -> None:
     assert latency["tpot"] == pytest.approx({"mean": 750, "p50": 750, "p90": 1190, "p99": 1289})
     assert latency["e2e"] == pytest.approx({"mean": 2000, "p50": 2000, "p90": 2800, "p99": 2980})
     assert percentiles([]) is None
+    assert (figures["peak_in_flight"], figures["client_cpu"], figures["client_cpus"]) == (3, 0.5, [0.2, 0.5])
+    assert figures["goodput"] is None
+
+
+def test_chunks_per_token_leaves_out_replies_without_usage() -> None:
+    told, silent = Record(0.0, 9, chunks=6, output_tokens=8), Record(0.0, 9, chunks=5)
+    assert summarize(Run([told, silent], duration_s=1.0))["tokens"]["chunks_per_token"] == 0.75
+    assert summarize(Run([silent], duration_s=1.0))["tokens"]["chunks_per_token"] is None
+
+
+def test_the_most_requests_at_a_time() -> None:
+    times = [(0.0, 2.0), (1.0, 4.0), (2.0, 3.0), (2.5, 0.5), (9.0, 1.0)]  # the third begins as the first ends
+    run = Run([Record(sent, 1, e2e=e2e) for sent, e2e in times])
+    assert run.peak_in_flight == 3
+    assert Run().peak_in_flight == 0
+
+
+def test_a_busy_client_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    record = Record(0.0, 1, e2e=1.0, chunks=1, output_tokens=1)
+    for cpu, warned in ((0.89, False), (0.95, True)):
+        show(summarize(Run([record], duration_s=1.0, client_cpus=[0.1, cpu])), "title", Console(width=200))
+        output = capsys.readouterr().out
+        assert f"10%, {cpu:.0%} of a core" in output
+        assert ("measured itself" in output) == warned
 
 
 # ---------------------------------------------------------------- the command
-
-
-async def run_bench(*arguments: str) -> tuple[int, str, str]:
-    """Runs the script as a process of its own. Returns its exit status, output and error output."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, BENCH, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    output, errors = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode(), errors.decode()
 
 
 async def test_the_command_writes_a_table_and_json(tmp_path: Path) -> None:
@@ -463,6 +499,54 @@ async def test_the_command_writes_a_table_and_json(tmp_path: Path) -> None:
     assert figures["settings"]["input_len"] == "5-9"
     assert "secret" not in file.read_text("utf-8")
     assert figures["latency_ms"]["e2e"]["p99"] >= figures["latency_ms"]["ttft"]["p50"] > 0
+
+
+async def test_the_command_shows_goodput_and_the_cache(tmp_path: Path) -> None:
+    usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 4}}
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        prompt = (await request.json())["prompt"]
+        slow = len(prompt) > 60
+        return await stream(request, sse(text_event("a"), text_event("b"), {"choices": [], "usage": usage}, "[DONE]"), delay_s=0.6 * slow)
+
+    file, result = tmp_path / "prompts.jsonl", tmp_path / "result.json"
+    file.write_text("".join(json.dumps({"prompt": [5] * length}) + "\n" for length in (3, 70, 4, 5)), "utf-8")
+    async with serving(reply) as url:
+        arguments = ["--url", url, "--file", str(file), "--slo", "ttft=300ms,itl=300ms,e2e=10s", "--output", str(result)]
+        status, output, errors = await run_bench(*arguments)
+    assert status == 0, errors
+    figures = json.loads(result.read_text("utf-8"))
+    assert (figures["goodput"]["met"], figures["goodput"]["share"]) == (3, 0.75)
+    assert figures["goodput"]["missed"] == {"ttft": 1, "itl": 0, "e2e": 0}
+    assert figures["goodput"]["requests_per_s"] == pytest.approx(3 / figures["duration_s"])
+    assert figures["tokens"]["cached_share"] == pytest.approx(4 / 7)
+    assert figures["tokens"]["chunks_per_token"] == 0.5
+    for words in ("75.0%", "ttft 1", "57.1%", "0.500"):
+        assert words in output
+    assert figures["settings"]["slo"] == "ttft=300ms,itl=300ms,e2e=10000ms"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rate", "0"], "--rate must be above 0"),
+        (["--sweep", "rate=1,2", "--rate", "3"], "excludes --rate"),
+        (["--sweep", "speed=1"], "no sweep"),
+        (["--sweep", "concurrency=1,0"], "no sweep"),
+        (["--slo", "ttft=200"], "no limit"),
+        (["--slo", "itl=20ms", "--no-stream"], "e2e limit only"),
+        (["--workload", "multi-turn", "--num-requests", "4"], "--conversations"),
+        (["--workload", "multi-turn", "--prompts", "tokens"], "are text"),
+        (["--conversations", "4"], "needs --workload multi-turn"),
+        (["--workload", "shared-prefix", "--file", "x"], "takes no --file"),
+        (["--force"], "needs --compare"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 async def test_the_command_fails_if_a_request_did() -> None:

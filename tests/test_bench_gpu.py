@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 
 import bench_gpu
-from benchlib.client import Record
-from benchlib.client_processes import merge_runs
 from benchlib.gpu_cases import HTTP_CASES, OFFLINE_CASES, Case, Model
 from benchlib.gpu_report import compare
-from benchlib.load import Run
 from benchlib.vllm_figures import VLLM_H200, Figures
 from tests.real_tokenizers import smollm2_folder
 from tests.tiny_models import tiny_model
@@ -162,13 +159,6 @@ def test_another_number_of_tokens_is_an_error() -> None:
         bench_gpu._require_counts([8, 7, 8], [8, 8, 8])
     with pytest.raises(RuntimeError, match="such as None for 8"):
         bench_gpu._require_counts([None], [8])
-
-
-def test_runs_of_several_processes_are_one() -> None:
-    early, late = Record(10.0, 5, e2e=2.0), Record(11.0, 5, e2e=6.0)
-    run = merge_runs([Run([late], 6.0, peak_in_flight=3, client_cpu=0.25), Run([early], 2.0, peak_in_flight=2, client_cpu=0.5)])
-    assert run.records == [early, late]
-    assert (run.duration_s, run.peak_in_flight, run.client_cpu) == (7.0, 5, 0.5)
 
 
 def test_marks() -> None:

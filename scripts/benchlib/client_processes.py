@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from time import perf_counter
 from types import TracebackType
 
-from benchlib.client import Client
-from benchlib.load import Run, run_load
-from benchlib.workload import Call, RequestShape
+from benchlib.client import Client, Record
+from benchlib.load import Load, Run, merge_runs, prepare, send_load
+from benchlib.workload import Call, Calls, RequestShape, Workload
 
 END_TIMEOUT_S = 10.0
+#: All processes begin so long after the last of them is ready, by which time each has heard of it.
+START_DELAY_S = 0.05
+#: How often a process tells of its progress.
+PROGRESS_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server, and what all requests to it have in common; see `Client`."""
+
+    url: str
+    shape: RequestShape
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process sends: its calls, at most `concurrency` at a time."""
+    """What one process sends: its part of a load, whose items are those of `workload` from `first` on."""
 
-    url: str
-    shape: RequestShape
-    calls: Sequence[Call]
-    concurrency: int
+    target: Target
+    workload: Workload
+    load: Load
+    process: int
+    processes: int
+    first: int = 0
 
 
 class ClientProcesses:
-    """Processes that wait for loads to send, as a context manager.
+    """Processes that wait for loads to send, as a context manager. Each has an event loop and connections of its own.
 
     Args:
         count: how many; a load of fewer streams uses as many as it has streams.
@@ -58,37 +75,67 @@ class ClientProcesses:
                 process.join()
         self._clients.clear()
 
-    def run_load(self, url: str, shape: RequestShape, calls: Sequence[Call], concurrency: int) -> Run:
-        """Sends `calls` as a closed loop of `concurrency` in all and returns the run as if one client had sent it.
+    def send(
+        self,
+        target: Target,
+        workload: Workload,
+        load: Load,
+        *,
+        first: int = 0,
+        on_progress: Callable[[int, int], None] = lambda done, failed: None,
+    ) -> Run:
+        """Sends a load and returns the run as if one client had sent it: all records are merged, not their percentiles.
 
-        Its duration is from the first request's sending to the last reply's end, its CPU that of the busiest process,
-        and `peak_in_flight` the sum of theirs. Raises `RuntimeError` if a process ended.
+        Args:
+            first: the number of the first item of the workload that is sent.
+            on_progress: called now and then with the numbers of requests that have ended and that have failed.
+
+        Raises:
+            RuntimeError: a process ended.
         """
+        count = min(self._count, load.concurrency)
+        return self._send([Share(target, workload, load, number, count, first) for number in range(count)], on_progress)
+
+    def run_load(self, url: str, shape: RequestShape, calls: Sequence[Call], concurrency: int) -> Run:
+        """Sends `calls` as a closed loop of `concurrency` in all. The rest is as for `send`."""
         count = min(self._count, concurrency)
-        connections = [connection for _, connection in self._clients[:count]]
+        whole = Load(concurrency)
+        shares = []
+        for number in range(count):
+            own = Calls(calls[number::count])
+            load = Load(whole.concurrency_of(number, count), num_items=len(own.calls))
+            shares.append(Share(Target(url, shape), own, load, 0, 1))
+        return self._send(shares, lambda done, failed: None)
+
+    def _send(self, shares: Sequence[Share], on_progress: Callable[[int, int], None]) -> Run:
+        connections = [connection for _, connection in self._clients[: len(shares)]]
         try:
-            for number, connection in enumerate(connections):
-                streams = concurrency // count + (number < concurrency % count)
-                connection.send(Share(url, shape, calls[number::count], streams))
+            for connection, share in zip(connections, shares, strict=True):
+                connection.send(share)
             for connection in connections:
-                connection.recv()  # it has its share: none begins before all have theirs
+                connection.recv()  # it is ready: none begins before all are
+            begin = perf_counter() + START_DELAY_S
             for connection in connections:
-                connection.send(None)
-            return merge_runs([connection.recv() for connection in connections])
+                connection.send(begin)
+            return merge_runs(_collect(connections, on_progress))
         except (EOFError, OSError) as error:
             raise RuntimeError("a client process ended before its load did") from error
 
 
-def merge_runs(runs: Sequence[Run]) -> Run:
-    """Returns the runs of processes of one machine (which share the clock of `perf_counter`) as one."""
-    records = sorted((record for run in runs for record in run.records), key=lambda record: record.sent + record.e2e)
-    begin = min(record.sent for record in records)
-    return Run(
-        records,
-        duration_s=records[-1].sent + records[-1].e2e - begin,
-        peak_in_flight=sum(run.peak_in_flight for run in runs),
-        client_cpu=max(run.client_cpu for run in runs),
-    )
+def _collect(connections: Sequence[Connection], on_progress: Callable[[int, int], None]) -> list[Run]:
+    """Returns the run of each process, in their order. Until then they send the numbers of ended and of failed requests."""
+    runs: dict[Connection, Run] = {}
+    counts = dict.fromkeys(connections, (0, 0))
+    while waiting := [connection for connection in connections if connection not in runs]:
+        for ready in wait(waiting):
+            assert isinstance(ready, Connection)
+            message = ready.recv()
+            if isinstance(message, Run):
+                runs[ready] = message
+                message = len(message.records), sum(record.error is not None for record in message.records)
+            counts[ready] = message
+        on_progress(sum(done for done, _ in counts.values()), sum(failed for _, failed in counts.values()))
+    return [runs[connection] for connection in connections]
 
 
 def _serve_loads(connection: Connection) -> None:
@@ -96,13 +143,45 @@ def _serve_loads(connection: Connection) -> None:
     try:
         while True:
             share = connection.recv()
-            connection.send(None)
-            connection.recv()
-            connection.send(asyncio.run(_send_share(share)))
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        return
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                connection.send(runner.run(_send_share(share, connection)))
+    except* (EOFError, ConnectionError, KeyboardInterrupt):  # in mid-load a task finds out, and the failure comes as one of a group
+        pass
 
 
-async def _send_share(share: Share) -> Run:
-    async with Client(share.url) as client:
-        return await run_load(client, share.shape, share.calls, num_requests=len(share.calls), concurrency=share.concurrency)
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Returns what makes the event loop; uvloop's halves the CPU time of a chunk."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return None
+    return new_event_loop
+
+
+async def _send_share(share: Share, connection: Connection) -> Run:
+    target, load = share.target, share.load
+    numbers = load.arrivals(share.process, share.processes)
+    arrivals = prepare((index, at, share.workload.item(share.first + index)) for index, at in numbers)
+    progress = _Progress(connection)
+    async with Client(target.url, timeout_s=target.timeout_s, headers=dict(target.headers)) as client:
+        connection.send(None)
+        begin = connection.recv()
+        concurrency = load.concurrency_of(share.process, share.processes)
+        return await send_load(client, target.shape, arrivals, load, concurrency=concurrency, begin=begin, on_done=progress.add)
+
+
+class _Progress:
+    """Tells the parent of the requests that have ended, not more often than it can be seen."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._done = self._failed = 0
+        self._told = perf_counter()
+
+    def add(self, record: Record) -> None:
+        """Counts one that ended."""
+        self._done += 1
+        self._failed += record.error is not None
+        if (now := perf_counter()) - self._told >= PROGRESS_S:
+            self._told = now
+            self._connection.send((self._done, self._failed))

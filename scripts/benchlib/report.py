@@ -9,7 +9,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchlib.client import Record
 from benchlib.load import Run
+from benchlib.slo import Slo, goodput
 
 LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -17,13 +19,17 @@ LATENCIES = {
     "tpot": "time per output token (TPOT)",
     "e2e": "end to end",
 }
+#: A client process above this share of a core measures itself.
+BUSY_CLIENT = 0.9
 
 
-def summarize(run: Run) -> dict[str, Any]:
+def summarize(run: Run, slo: Slo | None = None) -> dict[str, Any]:
     """Returns the figures of a run, times of latency in milliseconds. What they mean: the docstring of bench.py."""
     good = [record for record in run.records if record.error is None]
     output, prompt = sum(record.tokens for record in good), sum(record.prompt_tokens or 0 for record in good)
     gaps = [np.frombuffer(record.gaps, np.float64) for record in good if record.gaps]
+    duration = run.duration_s or float("inf")  # nothing was sent
+    counted = [record for record in good if record.output_tokens]
     return {
         "requests": {"sent": len(run.records), "succeeded": len(good), "failed": len(run.records) - len(good)},
         "errors": count_errors(run),
@@ -32,13 +38,15 @@ def summarize(run: Run) -> dict[str, Any]:
             "prompt": prompt,
             "output": output,
             "output_chunks": sum(record.chunks for record in good),
+            "chunks_per_token": _ratio(sum(record.chunks for record in counted), sum(record.tokens for record in counted)),
+            "cached_share": cached_share(good),
             "requests_without_usage": sum(record.output_tokens is None for record in good),
             "requests_shorter_than_asked": sum(record.tokens < record.max_tokens for record in good),
         },
         "throughput": {
-            "output_tokens_per_s": output / run.duration_s,
-            "total_tokens_per_s": (output + prompt) / run.duration_s,
-            "requests_per_s": len(good) / run.duration_s,
+            "output_tokens_per_s": output / duration,
+            "total_tokens_per_s": (output + prompt) / duration,
+            "requests_per_s": len(good) / duration,
         },
         "latency_ms": {
             "ttft": percentiles([record.ttft for record in good if record.ttft is not None]),
@@ -48,7 +56,33 @@ def summarize(run: Run) -> dict[str, Any]:
         },
         "peak_in_flight": run.peak_in_flight,
         "client_cpu": run.client_cpu,
+        "client_cpus": run.client_cpus,
+        "goodput": goodput(run.records, run.duration_s, slo) if slo else None,
+        "turns": _by_turn(good),
     }
+
+
+def cached_share(records: Sequence[Record]) -> float | None:
+    """Returns the share of the prompt tokens that the server found in its prefix cache, over the replies that tell; None without one."""
+    told = [record for record in records if record.cached_tokens is not None]
+    return _ratio(sum(record.cached_tokens or 0 for record in told), sum(record.prompt_tokens or 0 for record in told))
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _by_turn(good: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns what changes from turn to turn of conversations; nothing for single requests."""
+    turns = []
+    for number in sorted({record.turn for record in good} - {0}):
+        records = [record for record in good if record.turn == number]
+        ttft = percentiles([record.ttft for record in records if record.ttft is not None])
+        prompt = sum(record.prompt_tokens or 0 for record in records) / len(records)
+        turns.append(
+            {"turn": number, "requests": len(records), "prompt_tokens": prompt, "cached_share": cached_share(records), "ttft_ms": ttft}
+        )
+    return turns
 
 
 def percentiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float] | None:
@@ -70,20 +104,11 @@ def count_errors(run: Run) -> list[dict[str, Any]]:
 
 
 def show(figures: dict[str, Any], title: str, console: Console) -> None:
-    """Prints the figures as two tables, and the failures."""
-    requests, tokens, throughput = figures["requests"], figures["tokens"], figures["throughput"]
+    """Prints the figures as tables, and the failures."""
     totals = Table(title=title, title_justify="left", show_header=False)
     totals.add_column()
     totals.add_column(justify="right")
-    for name, value in {
-        "requests": f"{requests['succeeded']} of {requests['sent']} in {figures['duration_s']:.2f} s",
-        "most at a time": str(figures["peak_in_flight"]),
-        "tokens": f"{tokens['prompt']} in, {tokens['output']} out ({tokens['output_chunks']} chunks)",
-        "output tokens/s": f"{throughput['output_tokens_per_s']:.2f}",
-        "total tokens/s": f"{throughput['total_tokens_per_s']:.2f}",
-        "requests/s": f"{throughput['requests_per_s']:.3f}",
-        "client's CPU": f"{figures['client_cpu']:.0%} of a core",
-    }.items():
+    for name, value in _totals(figures).items():
         totals.add_row(name, value)
     console.print(totals)
     latencies = Table("milliseconds")
@@ -94,18 +119,63 @@ def show(figures: dict[str, Any], title: str, console: Console) -> None:
             latencies.add_row(label, *(f"{value:.2f}" for value in figures["latency_ms"][key].values()))
     if latencies.row_count:
         console.print(latencies)
-    _show_remarks(figures, console)
+    if figures["turns"]:
+        _show_turns(figures["turns"], console)
+    show_remarks(figures, console)
 
 
-def _show_remarks(figures: dict[str, Any], console: Console) -> None:
+def _totals(figures: dict[str, Any]) -> dict[str, str]:
+    requests, tokens, throughput = figures["requests"], figures["tokens"], figures["throughput"]
+    rows = {
+        "requests": f"{requests['succeeded']} of {requests['sent']} in {figures['duration_s']:.2f} s",
+        "most at a time": str(figures["peak_in_flight"]),
+        "tokens": f"{tokens['prompt']} in, {tokens['output']} out ({tokens['output_chunks']} chunks)",
+        "chunks per token": number(tokens["chunks_per_token"], ".3f"),
+        "prompt tokens cached": number(tokens["cached_share"], ".1%"),
+        "output tokens/s": f"{throughput['output_tokens_per_s']:.2f}",
+        "total tokens/s": f"{throughput['total_tokens_per_s']:.2f}",
+        "requests/s": f"{throughput['requests_per_s']:.3f}",
+        "client's CPU": ", ".join(f"{cpu:.0%}" for cpu in figures["client_cpus"]) + " of a core",
+    }
+    if figures["goodput"]:
+        good = figures["goodput"]
+        limits = ", ".join(f"{name} {limit:g}" for name, limit in good["limits_ms"].items())
+        rows[f"goodput ({limits} ms)"] = f"{good['share']:.1%}, {good['requests_per_s']:.3f} requests/s"
+        rows["above the limit"] = ", ".join(f"{name} {count}" for name, count in good["missed"].items())
+    return rows
+
+
+def number(value: float | None, form: str) -> str:
+    """Returns a figure for a table; a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def _show_turns(turns: Sequence[dict[str, Any]], console: Console) -> None:
+    table = Table("turn", "requests", "prompt tokens", "cached", "TTFT mean ms", "TTFT p99 ms")
+    for turn in turns:
+        ttft = turn["ttft_ms"] or {}
+        times = number(ttft.get("mean"), ".2f"), number(ttft.get("p99"), ".2f")
+        counts = str(turn["turn"]), str(turn["requests"]), f"{turn['prompt_tokens']:.0f}", number(turn["cached_share"], ".1%")
+        table.add_row(*counts, *times)
+    for column in table.columns:
+        column.justify = "right"
+    console.print(table)
+
+
+def show_remarks(figures: dict[str, Any], console: Console, where: str = "") -> None:
+    """Prints what a reader of the figures must know, and the failures, each line after `where`."""
     tokens = figures["tokens"]
     if tokens["requests_without_usage"]:
         console.print(
-            f"{tokens['requests_without_usage']} replies came without usage: their output tokens are counted as chunks, "
+            f"{where}{tokens['requests_without_usage']} replies came without usage: their output tokens are counted as chunks, "
             "and their prompt tokens are not counted.",
             style="yellow",
         )
     if tokens["requests_shorter_than_asked"]:
-        console.print(f"{tokens['requests_shorter_than_asked']} replies ended before their max_tokens.", style="yellow")
+        console.print(f"{where}{tokens['requests_shorter_than_asked']} replies ended before their max_tokens.", style="yellow")
+    if figures["client_cpu"] > BUSY_CLIENT:
+        console.print(
+            f"{where}A client process used {figures['client_cpu']:.0%} of a core: it measured itself. Use more --processes.", style="yellow"
+        )
     for error in figures["errors"]:
-        console.print(f"{error['count']} failed: {error['kind']}, such as: {error['example']}", style="red", markup=False)
+        console.print(f"{where}{error['count']} failed: {error['kind']}, such as: {error['example']}", style="red", markup=False)

@@ -1,14 +1,18 @@
-"""What is sent: prompts and lengths, and the request bodies made of them."""
+"""What is sent: prompts and lengths, and the request bodies made of them. Conversations have a module of their own.
+
+A workload gives its request number i by `item(i)`, which depends on i and the seed alone: several client processes
+can each make their own share of one load, and no matter how many there are, together they send the same requests.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -53,6 +57,14 @@ class IntRange:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """One request to send."""
+
+    body: bytes
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestShape:
     """What all requests of a load have in common. `ignore_eos` is sent only where it is set: not every server knows it."""
 
@@ -80,42 +92,114 @@ class RequestShape:
             body["ignore_eos"] = True
         return json.dumps(body).encode()
 
+    def call(self, prompt: Prompt, max_tokens: int) -> Call:
+        """Returns a request."""
+        return Call(self.body(prompt, max_tokens), max_tokens)
+
+
+class Workload(Protocol):
+    """Requests by number, from 0 without end. Client processes get it pickled."""
+
+    def item(self, index: int) -> Any:
+        """Returns the `Call` or `Conversation` with a number, the same each time."""
+
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One request to send."""
+class PromptMaker:
+    """Makes random prompts: token ids drawn from `token_ids`, or common words where that is None."""
 
-    body: bytes
-    max_tokens: int
+    token_ids: IntRange | None
+
+    def make(self, length: int, random: np.random.Generator) -> str | list[int]:
+        """Returns a prompt of `length` tokens, or words."""
+        if self.token_ids is None:
+            return " ".join(WORDS[number] for number in random.integers(0, len(WORDS), length).tolist())
+        return random.integers(self.token_ids.low, self.token_ids.high + 1, length).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPrompts:
+    """Prompts that share nothing. `input_len` counts tokens, or words where the maker makes words."""
+
+    shape: RequestShape
+    maker: PromptMaker
+    input_len: IntRange
+    output_len: IntRange
+    seed: int
+
+    def item(self, index: int) -> Call:
+        """See `Workload.item`."""
+        random = np.random.default_rng([self.seed, index])
+        prompt = self.maker.make(self.input_len.draw(random), random)
+        max_tokens = self.output_len.draw(random)
+        return self.shape.call(prompt, max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixPrompts:
+    """Prompts that begin with one of `num_prefixes` prefixes, drawn evenly; the rest of each is its own.
+
+    In a chat the prefix is the system's message and the suffix the user's. Lengths count as in `RandomPrompts`.
+    """
+
+    shape: RequestShape
+    maker: PromptMaker
+    num_prefixes: int
+    prefix_len: int
+    suffix_len: IntRange
+    output_len: IntRange
+    seed: int
+
+    def item(self, index: int) -> Call:
+        """See `Workload.item`."""
+        random = np.random.default_rng([self.seed, 0, index])
+        number = int(random.integers(self.num_prefixes))
+        prefix = self.maker.make(self.prefix_len, np.random.default_rng([self.seed, 1, number]))
+        suffix = self.maker.make(self.suffix_len.draw(random), random)
+        max_tokens = self.output_len.draw(random)
+        return self.shape.call(self._join(prefix, suffix), max_tokens)
+
+    def _join(self, prefix: str | list[int], suffix: str | list[int]) -> Prompt:
+        if self.shape.chat:
+            return [{"role": "system", "content": prefix}, {"role": "user", "content": suffix}]
+        if isinstance(prefix, str):
+            return f"{prefix} {suffix}"
+        return [*prefix, *suffix]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePrompts:
+    """The requests that `read_entries` found, in order, from the beginning again after the end.
+
+    `output_len` is for those without a `max_tokens` of their own.
+    """
+
+    shape: RequestShape
+    entries: Sequence[dict[str, Any]]
+    output_len: IntRange
+    seed: int
+
+    def item(self, index: int) -> Call:
+        """See `Workload.item`."""
+        entry = self.entries[index % len(self.entries)]
+        max_tokens = entry.get("max_tokens") or self.output_len.draw(np.random.default_rng([self.seed, index]))
+        return self.shape.call(entry.get("messages") or entry["prompt"], max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Requests that are made already."""
+
+    calls: Sequence[Call]
+
+    def item(self, index: int) -> Call:
+        """Returns one of them."""
+        return self.calls[index]
 
 
 def random_token_calls(shape: RequestShape, input_len: IntRange, output_len: IntRange, token_ids: IntRange, seed: int) -> Iterator[Call]:
     """Yields requests without end whose prompts are token ids drawn from `token_ids`; the same seed gives the same ones."""
-    random = np.random.default_rng(seed)
-    while True:
-        prompt = random.integers(token_ids.low, token_ids.high + 1, input_len.draw(random)).tolist()
-        max_tokens = output_len.draw(random)
-        yield Call(shape.body(prompt, max_tokens), max_tokens)
-
-
-def random_word_calls(shape: RequestShape, input_len: IntRange, output_len: IntRange, seed: int) -> Iterator[Call]:
-    """Yields requests without end whose prompts are common words (`input_len` counts words); the same seed gives the same ones."""
-    random = np.random.default_rng(seed)
-    while True:
-        prompt = " ".join(random.choice(WORDS, input_len.draw(random)))
-        max_tokens = output_len.draw(random)
-        yield Call(shape.body(prompt, max_tokens), max_tokens)
-
-
-def file_calls(shape: RequestShape, entries: list[dict[str, Any]], output_len: IntRange, seed: int) -> Iterator[Call]:
-    """Yields the requests that `read_entries` found, in order, from the beginning again after the end.
-
-    `output_len` is for those without a `max_tokens` of their own.
-    """
-    random = np.random.default_rng(seed)
-    for entry in itertools.cycle(entries):
-        max_tokens = entry.get("max_tokens") or output_len.draw(random)
-        yield Call(shape.body(entry.get("messages") or entry["prompt"], max_tokens), max_tokens)
+    return map(RandomPrompts(shape, PromptMaker(token_ids), input_len, output_len, seed).item, itertools.count())
 
 
 def read_entries(file: Path, chat: bool) -> list[dict[str, Any]]:

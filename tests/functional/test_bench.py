@@ -56,3 +56,25 @@ async def test_refused_requests_are_shown(served: Served, tmp_path: Path) -> Non
     [error] = figures["errors"]
     assert (error["kind"], error["count"]) == ("HTTP 400", 2)
     assert "3000" in error["example"]
+
+
+async def test_conversations_find_their_history_in_the_prefix_cache(served: Served, tmp_path: Path) -> None:
+    arguments = ["--workload", "multi-turn", "--turns", "3", "--conversations", "2", "--concurrency", "2", "--endpoint", "chat"]
+    status, figures = await bench(served, tmp_path / "result.json", *arguments, "--input-len", "20", "--output-len", "8", "--ignore-eos")
+    assert status == 0
+    assert figures["requests"] == {"sent": 6, "succeeded": 6, "failed": 0}
+    _, second, third = figures["turns"]
+    assert second["cached_share"] > 0.2  # the system's text, a turn and its answer, but for a part of a block
+    assert third["cached_share"] > second["cached_share"]
+    assert third["prompt_tokens"] > second["prompt_tokens"] + 20
+
+
+async def test_shared_prefixes_from_two_processes(served: Served, tmp_path: Path) -> None:
+    arguments = ["--workload", "shared-prefix", "--prefixes", "2", "--prefix-len", "160", "--suffix-len", "8", "--num-requests", "12"]
+    arguments += ["--concurrency", "2", "--processes", "2", "--output-len", "4", "--ignore-eos", "--slo", "e2e=100s"]
+    status, figures = await bench(served, tmp_path / "result.json", *arguments)
+    assert status == 0
+    assert figures["tokens"]["prompt"] == 12 * 168
+    assert 0.5 < figures["tokens"]["cached_share"] < 1  # at most two of twelve at a time find nothing, for each prefix
+    assert len(figures["client_cpus"]) == 2
+    assert figures["goodput"]["share"] == 1
