@@ -6,8 +6,9 @@
 The server runs in a process of its own, over a worker that computes nothing and answers each plan after `--delay-ms`
 (`bench_loop.EchoExecutor`), so that what is measured is the event loop alone. A second process keeps `--streams` streams
 running and notes the time between the events of each; it asks for `/health` every 20 ms, too. After a quiet while, this process
-sends prompts of `--prompt-tokens` tokens, one after the other: as text to be encoded, as token ids, and as a chat. With `--idle`,
-instead, it opens that many keep-alive connections, each after one request, and tells what they cost the server's memory.
+sends prompts of `--prompt-tokens` tokens, one after the other: as text to be encoded, as token ids, and as a chat; then short ones,
+many at the same moment. With `--idle`, instead, it opens that many keep-alive connections, each after one request, and
+tells what they cost the server's memory.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ MAX_MODEL_LEN = 262_144
 HEALTH_INTERVAL_S = 0.02
 #: Tokens of a stream, after which the next one begins on its connection.
 STREAM_TOKENS = 800
+#: Requests that come at the same moment.
+BURST = 256
 #: Idle connections that are opened side by side.
 OPENED_TOGETHER = 50
 #: What the text comes to with the demo model's tokenizer.
 TEXT_TOKENS = 200
-_RUN = "aioinfer"
+#: Stands in a prompt where the number of the request will.
+_MARK = "48999"
 
 
 def serve(streams: int, delay_ms: float, address: Any) -> None:
@@ -51,7 +55,7 @@ def serve(streams: int, delay_ms: float, address: Any) -> None:
             "scheduler.max_num_batched_tokens": 65_536,
             "scheduler.max_prefill_tokens_beside_decode": 16_384,
         }
-        engine = await make_engine(streams + 8, delay_ms / 1e3, settings)
+        engine = await make_engine(streams + BURST, delay_ms / 1e3, settings)
         settle_process()
         address.put(await HttpServer(engine).start())
         await engine.wait_dead()
@@ -121,28 +125,46 @@ def watch(url: str, streams: int, num_parts: int, part: Any, found: Any) -> None
     found.put(uvloop.run(Watch(url, num_parts, part).run(streams)))
 
 
-async def send_prompts(url: str, body: dict[str, Any], path: str, seconds: float) -> int:
-    """Sends a request again and again for so long. Returns how often; each is another prompt to the prefix cache."""
+@dataclass(slots=True)
+class Disturbance:
+    """Requests that come beside the streams: `together` of one kind, again and again with `pause_s` between."""
+
+    path: str
+    body: dict[str, Any]
+    together: int = 1
+    pause_s: float = 0.0
+
+
+async def disturb(url: str, kind: Disturbance, seconds: float) -> int:
+    """Sends requests for so long. Returns how many; each has another prompt for the prefix cache."""
     sent, end = 0, time.perf_counter() + seconds
-    async with aiohttp.ClientSession(url) as http:
-        while time.perf_counter() < end:
-            data = json.dumps(body | {"user": str(sent)}).replace(_RUN, f"run {sent}")
-            async with http.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, connector=connector) as http:
+
+        async def send(data: str) -> None:
+            async with http.post(kind.path, data=data, headers={"Content-Type": "application/json"}) as response:
                 response.raise_for_status()
                 await response.read()
-            sent += 1
+
+        while time.perf_counter() < end:
+            bodies = [json.dumps(kind.body).replace(_MARK, f"{sent + number + 100}") for number in range(kind.together)]
+            await asyncio.gather(*map(send, bodies))
+            sent += kind.together
+            await asyncio.sleep(kind.pause_s)
     return sent
 
 
-def long_requests(tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Returns path and body of a request with a prompt of so many tokens, in each form that it may take."""
-    text = f"{_RUN} " + TEXT * (tokens // TEXT_TOKENS)
+def disturbances(tokens: int) -> dict[str, Disturbance]:
+    """Returns a prompt of so many tokens in each form that it may take, and a burst of short ones."""
+    text = f"{_MARK} " + TEXT * (tokens // TEXT_TOKENS)
     limits = {"max_tokens": 1, "temperature": 0}
+    ids = [int(_MARK), *(number % 40_000 + 3 for number in range(tokens))]
     return {
-        "text": ("/v1/completions", {"prompt": text, **limits}),
-        "token ids": ("/v1/completions", {"prompt": [number % 40_000 + 3 for number in range(tokens)], **limits}),
-        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **limits}),
-        "tokenize": ("/tokenize", {"prompt": text}),
+        "text": Disturbance("/v1/completions", {"prompt": text, **limits}),
+        "token ids": Disturbance("/v1/completions", {"prompt": ids, **limits}),
+        "chat": Disturbance("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **limits}),
+        "tokenize": Disturbance("/tokenize", {"prompt": text}),
+        f"{BURST} at once": Disturbance("/v1/completions", {"prompt": ids[:512], **limits}, BURST, pause_s=0.5),
     }
 
 
@@ -181,8 +203,8 @@ def show(parts: dict[str, Latencies], notes: dict[str, str]) -> None:
 async def measure(url: str, server: psutil.Process, arguments: argparse.Namespace) -> None:
     """Runs the parts one after the other and prints what the watching process saw."""
     context = multiprocessing.get_context("spawn")
-    requests = {} if arguments.idle else long_requests(arguments.prompt_tokens)
-    names = ["nothing", f"{arguments.idle} idle connections"] if arguments.idle else ["nothing", *requests]
+    kinds = {} if arguments.idle else disturbances(arguments.prompt_tokens)
+    names = ["nothing", f"{arguments.idle} idle connections"] if arguments.idle else ["nothing", *kinds]
     part, found = context.Value("i", 0), context.Queue()
     before = server.memory_info().rss
     watcher = context.Process(target=watch, args=(url, arguments.streams, len(names), part, found), daemon=True)
@@ -200,8 +222,7 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
             for writer in held:
                 writer.close()
         else:
-            path, body = requests[name]
-            notes[name] = f"{await send_prompts(url, body, path, arguments.seconds)} prompts"
+            notes[name] = f"{await disturb(url, kinds[name], arguments.seconds)} requests"
     part.value += 1
     show(dict(zip(names, await asyncio.to_thread(found.get, timeout=60), strict=True)), notes)
     await asyncio.to_thread(watcher.join)

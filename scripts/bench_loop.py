@@ -91,7 +91,7 @@ class EchoExecutor:
 async def make_engine(streams: int, delay_s: float, settings: Mapping[str, Any] | None = None) -> Engine:
     """Returns a ready engine over an `EchoExecutor`, configured as in production but for `settings`."""
     usual = {"scheduler.max_num_seqs": streams, "model.max_model_len": 2048, "server.port": 0, "scheduler.max_num_batched_tokens": 16384}
-    config = load_config(CONFIG, usual | dict(settings or {}))
+    config = await asyncio.to_thread(load_config, CONFIG, usual | dict(settings or {}))
     executor = EchoExecutor(config, delay_s)
     engine = Engine(config, executor)
     await asyncio.to_thread(lambda: engine._load_text_side(resolve_model(config.model)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aiohttp import web
 
 from aioinfer.api.protocol import Body, decode
+from aioinfer.api.turnstile import TURNSTILE
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
 
@@ -31,6 +32,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         RequestError: 415 for another content type or a compressed body, 413 for a body beyond `server.max_body_bytes` (which is
             not read to its end), 404 for a model that is not served, 400 for all else.
     """
+    await request.app[TURNSTILE].enter()
     config = request.app[ENGINE].config
     if request.content_type != "application/json":
         # strict also where no type is given: a web page may post to a local server without asking, but not as JSON

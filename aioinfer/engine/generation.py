@@ -173,35 +173,32 @@ class Choice:
         self._stops = StopStrings(params.stop, params.include_stop) if params.stop else None
 
     def take(self, token: int, logprob: TokenLogprob | None) -> str | None:
-        """Queues the delta of a new token. Returns the stop string that the text ran into, if one did.
+        """Hands on a new token. Returns the stop string that the text ran into, if one did.
 
-        Then the caller ends the request; the delta that is queued says already that it has ended.
+        Then the caller ends the request; what is handed on says already that it has ended.
         """
-        request = self.request
-        ended = request.status is Status.FINISHED
-        if not ended and self._stops is None and self._detokenizer is not None:  # most tokens
-            self.generation.take(self.index, self._detokenizer.next(token), token, logprob, None, None)
-            return None
-        shown = not ended or request.finish_reason != "stop" or request.params.include_stop
-        text, stop = self._text_of(token if shown else None, ended)
-        if stop is not None:
-            self.generation.take(self.index, text, token, logprob, "stop", stop)
-        elif ended:
-            self.generation.take(self.index, text, token, logprob, request.finish_reason, request.stop_reason)
-        else:
-            self.generation.take(self.index, text, token, logprob, None, None)
+        request, detokenizer, stops = self.request, self._detokenizer, self._stops
+        if request.status is Status.FINISHED or detokenizer is None:
+            return self._take_otherwise(token, logprob)
+        text, stop = detokenizer.next(token), None
+        if stops is not None and request.num_output >= request.params.min_tokens:
+            text, stop = stops.feed(text)
+        self.generation.take(self.index, text, token, logprob, None if stop is None else "stop", stop)
         return stop
 
-    def _text_of(self, token: int | None, ended: bool) -> tuple[str, str | None]:
-        """Returns the text that may be shown after `token`, and the stop string that it ran into."""
-        if self._detokenizer is None:
-            return "", None
-        text = self._detokenizer.step((token,)) if token is not None else ""
-        if ended:
-            text += self._detokenizer.flush()
-        if self._stops is None or self.request.num_output < self.request.params.min_tokens:
-            return text, None
-        text, stop = self._stops.feed(text)
-        if ended and stop is None:
-            text += self._stops.flush()
-        return text, stop
+    def _take_otherwise(self, token: int, logprob: TokenLogprob | None) -> str | None:
+        """Hands on the last token of a request that the scheduler has ended, or any where no text is wanted."""
+        request, detokenizer, stops = self.request, self._detokenizer, self._stops
+        text, stop = "", None
+        if detokenizer is not None:
+            if request.finish_reason != "stop" or request.params.include_stop:
+                text = detokenizer.next(token)
+            text += detokenizer.flush()
+            if stops is not None and request.num_output >= request.params.min_tokens:
+                text, stop = stops.feed(text)
+                text += stops.flush() if stop is None else ""
+        if stop is not None:
+            self.generation.take(self.index, text, token, logprob, "stop", stop)
+        else:
+            self.generation.take(self.index, text, token, logprob, request.finish_reason, request.stop_reason)
+        return stop

@@ -2,9 +2,9 @@
 
 `llama` says what is computed; here it is arranged so that little moves through memory. The stream between the
 layers, `residual`, is one buffer that every layer adds to. A norm goes into the product that follows it where there is
-one row, residual sums go into the product before, and decode attention norms, rotates and caches its own keys.
-Everything reads its sizes from tensors on the GPU or from fixed shapes, so a step can be captured in a CUDA graph.
-The model runner calls `forward` and `logits`.
+one row, residual sums go into the product before, and decode attention norms, rotates and caches its own keys. The
+last layer computes only what somebody will read. Everything reads its sizes from tensors on the GPU or from fixed
+shapes, so a step can be captured in a CUDA graph. The model runner calls `forward` and `logits`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,29 @@ from aioinfer.layers.attention import KVCache
 from aioinfer.layers.linear import Linear
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama import Layer, LlamaModel
+from aioinfer.models.llama import Attention, Layer, LlamaModel
 
 #: Up to so many rows the own products beat cuBLAS where nothing but a residual sum goes with them (docs/kernels-notes.md).
 SKINNY_ROWS = 8
+
+
+@dataclass(slots=True)
+class ChosenRows:
+    """The rows of a step whose next token is wanted. S rows, in any order.
+
+    Attributes:
+        last: int32 [S], the last token of each, as a line of the step's tokens.
+        seq_lens: int32 [S]. block_tables: int32 [S, max_blocks]. Theirs, as in `StepInputs`.
+    """
+
+    last: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: StepInputs, rows: torch.Tensor, last: torch.Tensor) -> ChosenRows:
+        """Returns `rows` (int32 [S]) of a step whose inputs are prepared."""
+        return cls(last, inputs.seq_lens.index_select(0, rows), inputs.block_tables.index_select(0, rows))
 
 
 @dataclass(slots=True)
@@ -39,13 +58,15 @@ class GpuStep:
 
     Attributes:
         inputs: the rows, decodes first.
-        num_decodes: rows of one token at the beginning.
+        num_decodes: rows of one token at the beginning; each has to be among the chosen, if there are such.
         prefill: the query tiles of the other rows.
+        chosen: if given, the step's hidden states are of the last tokens of these rows; else of all tokens.
     """
 
     inputs: StepInputs
     num_decodes: int
     prefill: PrefillPlan | None = None
+    chosen: ChosenRows | None = None
 
 
 class GpuLlama:
@@ -76,23 +97,28 @@ class GpuLlama:
         """Whether the kernels have the model's head size and the cache's block size."""
         return arch.head_size in HEAD_SIZES and block_size in BLOCK_SIZES
 
-    def plan(self, inputs: StepInputs, num_decodes: int) -> GpuStep:
-        """Divides a step's attention among programs, on the GPU. To be called once its inputs are prepared."""
+    def plan(self, inputs: StepInputs, num_decodes: int, chosen: ChosenRows | None = None) -> GpuStep:
+        """Divides a step's attention among programs, on the GPU. To be called once its inputs are prepared; see `GpuStep`."""
         if num_decodes:
             for workspace in self._workspaces.values():
                 plan_decode(workspace, inputs.seq_lens[:num_decodes])
         if num_decodes == len(inputs.seq_lens):
-            return GpuStep(inputs, num_decodes)
+            return GpuStep(inputs, num_decodes, chosen=chosen)
         prefill = plan_prefill(inputs.query_starts[num_decodes:], len(inputs.input_ids), self._group_size)
-        return GpuStep(inputs, num_decodes, prefill)
+        return GpuStep(inputs, num_decodes, prefill, chosen)
 
     def forward(self, step: GpuStep) -> torch.Tensor:
-        """Returns the hidden states [T, hidden_size] after the last layer, before the last norm; writes the KV cache."""
+        """Returns hidden states [T or S, hidden_size] after the last layer, before the last norm (see `GpuStep`); writes the KV cache."""
         embedding = self.model.embedding
         first = self.model.vocabulary.start
         residual = self._group.all_reduce(embed(step.inputs.input_ids, embedding.weight, first=first, pdl=self._pdl))
         for layer, cache in zip(self.model.layers, self._caches, strict=True):
-            self._attention(layer, residual, cache, step)
+            if layer is self.model.layers[-1] and step.chosen is not None:
+                residual = self._last_attention(layer, residual, cache, step, step.chosen)
+                if not len(residual):
+                    break
+            else:
+                self._attention(layer, residual, cache, step)
             gated = self._normed_product(residual, layer.mlp_norm, layer.mlp.gate_up, gated=True)
             self._add_product(residual, gated, layer.mlp.down)
         return residual
@@ -116,26 +142,60 @@ class GpuLlama:
 
     def _attention(self, layer: Layer, residual: torch.Tensor, cache: KVCache, step: GpuStep) -> None:
         """Adds a layer's attention to `residual` [T, hidden_size]."""
-        part, inputs = layer.attention, step.inputs
-        heads, size, first = part.attend.num_heads, part.attend.head_size, step.num_decodes
-        query_norm, key_norm = part.query_norm, part.key_norm
-        norms: dict[str, Any] = {}
-        if query_norm is not None and key_norm is not None:
-            norms = {"q_weight": query_norm.weight, "k_weight": key_norm.weight, "eps": query_norm.eps}
+        part, inputs, first = layer.attention, step.inputs, step.num_decodes
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
-        queries = qkv[:, : heads * size].view(-1, heads, size)
+        queries = self._queries(part, qkv)
         if first < len(qkv):
-            queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
-            qk_norm_rope_cache(
-                qkv[first:], inputs.positions[first:], self._cos_sin, inputs.slot_mapping[first:], cache.keys, cache.values,
-                num_q_heads=heads, out=queries[first:], pdl=self._pdl, **norms,
-            )  # fmt: skip
+            turned = torch.empty_like(queries, memory_format=torch.contiguous_format)
+            queries = self._turn_and_cache(part, qkv, cache, inputs, first, turned)
         attended = paged_attention(
             queries, cache.keys, cache.values, inputs.block_tables, inputs.query_starts, inputs.seq_lens,
             num_decodes=first, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
-            scale=part.attend.scale, projection=Projection(qkv, self._cos_sin, **norms), pdl=self._pdl,
+            scale=part.attend.scale, projection=Projection(qkv, self._cos_sin, **_norms(part)), pdl=self._pdl,
         )  # fmt: skip
         self._add_product(residual, attended.flatten(1), part.output)
+
+    def _last_attention(self, layer: Layer, residual: torch.Tensor, cache: KVCache, step: GpuStep, chosen: ChosenRows) -> torch.Tensor:
+        """Returns what the last layer's attention makes of `residual` [T, hidden_size] for the chosen rows: [S, hidden_size].
+
+        Of the other tokens only the keys and values will ever be read, so their attention and what follows it is left
+        out. The chosen rows are decodes then: one token each, with all that came before it in the cache.
+        """
+        part, inputs, rows = layer.attention, step.inputs, len(chosen.last)
+        workspace = self._workspaces[part.attend.sliding_window or 0]
+        if rows:
+            plan_decode(workspace, chosen.seq_lens)
+        qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
+        queries = self._queries(part, qkv)
+        if step.num_decodes < len(qkv):
+            turned = torch.empty_like(queries, memory_format=torch.contiguous_format)
+            self._turn_and_cache(part, qkv, cache, inputs, step.num_decodes, turned)
+        residual = residual.index_select(0, chosen.last)
+        if not rows:
+            return residual
+        qkv = qkv.index_select(0, chosen.last)
+        attended = paged_attention(
+            self._queries(part, qkv), cache.keys, cache.values, chosen.block_tables, inputs.query_starts[: rows + 1], chosen.seq_lens,
+            num_decodes=rows, workspace=workspace, scale=part.attend.scale,
+            projection=Projection(qkv, self._cos_sin, **_norms(part)), pdl=self._pdl,
+        )  # fmt: skip
+        self._add_product(residual, attended.flatten(1), part.output)
+        return residual
+
+    @staticmethod
+    def _queries(part: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        heads, size = part.attend.num_heads, part.attend.head_size
+        return qkv[:, : heads * size].view(-1, heads, size)
+
+    def _turn_and_cache(
+        self, part: Attention, qkv: torch.Tensor, cache: KVCache, inputs: StepInputs, first: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Norms and rotates the tokens from `first` on: keys and values go to the cache, queries to `out` [T, heads, head_size]."""
+        qk_norm_rope_cache(
+            qkv[first:], inputs.positions[first:], self._cos_sin, inputs.slot_mapping[first:], cache.keys, cache.values,
+            num_q_heads=part.attend.num_heads, out=out[first:], pdl=self._pdl, **_norms(part),
+        )  # fmt: skip
+        return out
 
     def _norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps, pdl=self._pdl)
@@ -160,3 +220,11 @@ class GpuLlama:
             residual.addmm_(x, weight.t())
         if bias is not None:
             residual += bias
+
+
+def _norms(part: Attention) -> dict[str, Any]:
+    """Returns the norms of queries and keys as the kernels take them; nothing where a model has none."""
+    query_norm, key_norm = part.query_norm, part.key_norm
+    if query_norm is None or key_norm is None:
+        return {}
+    return {"q_weight": query_norm.weight, "k_weight": key_norm.weight, "eps": query_norm.eps}

@@ -20,7 +20,7 @@ from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalt
 from aioinfer.kernels.prepare import StepInputs, append_tokens, prepare_inputs
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 from aioinfer.kernels.slots import RECORD_FIELDS, SlotTensors, admit_requests, grow_tables
-from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
+from aioinfer.models.llama_gpu import SKINNY_ROWS, ChosenRows, GpuLlama
 from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
 from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots, banned_until, numbers_of
 from aioinfer.worker.staging import TURNS, Staging
@@ -186,29 +186,29 @@ class GpuModelRunner:
         ends = np.cumsum(plan.lengths, dtype=np.int32)
         records, packed = _pack_admissions(plan.admissions)
         sampling_slots, sampling_positions = plan.slots[sampling], (plan.starts + plan.lengths)[sampling]
-        rows, growth, copies, records_there, packed_there, chosen_rows, last, turn_there = self._staging.upload([
+        rows, growth, copies, records_there, packed_there, chosen_rows, places, turn_there = self._staging.upload([
             np.stack([plan.slots, plan.starts, plan.lengths]),
             np.stack([plan.table_slots, plan.table_indices, plan.table_blocks]),
             np.stack([plan.copy_sources, plan.copy_targets]),
             records, packed,
             np.stack([sampling_slots, sampling_positions, np.ones_like(sampling)]),
-            ends[sampling] - 1,
+            np.stack([sampling, ends[sampling] - 1]),
             np.array([turn], np.int32),
         ])  # fmt: skip
         self._update_slots(plan, growth, copies, records_there, packed_there)
-        longer = np.flatnonzero(plan.lengths > 1)
-        num_decodes = int(longer[0]) if len(longer) else len(plan.slots)
         if not len(plan.slots):
             return 0, ()
+        others = np.flatnonzero((plan.lengths > 1) | (plan.samples == 0))
+        num_decodes = int(others[0]) if len(others) else len(plan.slots)
         slot_ids, starts, lengths = rows
-        hidden = self._forward(slot_ids, starts, lengths, plan.num_tokens, num_decodes, max_length=max(_MIXED_ROW, int(plan.lengths.max())))
+        hidden = self._forward(
+            slot_ids, starts, lengths, plan.num_tokens, num_decodes, max_length=max(_MIXED_ROW, int(plan.lengths.max())),
+            chosen=(places[0], places[1]) if len(sampling) < plan.num_tokens else None,
+        )  # fmt: skip
         if not len(sampling):
             return 0, ()
-        if len(sampling) < len(hidden):
-            hidden = hidden.index_select(0, last)
         logits = self.model.logits(hidden, self._logits[: len(sampling)])
-        slot_ids, positions, wanted = chosen_rows
-        sampling_rows = SamplingRows(slot_ids, positions, wanted, sampling_slots, sampling_positions)
+        sampling_rows = SamplingRows(chosen_rows[0], chosen_rows[1], chosen_rows[2], sampling_slots, sampling_positions)
         return len(sampling), self._choose(logits, sampling_rows, turn_there)
 
     def _update_slots(
@@ -226,9 +226,13 @@ class GpuModelRunner:
             self.kv.index_copy_(2, copies[1].long(), self.kv.index_select(2, copies[0]))
 
     def _forward(
-        self, slot_ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, num_decodes: int, *, max_length: int
-    ) -> torch.Tensor:
-        """Returns the hidden states [T, hidden_size] of rows, each int32 [R]; T may exceed the lengths' sum."""
+        self, slot_ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, num_decodes: int, *,
+        max_length: int, chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Returns the hidden states [T, hidden_size] of rows, each int32 [R]; T may exceed the lengths' sum.
+
+        If `chosen` gives some of the rows and the last token of each, int32 [S], those alone: [S, hidden_size].
+        """
         slots, rows, whole = self.slots, len(slot_ids), self._inputs
         inputs = StepInputs(
             whole.input_ids[:num_tokens], whole.positions[:num_tokens], whole.slot_mapping[:num_tokens],
@@ -237,7 +241,7 @@ class GpuModelRunner:
         prepare_inputs(
             slot_ids, starts, lengths, slots.tokens, slots.block_table, inputs, block_size=slots.block_size, max_length=max_length
         )
-        return self.model.forward(self.model.plan(inputs, num_decodes))
+        return self.model.forward(self.model.plan(inputs, num_decodes, None if chosen is None else ChosenRows.of(inputs, *chosen)))
 
     # ---------------------------------------------------------------- choosing tokens
 
@@ -323,7 +327,8 @@ class GpuModelRunner:
             self._decode(rows)
             section = self._plan.section(0, rows)
             if rows + MIXED_TOKENS <= len(self._inputs.input_ids):
-                self._forward(section, section, section, rows + MIXED_TOKENS, rows // 2, max_length=_MIXED_ROW)
+                tokens = rows + MIXED_TOKENS
+                self._forward(section, section, section, tokens, rows // 2, max_length=_MIXED_ROW, chosen=(section, section))
 
     def _decode(self, rows: int) -> None:
         """Launches a decode step of `rows` rows from the plan buffer: what a graph holds."""

@@ -1,6 +1,6 @@
 """Readers that stop reading cost bounded memory and delay nobody; when they read on, nothing of their text is missing.
 
-The worker computes nothing, so that streams outrun what the system buffers; a long model name makes every event 4 KB.
+The worker computes nothing, so that streams outrun what the system buffers; a long model name makes every event 2 KB.
 """
 
 from __future__ import annotations
@@ -14,29 +14,12 @@ import uvloop
 from yarl import URL
 
 from aioinfer.api.server import HttpServer
-from aioinfer.config import load_config
-from aioinfer.engine.engine import Engine
-from aioinfer.models.source import resolve_model
-from bench_loop import CONFIG, TEXT, EchoExecutor
+from bench_loop import make_engine
 
-FAST, STALLED, TOKENS = 8, 4, 1500
-NAME = "m" * 4000
-
-
-async def make_engine() -> Engine:
-    settings = {
-        "scheduler.max_num_seqs": FAST + STALLED,
-        "model.max_model_len": 2048,
-        "server.port": 0,
-        "server.served_model_names": [NAME],
-    }
-    config = await asyncio.to_thread(load_config, CONFIG, settings)
-    executor = EchoExecutor(config, delay_s=0.003)  # readers that read keep up with that
-    engine = Engine(config, executor)
-    await asyncio.to_thread(lambda: engine._load_text_side(resolve_model(config.model)))
-    executor.set_text(engine.tokenizer.encode(TEXT, False))
-    engine._open(await executor.start(engine._turn, engine._die, lambda phase, done, total: None))
-    return engine
+FAST, STALLED, TOKENS = 200, 50, 500
+NAME = "m" * 2000
+#: Bytes that the server holds for a connection at most: the handler's writes wait above 64 KiB.
+MOST_WAITING = 128 * 1024
 
 
 async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -68,9 +51,12 @@ async def read_all(reader: asyncio.StreamReader) -> tuple[str, int]:
 
 
 async def serve() -> None:
-    engine = await make_engine()
+    engine = await make_engine(FAST + STALLED, 0.02, {"server.served_model_names": [NAME]})
     server = HttpServer(engine)
     url = await server.start()
+    assert server._listener is not None
+    for listening in server._listener._sockets:  # connections take after it; the system would buffer megabytes
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     stalled = [await connect(url, stalls=True) for _ in range(STALLED)]
     await asyncio.sleep(0)
     fast = [await connect(url, stalls=False) for _ in range(FAST)]
@@ -78,6 +64,10 @@ async def serve() -> None:
     assert all(events >= 0.95 * TOKENS for _, events in texts)
     assert len({text for text, _ in texts}) > 1  # each slot has a text of its own
     assert engine.scheduler.is_idle  # the stalled ones were computed to their ends as well
+    assert server._runner.server is not None
+    waiting = [handler.transport.get_write_buffer_size() for handler in server._runner.server.connections if handler.transport is not None]
+    assert len(waiting) >= STALLED
+    assert 0 < max(waiting) < MOST_WAITING < TOKENS * len(NAME)
     late = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in stalled)), 60)
     lengths = {len(engine.tokenizer.encode(text, False)) for text, _ in late}
     assert min(lengths) > 0.9 * TOKENS

@@ -11,7 +11,7 @@ from aioinfer.kernels.prepare import StepInputs
 from aioinfer.layers.attention import KVCache
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama_gpu import GpuLlama
+from aioinfer.models.llama_gpu import ChosenRows, GpuLlama
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from tests.paged_model import make_metadata
@@ -46,3 +46,28 @@ def test_a_prefill_and_decodes_of_every_family(family: str, tmp_path: Path) -> N
         torch.testing.assert_close(logits, expected[:8], rtol=1e-4, atol=1e-4)
         one = gpu.logits(gpu.forward(gpu.plan(inputs, metadata.num_decodes))[:1])
         torch.testing.assert_close(one, expected[:1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "rows"), [("qwen3", [0, 1, 2]), ("mistral", [2, 0]), ("mistral", [])])
+@torch.inference_mode()
+def test_the_last_layer_for_chosen_rows(family: str, rows: list[int], tmp_path: Path) -> None:
+    """What is left out changes neither the chosen rows' hidden states nor any key or value."""
+    extra = {"sliding_window": 6} if family == "mistral" else {}
+    tiny_model(family, tmp_path, vocab_size=100, head_dim=64, num_attention_heads=4, hidden_size=256, **extra)
+    arch = Architecture.load(tmp_path)
+    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
+    load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
+    kv = torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, 2, 64)
+    whole_kv = kv.clone()
+    gpu, whole = (GpuLlama(model, cache, dependent_launch=False, programs=3) for cache in (kv, whole_kv))
+    decodes = 2 if {0, 1} <= set(rows) else 1 if 0 in rows else 0
+    for starts, lengths, num_decodes in (([0, 0, 0], [20, 5, 33], 0), ([20, 5, 33], [1, 1, 5], decodes)):
+        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+        tokens = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32)
+        inputs = StepInputs(tokens, positions.int(), metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables)
+        last = (metadata.query_starts[1:] - 1)[rows].int()
+        chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
+        expected = whole.forward(whole.plan(inputs, metadata.num_decodes))[last]
+        torch.testing.assert_close(gpu.forward(gpu.plan(inputs, num_decodes, chosen)), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kv, whole_kv, rtol=1e-4, atol=1e-4)
