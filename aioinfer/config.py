@@ -110,8 +110,8 @@ class ServerConfig:
     tls_certificate: str | None = key("PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.", None)
     tls_key: str | None = key("PEM file with the certificate's private key, without a passphrase. Default: in `tls_certificate`.", None)
     api_keys: list[str] = key(
-        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` and `/metrics` need none. A command line "
-        "can be read by others on the machine: keep keys in a file.",
+        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health`, `/metrics` and the files of the page at "
+        "`/` need none. A command line can be read by others on the machine: keep keys in a file.",
         [],
         secret=True,
     )

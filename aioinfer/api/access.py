@@ -16,6 +16,7 @@ from pathlib import Path
 from aiohttp import web
 
 from aioinfer.api.errors import Handler
+from aioinfer.api.page import PAGE_FILES
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, RequestError
 
@@ -74,8 +75,9 @@ API_KEYS = web.AppKey("api_keys", ApiKeys)
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 401 to a request without a right key, whatever its path, but for `/health` and `/metrics`."""
-    if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(request.headers.get("Authorization")):
+    """Answers 401 to a request without a right key, whatever its path, but for `/health`, `/metrics` and the files of the page."""
+    is_open = request.path in _OPEN_PATHS or request.path in PAGE_FILES
+    if not is_open and not request.app[API_KEYS].admit(request.headers.get("Authorization")):
         message = "a valid API key is needed, as in 'Authorization: Bearer KEY'"
         raise RequestError(message, status=401, code="invalid_api_key")
     return await handler(request)

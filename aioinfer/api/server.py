@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.api import chat, completions, info, metrics, tokenization
+from aioinfer.api import chat, completions, info, metrics, page, tokenization
 from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.context import ENGINE, STARTED
 from aioinfer.api.errors import Handler, json_errors
 from aioinfer.api.listener import Listener, tls_context
+from aioinfer.api.turnstile import TURNSTILE, Turnstile
 from aioinfer.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class HttpServer:
         app.on_response_prepare.append(cors.mark_response)
         app[ENGINE] = engine
         app[ADMISSION] = Admission(engine)
+        app[TURNSTILE] = Turnstile()
         app[STARTED] = int(time.time())
         app.router.add_post("/v1/completions", completions.create_completion)
         app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
@@ -67,6 +69,7 @@ class HttpServer:
         app.router.add_get("/health", info.health)
         app.router.add_get("/metrics", metrics.show_metrics)
         app.router.add_get("/version", info.version)
+        page.add_page(app)
         return app
 
     @web.middleware
@@ -100,6 +103,7 @@ class HttpServer:
     async def drain(self) -> None:
         """Refuses new connections, and returns when the requests that have come are answered."""
         self._draining = True
+        await page.end_live_streams(self._runner.app)
         if self._listener is not None:
             await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop what is still to come of a body

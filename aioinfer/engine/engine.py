@@ -14,7 +14,7 @@ import asyncio
 import random
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -41,6 +41,8 @@ from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput
 T = TypeVar("T")
 #: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms at most).
 _SHORT_PROMPT = 1024
+#: Tokens that are emitted in one go, in about 2 ms.
+_PORTION = 256
 
 
 class Engine:
@@ -64,6 +66,8 @@ class Engine:
         self._seeds = random.Random(config.model.seed)
         self._request_numbers = count()
         self._turn_is_due = False
+        self._emission: Iterator[None] = iter(())
+        self._emit_s = 0.0
         self._dead = asyncio.Event()
         self._drained = asyncio.Event()
 
@@ -160,15 +164,20 @@ class Engine:
     # ---------------------------------------------------------------- the step loop
 
     def _turn(self, result: StepResult) -> None:
-        """A turn: take a result, plan and post the next step, and only then make text of the result's tokens."""
+        """A turn: take a result, plan and post the next step, and only then make text of the result's tokens.
+
+        The time that this takes is noted with the next turn: it may go on after this one.
+        """
         came = time.perf_counter()
+        self._emit_portions(all_of_them=True)  # those of the step before, before their requests change
+        began, emitted_s, self._emit_s = time.perf_counter(), self._emit_s, 0.0
         output = self.scheduler.update(result)
         updated = time.perf_counter()
         self._fill_pipeline()
-        emitting = time.perf_counter()
         self.metrics.take_tokens(output.requests, output.tokens, came)
-        self._emit(output, result)
-        self.metrics.take_turn(result, updated - came, time.perf_counter() - emitting)
+        self.metrics.take_turn(result, updated - began, emitted_s)
+        self._emission = self._emit(output, result)
+        self._emit_portions()
 
     def _fill_pipeline(self) -> None:
         self._turn_is_due = False
@@ -180,7 +189,10 @@ class Engine:
                     return
                 planned = time.perf_counter()
                 self._executor.post(plan)
-                self.metrics.take_plan(planned - began, time.perf_counter() - planned)
+                posted = time.perf_counter()
+                self.metrics.take_plan(planned - began, posted - planned)
+                if self.metrics.steps.num_watchers:
+                    self.metrics.steps.take_plan(plan, planned - began, posted - planned)
                 if plan.admissions:
                     self.metrics.take_admissions(self.scheduler.running, (one.slot for one in plan.admissions), planned)
         except Exception as error:  # a step that cannot be posted would leave every request waiting for ever
@@ -192,11 +204,26 @@ class Engine:
             self._turn_is_due = True
             asyncio.get_running_loop().call_soon(self._fill_pipeline)
 
-    def _emit(self, output: StepOutput, result: StepResult) -> None:
-        """Hands each new token to its completion, and ends the requests whose text ran into a stop string."""
+    def _emit_portions(self, *, all_of_them: bool = False) -> None:
+        """Emits a portion of a step's tokens, and the next one when the event loop has looked at what else is there."""
+        began = time.perf_counter()
+        try:
+            for _ in self._emission:
+                if not all_of_them:
+                    asyncio.get_running_loop().call_soon(self._emit_portions)
+                    break
+        except Exception as error:
+            self._die(EngineDeadError(f"tokens could not be handed on: {error!r}"))
+        self._emit_s += time.perf_counter() - began
+
+    def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
+        """Hands each new token to its completion, and ends the requests whose text ran into a stop string.
+
+        Yields between two portions of the tokens, so that many streams do not keep new requests waiting.
+        """
         stopped = False
         choices, has_logprobs = self._choices, len(result.logprobs) > 0
-        for request, token, row in zip(output.requests, output.tokens, output.rows, strict=True):
+        for number, (request, token, row) in enumerate(zip(output.requests, output.tokens, output.rows, strict=True), 1):
             choice = choices.get(request)
             if choice is None:
                 continue  # aborted, or its generation failed, earlier in this round
@@ -213,6 +240,8 @@ class Engine:
                 stopped = True
             if request.finish_reason is not None:
                 self._forget(request, request.finish_reason)
+            if number % _PORTION == 0:
+                yield
         if stopped:
             self._kick()
 

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from aioinfer.engine.step_log import StepLog
 from aioinfer.scheduler.plan import StepResult
 from aioinfer.scheduler.request import Request
 
@@ -93,6 +94,7 @@ class EngineMetrics:
             (`time_per_output_token`, `decode_time`, `request_*_tokens`) are of those that ended by a stop or their length.
         phases: seconds that the event loop spent on each part of a turn.
         loop_lag: seconds by which a timer came late, taken 20 times a second while there are requests.
+        steps: the last steps one by one, while somebody watches them.
     """
 
     def __init__(self) -> None:
@@ -111,6 +113,7 @@ class EngineMetrics:
         self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.loop_lag = Histogram(_LAG_BOUNDS)
+        self.steps = StepLog()
         self._open: dict[Request, _Times] = {}
         self._step_time = -1.0
         self._timer_is_set = False
@@ -205,6 +208,8 @@ class EngineMetrics:
         phases["update"].add(update_s)
         phases["emit"].add(emit_s)
         self.worker_busy_ns += result.busy_ns
+        if self.steps.num_watchers:
+            self.steps.take_turn(result, update_s, emit_s)
 
     # ---------------------------------------------------------------- the event loop
 

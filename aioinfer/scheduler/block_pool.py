@@ -21,11 +21,17 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
+        self._num_free_cached = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out, cached ones included."""
         return len(self._free)
+
+    @property
+    def num_free_cached(self) -> int:
+        """Those of them that can be found by hash."""
+        return self._num_free_cached
 
     @property
     def num_cached(self) -> int:
@@ -52,6 +58,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
+                self._num_free_cached -= self._hash_of[block] is not None
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -65,6 +72,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self._num_free_cached += 1
 
     def commit(self, block: int, block_hash: bytes) -> None:
         """Makes a full block known by its hash. A hash that another block carries already stays with that one."""
@@ -96,6 +105,7 @@ class BlockPool:
         if block_hash is not None:
             del self._cached[block_hash]
             self._hash_of[block] = None
+            self._num_free_cached -= self._references[block] == 0
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless the books agree with the block tables of all requests."""
@@ -106,3 +116,5 @@ class BlockPool:
         for block_hash, block in self._cached.items():
             assert self._hash_of[block] == block_hash, f"block {block} is cached under a hash that it does not carry"
         assert sum(h is not None for h in self._hash_of) == len(self._cached), "a block carries a hash that the index lacks"
+        free_cached = sum(self._hash_of[block] is not None for block in self._free)
+        assert free_cached == self._num_free_cached, "free blocks that can be found by hash are miscounted"

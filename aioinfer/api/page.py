@@ -1,0 +1,144 @@
+"""The page at `/`: a chat with the served model, and a live view of the engine.
+
+Its files lie in `aioinfer/page` and go out as they are. `GET /page/info` tells the page what it needs to offer a chat, and
+`GET /page/live` streams the state of the engine for as long as somebody looks. `server` adds the routes and ends the
+streams; `access` lets the files pass without a key, since a browser has none before the page has asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from aioinfer.api.admission import deadline_of
+from aioinfer.api.context import ENGINE
+from aioinfer.api.errors import json_response
+
+if TYPE_CHECKING:
+    from aioinfer.engine.engine import Engine
+
+_FOLDER = Path(__file__).parent.parent / "page"
+#: Each path with its file and its content type; nothing else of the folder is served.
+PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/api.js": ("api.js", "text/javascript; charset=utf-8"),
+    "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    "/page/live.js": ("live.js", "text/javascript; charset=utf-8"),
+    "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+#: A model's output is hostile text: nothing but our own files runs, and nothing leads to another host.
+_FILE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_LIVE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
+#: Seconds from one event of the live stream to the next.
+_INTERVAL_S = 0.5
+_ENDED = web.AppKey("live_streams_ended", asyncio.Event)
+#: What the page shows as the defaults of its settings.
+_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def add_page(app: web.Application) -> None:
+    """Adds the page's routes to an application that has its engine."""
+    app[_ENDED] = asyncio.Event()
+    for path, (name, content_type) in PAGE_FILES.items():
+        app.router.add_get(path, _file_handler(_FOLDER / name, content_type))
+    app.router.add_get("/page/info", show_info)
+    app.router.add_get("/page/live", stream_live)
+    app.on_shutdown.append(end_live_streams)
+
+
+async def end_live_streams(app: web.Application) -> None:
+    """Ends the live streams that are open and those still to come: who only looks on must not hold the server up when it stops."""
+    app[_ENDED].set()
+
+
+def _file_handler(file: Path, content_type: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    headers = _FILE_HEADERS | {"Content-Type": content_type}
+
+    async def send_file(request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(file, headers=headers)
+
+    return send_file
+
+
+async def show_info(request: web.Request) -> web.Response:
+    """Tells whether the model can chat (`chat`), how long a request may be, and which sampling settings count when none are given."""
+    engine = request.app[ENGINE]
+    params = engine.defaults.sampling_params()
+    return json_response(
+        {
+            "chat": engine.tokenizer.has_chat_template,
+            "max_model_len": engine.max_model_len,
+            "defaults": {name: getattr(params, name) for name in _SETTINGS},
+        }
+    )
+
+
+async def stream_live(request: web.Request) -> web.StreamResponse:
+    """Streams the state of the engine twice a second, until the client goes away or the server stops.
+
+    An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns them. A client that does not keep up
+    misses events, and nothing is queued for it.
+    """
+    deadline_of(request).guard.reschedule(None)  # looking on has no deadline
+    engine, ended = request.app[ENGINE], request.app[_ENDED]
+    response = web.StreamResponse(headers=_LIVE_HEADERS)
+    await response.prepare(request)
+    last_step = -1
+    with engine.metrics.steps.watched():
+        while not ended.is_set():
+            if request.transport is not None and not request.transport.get_write_buffer_size():
+                state = engine_state(engine, last_step)
+                await response.write(b"data: " + orjson.dumps({"time": time.perf_counter(), "engines": [state]}) + b"\n\n")
+                if state["log"]:
+                    last_step = state["log"][-1][0]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _INTERVAL_S)
+    return response
+
+
+def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
+    """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing that grows with the load.
+
+    Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log` holds the `Step`s after `last_step` of
+    which there is a record, as lists of their fields.
+    """
+    scheduler, books = engine.scheduler, engine.metrics
+    pool, totals = scheduler.pool, scheduler.stats
+    return {
+        "dead": engine.dead_reason,
+        "slots": scheduler.limits.max_num_seqs,
+        "running": len(scheduler.running),
+        "waiting": scheduler.num_waiting,
+        "blocks": pool.num_blocks,
+        "block_size": scheduler.limits.block_size,
+        "blocks_used": pool.num_blocks - pool.num_free,
+        "blocks_cached": pool.num_free_cached,
+        "preemptions": totals.preemptions,
+        "steps": totals.steps,
+        "wasted_rows": totals.wasted_rows,
+        "prefix_queried": totals.prefix_queried,
+        "prefix_hit": totals.prefix_hit,
+        "prompt_tokens": books.prompt_tokens,
+        "generation_tokens": books.generation_tokens,
+        "finished": books.finished,
+        "log": [list(step) for step in books.steps.since(last_step)],
+    }

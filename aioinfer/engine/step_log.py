@@ -1,0 +1,82 @@
+"""The last steps one by one, for whoever watches the engine: how many tokens each computed, and where its time went.
+
+`EngineMetrics` owns the log. The step loop feeds it only while it is watched: otherwise a step costs two tests of an integer.
+`api.page` reads it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from aioinfer.scheduler.plan import StepPlan, StepResult
+
+#: Steps that are kept: a little more than a page shows.
+LOG_LENGTH = 128
+
+
+class Step(NamedTuple):
+    """A step whose result has been handled.
+
+    Attributes:
+        step_id: the plan's.
+        prefill_tokens: tokens computed in rows that bring prompts (or, after a preemption, whole texts) into the cache.
+        decode_tokens: rows of one token that choose the next one.
+        sampled: rows that chose a token, those of requests that had ended meanwhile included.
+        worker_us: microseconds that the first rank spent on the step.
+        result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on its parts. The plan was drawn
+            up and posted in an earlier turn than the result was handled in.
+    """
+
+    step_id: int
+    prefill_tokens: int
+    decode_tokens: int
+    sampled: int
+    worker_us: int
+    result_us: int
+    update_us: int
+    plan_us: int
+    post_us: int
+    emit_us: int
+
+
+class StepLog:
+    """A ring of the last `LOG_LENGTH` steps, filled while `watched`."""
+
+    def __init__(self) -> None:
+        self.num_watchers = 0
+        self._posted: deque[tuple[int, int, int, float, float]] = deque()  # (step id, prefill, decode, plan and post seconds)
+        self._steps: deque[Step] = deque(maxlen=LOG_LENGTH)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Has steps written down until the end of the block. Blocks may overlap; when the last one ends, the log is emptied."""
+        self.num_watchers += 1
+        try:
+            yield
+        finally:
+            self.num_watchers -= 1
+            if not self.num_watchers:
+                self._posted.clear()
+                self._steps.clear()
+
+    def take_plan(self, plan: StepPlan, plan_s: float, post_s: float) -> None:
+        """Notes a step that was posted."""
+        decodes = int(np.count_nonzero((plan.lengths == 1) & (plan.samples == 1)))
+        self._posted.append((plan.step_id, plan.num_tokens - decodes, decodes, plan_s, post_s))
+
+    def take_turn(self, result: StepResult, update_s: float, emit_s: float) -> None:
+        """Notes the end of a step. One that was posted before anybody watched is left out."""
+        if not self._posted or self._posted[0][0] != result.step_id:
+            return
+        step_id, prefills, decodes, plan_s, post_s = self._posted.popleft()
+        loop_us = (round(seconds * 1e6) for seconds in (update_s, plan_s, post_s, emit_s))
+        self._steps.append(Step(step_id, prefills, decodes, len(result.tokens), result.busy_ns // 1000, result.take_ns // 1000, *loop_us))
+
+    def since(self, step_id: int) -> list[Step]:
+        """Returns the kept steps that come after `step_id`, oldest first."""
+        return [step for step in self._steps if step.step_id > step_id]

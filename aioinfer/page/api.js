@@ -1,0 +1,72 @@
+// The way to the server: requests with the key, errors as the server words them, and streams of events.
+
+const KEY = "aioinfer-api-key";
+
+/** An answer that is no success; `status` is 0 when there was no answer. */
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Keeps an API key for as long as the tab lives. */
+export function keepKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+/** Fetches `path` with the key, if there is one. Throws `ApiError`, or `AbortError` when `signal` says so. */
+export async function request(path, { body, signal } = {}) {
+  const headers = {};
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server cannot be reached.");
+  }
+  if (!response.ok) throw new ApiError(response.status, await messageOf(response));
+  return response;
+}
+
+async function messageOf(response) {
+  const text = await response.text();
+  let message = text || response.statusText;
+  try {
+    message = JSON.parse(text).error.message;
+  } catch {
+    // not the server's own error, but that of something between
+  }
+  const wait = response.headers.get("Retry-After");
+  return wait ? `${message} (try again in ${wait} s)` : message;
+}
+
+/** Yields the data of each server-sent event (WHATWG HTML, 9.2.6) of a byte stream, wherever the borders of its chunks are. */
+export async function* readEvents(stream) {
+  const reader = stream.getReader();
+  const decoder = new TextDecoder(); // holds back the bytes of half a character
+  let rest = "";
+  let data = [];
+  try {
+    for (let done = false; !done; ) {
+      const part = await reader.read();
+      done = part.done;
+      rest += done ? decoder.decode() : decoder.decode(part.value, { stream: true });
+      const lines = rest.split(/\r\n|\n|\r(?!$)/); // a CR at the end may be half of a line break
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) {
+          data.push(line.slice(line[5] === " " ? 6 : 5));
+        } else if (!line && data.length) {
+          yield data.join("\n");
+          data = [];
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever stops listening need not hear that it had failed
+  }
+}

@@ -1,0 +1,249 @@
+"""The page's files and its live stream, over a socket; the worker behind it computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from blockbuster import blockbuster_ctx
+from yarl import URL
+
+import aioinfer
+from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.server import HttpServer
+from aioinfer.engine.engine import Engine
+from bench_loop import make_engine
+from tests.test_server import make_server
+
+FOLDER = Path(aioinfer.__file__).parent / "page"
+SVG_NAMESPACE = "http://www.w3.org/2000/svg"  # a name, which nobody follows
+
+
+@asynccontextmanager
+async def serve(**settings: Any) -> AsyncIterator[tuple[Engine, HttpServer, str]]:
+    """A server with four slots, whose steps take 5 ms; a call that blocks its event loop raises."""
+    engine = await make_engine(4, 0.005, {name.replace("__", "."): value for name, value in settings.items()})
+    server = HttpServer(engine)
+    with blockbuster_ctx():
+        try:
+            yield engine, server, await server.start()
+        finally:
+            await server.close()
+            await engine.close()
+
+
+async def watch(http: aiohttp.ClientSession, **options: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of the live stream."""
+    async with http.get("/page/live", **options) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        async for line in response.content:
+            if line.strip():
+                event = json.loads(line.removeprefix(b"data: "))
+                assert len(event["engines"]) == 1
+                yield event["engines"][0]
+
+
+async def complete(http: aiohttp.ClientSession, max_tokens: int, prompt_len: int = 100) -> None:
+    body = {"prompt": list(range(5, 5 + prompt_len)), "max_tokens": max_tokens, "ignore_eos": True}
+    async with http.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  # the engine has no events for its inner states
+            await asyncio.sleep(0.001)
+
+
+# ---------------------------------------------------------------- files
+
+
+async def test_every_file_is_served_under_a_strict_policy() -> None:
+    server = make_server()
+    contents = await asyncio.to_thread(lambda: {file.name: file.read_bytes() for file in FOLDER.iterdir()})
+    assert {name for name, _ in PAGE_FILES.values()} == contents.keys()
+    with blockbuster_ctx():  # reading a file must not block the event loop
+        await check_files(await server.start(), contents)
+    await server.close()
+
+
+async def check_files(url: str, contents: dict[str, bytes]) -> None:
+    async with aiohttp.ClientSession(url) as http:
+        for path, (name, content_type) in PAGE_FILES.items():
+            async with http.get(path) as response:
+                assert response.status == 200
+                assert await response.read() == contents[name]
+                assert response.headers["Content-Type"] == content_type
+                assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
+                assert "unsafe" not in response.headers["Content-Security-Policy"]
+                assert response.headers["Cache-Control"] == "no-cache"
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                tag = response.headers["ETag"]
+            async with http.get(path, headers={"If-None-Match": tag}) as response:
+                assert response.status == 304
+
+
+@pytest.mark.parametrize("path", ["/page", "/page/", "/page/index.html", "/page/../config.py", "/page/..%2fconfig.py", "/page/nothing.js"])
+async def test_nothing_else_is_served(path: str) -> None:
+    server = make_server()
+    url = await server.start()
+    async with aiohttp.ClientSession() as http, http.get(URL(url + path, encoded=True)) as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "not_found"
+    await server.close()
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
+def test_no_file_names_another_host(file: Path) -> None:
+    text = file.read_text("utf-8").replace(SVG_NAMESPACE, "")
+    assert re.findall(r"\w+://|[\"'(=]\s*//|@import|data:[^\"\s]", text) == []
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.js")), ids=lambda file: file.name)
+def test_no_script_makes_markup_or_code_of_text(file: Path) -> None:
+    makers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setHTML"
+    assert re.findall(makers, file.read_text("utf-8")) == []
+
+
+async def test_the_files_need_no_key_and_the_rest_does() -> None:
+    async with serve(server__api_keys=["key"]) as (_, _, url), aiohttp.ClientSession(url) as http:
+        for path in PAGE_FILES:
+            async with http.get(path) as response:
+                assert response.status == 200, path
+        for path in ("/page/live", "/page/info", "/page/", "/page/nothing"):
+            async with http.get(path) as response:
+                assert response.status == 401, path
+        bearer = {"Authorization": "Bearer key"}
+        async with http.get("/page/info", headers=bearer) as response:
+            assert response.status == 200
+        async for state in watch(http, headers=bearer):
+            assert state["running"] == 0
+            break
+
+
+# ---------------------------------------------------------------- info
+
+
+@pytest.mark.parametrize("chats", [True, False])
+async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as (engine, _, url), aiohttp.ClientSession(url) as http:
+        monkeypatch.setattr(type(engine.tokenizer), "has_chat_template", chats)
+        async with http.get("/page/info") as response:
+            info = await response.json()
+        assert info["chat"] is chats
+        assert info["max_model_len"] == engine.max_model_len
+        params = engine.defaults.sampling_params()
+        assert info["defaults"] == {name: getattr(params, name) for name in info["defaults"]}
+        assert {"temperature", "top_p", "top_k", "min_p"} < info["defaults"].keys()
+
+
+# ---------------------------------------------------------------- the live stream
+
+
+async def test_what_the_live_stream_tells_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.05)
+    async with serve() as (engine, _, url), aiohttp.ClientSession(url) as http:
+        steps: list[list[int]] = []
+        running: list[int] = []
+        work: asyncio.Future[Any] | None = None
+        async for state in watch(http):
+            steps += state["log"]
+            running.append(state["running"])
+            assert (state["slots"], state["blocks"], state["block_size"]) == (4, engine.scheduler.pool.num_blocks, 16)
+            if work is None:
+                assert (state["steps"], state["blocks_used"], state["blocks_cached"]) == (0, 0, 0)
+                work = asyncio.gather(*(complete(http, 140, 100 + index) for index in range(3)))
+            elif state["running"]:
+                assert (state["running"], state["waiting"]) == (3, 0)
+                assert state["blocks_used"] >= 3 * 7 - 2 * 6  # they may share the blocks in which they are alike
+            elif work.done():
+                break
+        await work
+    assert 3 in running
+    ids, prefills, decodes, sampled, *times = zip(*steps, strict=True)
+    assert list(ids) == list(range(len(ids)))
+    assert len(ids) == state["steps"] >= 140
+    assert sum(sampled) == 3 * 140 + state["wasted_rows"]
+    assert state["generation_tokens"] == 3 * 140
+    assert sum(prefills) + state["prefix_hit"] == state["prefix_queried"] == state["prompt_tokens"] == 100 + 101 + 102
+    assert sum(prefills) + sum(decodes) == 303 - state["prefix_hit"] + 3 * 139
+    assert state["blocks_used"] == 0
+    assert state["blocks_cached"] == engine.scheduler.pool.num_cached > 20
+    assert state["finished"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
+    assert all(0 <= us < 1e6 for phase in times for us in phase)
+    assert all(sum(phase) > 0 for phase in times[2:])  # update, plan, post, emit; this worker takes no time at all
+
+
+async def test_the_server_notices_that_the_client_went_away() -> None:
+    async with serve() as (engine, _, url):
+        books = engine.metrics.steps
+        async with aiohttp.ClientSession(url) as http, aiohttp.ClientSession(url) as other:
+            first, second = watch(http), watch(other)
+            await anext(first)
+            await anext(second)
+            assert books.num_watchers == 2
+            await http.close()
+            await until(lambda: books.num_watchers == 1)
+            await complete(other, 3)
+            while not (await anext(second))["log"]:
+                pass
+        await until(lambda: books.num_watchers == 0)
+        assert books.since(-1) == []
+
+
+async def test_nothing_is_logged_while_nobody_looks() -> None:
+    async with serve() as (engine, _, url), aiohttp.ClientSession(url) as http:
+        await complete(http, 5)
+        assert not engine.metrics.steps._posted
+        assert engine.metrics.steps.since(-1) == []
+
+
+async def test_looking_on_has_no_deadline() -> None:
+    async with serve(server__request_timeout_s=0.3) as (_, _, url), aiohttp.ClientSession(url) as http:
+        times = 0
+        async for _ in watch(http):
+            times += 1
+            if times == 3:
+                break
+        assert times == 3
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_server_that_stops_does_not_wait_for_who_looks_on(drains: bool) -> None:
+    async with serve() as (_, server, url), aiohttp.ClientSession(url) as http:
+        events = watch(http)
+        await anext(events)
+        async with asyncio.timeout(0.4):  # less than the time to the next event
+            await (server.drain() if drains else server.close())
+            assert [event async for event in events] == [], "the stream ends as it should: nothing is missing of it"
+
+
+async def test_a_reader_that_stalls_costs_bounded_memory_and_no_time_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.0001)
+    async with serve() as (engine, server, url):
+        with socket.socket() as stalled:
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", URL(url).port))
+            await asyncio.get_running_loop().sock_sendall(stalled, b"GET /page/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert server._runner.server is not None
+            await until(lambda: engine.metrics.steps.num_watchers)
+            (connection,) = server._runner.server.connections
+            transport = connection.transport
+            assert transport is not None
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            await until(lambda: transport.get_write_buffer_size())  # the system's buffers are full
+            async with aiohttp.ClientSession(url) as http:
+                await complete(http, 200)
+            assert transport.get_write_buffer_size() < 16_384  # one event
+            async with asyncio.timeout(5):
+                await server.drain()
