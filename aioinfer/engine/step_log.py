@@ -29,7 +29,8 @@ class Step(NamedTuple):
         sampled: rows that chose a token, those of requests that had ended meanwhile included.
         worker_us: microseconds that the first rank spent on the step.
         result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on its parts. The plan was drawn
-            up and posted in an earlier turn than the result was handled in.
+            up and posted in an earlier turn than the result was handled in; what is emitted is the text of the step before, whose
+            time is known only then.
     """
 
     step_id: int

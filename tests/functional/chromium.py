@@ -35,24 +35,29 @@ class Page:
         self._background: set[asyncio.Task[Any]] = set()
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """Returns the result of a command. Raises RuntimeError if the browser refuses it."""
+        """Returns the result of a command. Raises RuntimeError if the browser refuses it, ConnectionError if it has gone."""
         number = next(self._numbers)
-        self._replies[number] = asyncio.get_running_loop().create_future()
+        reply_to = self._replies[number] = asyncio.get_running_loop().create_future()
         session = {"sessionId": self._session} if self._session else {}
         await self._socket.send_json({"id": number, "method": method, "params": params} | session)
-        reply = await self._replies[number]
+        reply = await reply_to
         if "error" in reply:
             raise RuntimeError(f"{method}: {reply['error']['message']}")
         return reply["result"]
 
     async def receive(self) -> None:
         """Takes the browser's messages until it ends."""
-        async for message in self._socket:
-            event = json.loads(message.data)
-            if "id" in event:
-                self._replies.pop(event["id"]).set_result(event)
-            else:
-                self._take(event["method"], event["params"])
+        try:
+            async for message in self._socket:
+                event = json.loads(message.data)
+                if "id" not in event:
+                    self._take(event["method"], event["params"])
+                elif not (reply_to := self._replies.pop(event["id"])).done():  # else nobody waits for it any more
+                    reply_to.set_result(event)
+        finally:
+            for reply_to in self._replies.values():
+                if not reply_to.done():
+                    reply_to.set_exception(ConnectionError("the browser has gone"))
 
     def _take(self, method: str, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
