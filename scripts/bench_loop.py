@@ -7,7 +7,8 @@ clients are other processes that read bytes and count events. In the worker's pl
 plan after `--delay-ms`, in the next turn of the loop if that is 0, with tokens of a text in many scripts. Requests have 128 tokens
 in and a stop string that never comes. CPU time is that of the loop's thread, from the first request to the last
 event, over all tokens streamed. In the same run the plain way: the same engine, and for each token an object on an
-asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. The parts of a turn are those of `/metrics`.
+asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. And the same work as ours without sockets, up to the bytes
+that would be written: the difference is what the system takes for them. The parts of a turn are those of `/metrics`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from aioinfer.api.context import ENGINE
+from aioinfer.api.delivery import ChoiceEvents, DirectSink
 from aioinfer.api.server import HttpServer
+from aioinfer.api.sse import ChunkTemplate, Envelope
 from aioinfer.config import Config, load_config
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.generation import Delta
@@ -209,6 +212,39 @@ async def measure(engine: Engine, server: HttpServer | PlainServer, streams: int
     return Figures(cpu / total * 1e6, wall / total * 1e6, events / total, parts, bounds[worst] * 1e3)
 
 
+class NoTransport:
+    """Stands in a connection's place: what is written to it is gone."""
+
+    def get_write_buffer_size(self) -> int:
+        """Nothing ever waits."""
+        return 0
+
+    def is_closing(self) -> bool:
+        """It never closes."""
+        return False
+
+    def write(self, data: bytes) -> None:
+        """Takes bytes."""
+
+
+async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> float:
+    """Returns the CPU time in us a token of the same work, up to the bytes of each event, over `NoTransport`s."""
+    engine = await make_engine(streams, delay_s)
+    envelope = Envelope("cmpl-0123456789abcdef01234567", "text_completion", int(time.time()), "m")
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
+    for number in range(streams):
+        events = ChoiceEvents(ChunkTemplate.for_completion(envelope, 0), b"", lambda logprobs, offset: {})
+        generation = await engine.submit([number + 5] * PROMPT_LEN, params)
+        generation.attach(DirectSink(NoTransport(), [events]))  # type: ignore[arg-type]
+    gc.collect()
+    gc.freeze()
+    cpu = time.thread_time()
+    await engine.drain(120)
+    cpu = time.thread_time() - cpu
+    await engine.close()
+    return cpu / (streams * tokens) * 1e6
+
+
 async def compare(streams: int, tokens: int, delay_s: float, seed: int) -> tuple[Figures, Figures]:
     """Returns the figures of the server and of the plain way, each on an engine of its own."""
     figures = []
@@ -232,16 +268,18 @@ def main() -> None:
     arguments = parser.parse_args()
     table = Table(title="the event loop, us a streamed token (medians)", title_justify="left")
     names = ("result", "update", "plan", "post", "emit")
-    for name in ("streams", "CPU", "plain way", "ratio", *names, "events a token", "lag up to ms"):
+    for name in ("streams", "CPU", "plain way", "ratio", "no sockets", *names, "events a token", "lag up to ms"):
         table.add_column(name, justify="right")
     for streams in map(int, arguments.streams.split(",")):
         runs = [uvloop.run(compare(streams, arguments.tokens, arguments.delay_ms / 1e3, seed)) for seed in range(arguments.runs)]
         ours, plain = [a for a, _ in runs], [b for _, b in runs]
+        bare = [uvloop.run(measure_without_sockets(streams, arguments.tokens, arguments.delay_ms / 1e3)) for _ in range(arguments.runs)]
         table.add_row(
             f"{streams}",
             f"{median([f.cpu_us for f in ours]):.1f}",
             f"{median([f.cpu_us for f in plain]):.1f}",
             f"{median([b.cpu_us / a.cpu_us for a, b in runs]):.2f}",
+            f"{median(bare):.1f}",
             *(f"{median([f.parts_us[name] for f in ours]):.2f}" for name in names),
             f"{median([f.events for f in ours]):.3f}",
             f"{max(f.lag_ms for f in ours):g}",
