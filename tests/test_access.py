@@ -73,10 +73,10 @@ async def test_health_needs_no_key() -> None:
         assert (await ask(http, "/version"))[0] == 401
 
 
-def test_metrics_need_no_key() -> None:
-    from aioinfer.api import access
+def test_what_needs_no_key() -> None:
+    from aioinfer.api import access, page
 
-    assert frozenset({"/health", "/metrics"}) == access._OPEN_PATHS
+    assert frozenset({"/health", "/metrics", *page.PAGE_FILES}) == access._OPEN_PATHS
 
 
 def test_without_keys_all_are_let_in() -> None:

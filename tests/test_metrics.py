@@ -25,7 +25,7 @@ from aioinfer.config import load_config
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepResult
+from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 
@@ -173,8 +173,8 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
 
 
 def test_the_parts_of_a_turn() -> None:
-    books = EngineMetrics()
-    books.take_plan(2.0, 3.0)
+    books, none = EngineMetrics(), np.empty(0, np.int32)
+    books.take_plan(StepPlan(0, *[none] * 9), 2.0, 3.0)
     books.take_turn(StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000), 4.0, 5.0)
     assert {phase: books.phases[phase].sum for phase in PHASES} == {"result": 1.0, "update": 4.0, "plan": 2.0, "post": 3.0, "emit": 5.0}
     assert books.worker_busy_ns == 7

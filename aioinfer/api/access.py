@@ -22,8 +22,8 @@ from aioinfer.errors import ConfigError, RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
-#: What monitoring reads without a key.
-_OPEN_PATHS = frozenset(("/health", "/metrics"))
+#: What needs no key: what monitoring reads, and the page, which asks for one.
+_OPEN_PATHS = frozenset(("/health", "/metrics", *PAGE_FILES))
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 _KEY = re.compile(r"[\x21-\x7e]+")
 #: Seconds for which a browser may remember the answer to a preflight.
@@ -76,8 +76,7 @@ API_KEYS = web.AppKey("api_keys", ApiKeys)
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answers 401 to a request without a right key, whatever its path, but for `/health`, `/metrics` and the files of the page."""
-    is_open = request.path in _OPEN_PATHS or request.path in PAGE_FILES
-    if not is_open and not request.app[API_KEYS].admit(request.headers.get("Authorization")):
+    if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(request.headers.get("Authorization")):
         message = "a valid API key is needed, as in 'Authorization: Bearer KEY'"
         raise RequestError(message, status=401, code="invalid_api_key")
     return await handler(request)

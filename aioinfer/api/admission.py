@@ -97,6 +97,10 @@ class Deadline:
         if timeout_s is not None and (when is None or self._began + timeout_s < when):
             self.guard.reschedule(self._began + timeout_s)
 
+    def lift(self) -> None:
+        """From now on lets the handler take any time."""
+        self.guard.reschedule(None)
+
     def hand_over(self, generations: Sequence[Generation]) -> Callable[[], None]:
         """From now on ends the generations at the deadline instead of the handler; returns what calls that off.
 
@@ -105,7 +109,7 @@ class Deadline:
         when = self.guard.when()
         if when is None:
             return lambda: None
-        self.guard.reschedule(None)
+        self.lift()
 
         def expire() -> None:
             for generation in generations:

@@ -20,7 +20,7 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import ADMISSION, deadline_of
 from aioinfer.api.context import ENGINE
 from aioinfer.api.errors import describe
-from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event
+from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its choice's text.
 LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
-
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
-}
 
 
 def new_envelope(request: web.Request, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
@@ -154,7 +148,7 @@ async def stream(
 
     A failure ends the stream with an error event, without `[DONE]`.
     """
-    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     try:
         num_tokens = await together([_send(request, response, *pair) for pair in zip(generations, choices, strict=True)])

@@ -20,6 +20,7 @@ from aiohttp import web
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import ENGINE
 from aioinfer.api.errors import json_response
+from aioinfer.api.sse import STREAM_HEADERS
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -42,11 +43,6 @@ _FILE_HEADERS = {
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-}
-_LIVE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
 }
 #: Seconds from one event of the live stream to the next.
 _INTERVAL_S = 0.5
@@ -98,9 +94,9 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns them. A client that does not keep up
     misses events, and nothing is queued for it.
     """
-    deadline_of(request).guard.reschedule(None)  # looking on has no deadline
+    deadline_of(request).lift()  # looking on has none
     engine, ended = request.app[ENGINE], request.app[_ENDED]
-    response = web.StreamResponse(headers=_LIVE_HEADERS)
+    response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     last_step = -1
     with engine.metrics.steps.watched():

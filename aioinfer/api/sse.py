@@ -13,6 +13,12 @@ from typing import Any
 import orjson
 
 DONE = b"data: [DONE]\n\n"
+#: Headers of every reply that is a stream of events.
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,10 +189,7 @@ class Engine:
                     return
                 planned = time.perf_counter()
                 self._executor.post(plan)
-                posted = time.perf_counter()
-                self.metrics.take_plan(planned - began, posted - planned)
-                if self.metrics.steps.num_watchers:
-                    self.metrics.steps.take_plan(plan, planned - began, posted - planned)
+                self.metrics.take_plan(plan, planned - began, time.perf_counter() - planned)
                 if plan.admissions:
                     self.metrics.take_admissions(self.scheduler.running, (one.slot for one in plan.admissions), planned)
         except Exception as error:  # a step that cannot be posted would leave every request waiting for ever

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from aioinfer.engine.step_log import StepLog
-from aioinfer.scheduler.plan import StepResult
+from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
 #: Upper bounds of buckets in seconds: of what lasts about as long as a step, of a part of a turn, of whole requests.
@@ -196,13 +196,18 @@ class EngineMetrics:
         self.time_to_first_token.add(now - times.arrived)
         self.prefill_time.add(now - times.scheduled)
 
-    def take_plan(self, plan_s: float, post_s: float) -> None:
+    def take_plan(self, plan: StepPlan, plan_s: float, post_s: float) -> None:
         """Notes how long a step was planned and posted."""
         self.phases["plan"].add(plan_s)
         self.phases["post"].add(post_s)
+        if self.steps.num_watchers:
+            self.steps.take_plan(plan, plan_s, post_s)
 
     def take_turn(self, result: StepResult, update_s: float, emit_s: float) -> None:
-        """Notes how long a turn took, but for what it planned."""
+        """Notes how long a turn took, but for what it planned.
+
+        `emit_s` is of the step before, whose text may have been made in several turns.
+        """
         phases = self.phases
         phases["result"].add(result.take_ns * 1e-9)
         phases["update"].add(update_s)

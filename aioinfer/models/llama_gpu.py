@@ -146,8 +146,7 @@ class GpuLlama:
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
         queries = self._queries(part, qkv)
         if first < len(qkv):
-            turned = torch.empty_like(queries, memory_format=torch.contiguous_format)
-            queries = self._turn_and_cache(part, qkv, cache, inputs, first, turned)
+            queries = self._turn_and_cache(part, qkv, cache, inputs, first)
         attended = paged_attention(
             queries, cache.keys, cache.values, inputs.block_tables, inputs.query_starts, inputs.seq_lens,
             num_decodes=first, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
@@ -166,10 +165,8 @@ class GpuLlama:
         if rows:
             plan_decode(workspace, chosen.seq_lens)
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
-        queries = self._queries(part, qkv)
         if step.num_decodes < len(qkv):
-            turned = torch.empty_like(queries, memory_format=torch.contiguous_format)
-            self._turn_and_cache(part, qkv, cache, inputs, step.num_decodes, turned)
+            self._turn_and_cache(part, qkv, cache, inputs, step.num_decodes)
         residual = residual.index_select(0, chosen.last)
         if not rows:
             return residual
@@ -187,10 +184,9 @@ class GpuLlama:
         heads, size = part.attend.num_heads, part.attend.head_size
         return qkv[:, : heads * size].view(-1, heads, size)
 
-    def _turn_and_cache(
-        self, part: Attention, qkv: torch.Tensor, cache: KVCache, inputs: StepInputs, first: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Norms and rotates the tokens from `first` on: keys and values go to the cache, queries to `out` [T, heads, head_size]."""
+    def _turn_and_cache(self, part: Attention, qkv: torch.Tensor, cache: KVCache, inputs: StepInputs, first: int) -> torch.Tensor:
+        """Norms and rotates the tokens from `first` on: keys and values go to the cache, queries are returned [T, heads, head_size]."""
+        out = torch.empty_like(self._queries(part, qkv), memory_format=torch.contiguous_format)
         qk_norm_rope_cache(
             qkv[first:], inputs.positions[first:], self._cos_sin, inputs.slot_mapping[first:], cache.keys, cache.values,
             num_q_heads=part.attend.num_heads, out=out[first:], pdl=self._pdl, **_norms(part),
