@@ -21,9 +21,9 @@ PROMPT = [5, 3, 17, 60, 2, 41]
 _NONE = np.empty(0, np.int32)
 
 
-def tiny_llama(folder: Path) -> Path:
-    """Writes a Llama of one layer with random weights."""
-    vocab, hidden, inner, heads, kv_heads = 64, 32, 64, 4, 2
+def tiny_llama(folder: Path, *, inner: int = 64) -> Path:
+    """Writes a Llama of one layer with random weights, and `inner` channels in its MLP."""
+    vocab, hidden, heads, kv_heads = 64, 32, 4, 2
     description = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "tie_word_embeddings": False,
         "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": heads,
@@ -111,6 +111,13 @@ def prefill_plan(step_id: int) -> StepPlan:
     return StepPlan(
         step_id, _ids(0), _ids(0), _ids(len(PROMPT)), _ids(1), _ids(0, 0, 0), _ids(0, 1, 2), _ids(7, 3, 9), _NONE, _NONE, [admission]
     )
+
+
+def long_prefill_plan(step_id: int, length: int) -> StepPlan:
+    """Admits a prompt of `length` tokens to slot 1, in the first blocks."""
+    admission = Admission(1, np.zeros(length, np.int32), length, SamplingParams(temperature=0), 0)
+    blocks = np.arange(-(-length // 4), dtype=np.int32)
+    return StepPlan(step_id, _ids(1), _ids(0), _ids(length), _ids(1), np.ones_like(blocks), blocks, blocks, _NONE, _NONE, [admission])
 
 
 def decode_plan(step_id: int, position: int) -> StepPlan:

@@ -1,13 +1,21 @@
-"""The heartbeat says what a rank of another process is doing, and for how long."""
+"""The heartbeat says what a rank of another process is doing, and for how long; the pulse, whether that process runs at all."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 from torch import multiprocessing
 
-from aioinfer.executor.heartbeat import Heartbeat
+from aioinfer.executor.heartbeat import Heartbeat, Pulse
 
 
 def test_states_of_several_ranks() -> None:
@@ -48,3 +56,137 @@ def test_another_process_is_seen() -> None:
     heartbeat.close()
     heartbeat.close()
     assert len(os.listdir("/dev/shm")) == before
+
+
+def test_who_keeps_a_step_from_its_end() -> None:
+    heartbeat = Heartbeat(3)
+    assert heartbeat.laggards(0) == [0, 1, 2]
+    heartbeat.begin(0, 0)
+    heartbeat.begin(2, 0)
+    assert heartbeat.laggards(0) == [1]
+    heartbeat.begin(1, 0)
+    heartbeat.finish(1, 0)
+    heartbeat.begin(1, 1)
+    assert heartbeat.laggards(0) == [0, 2]
+    assert heartbeat.laggards(1) == [0, 2]
+    heartbeat.finish(0, 0)
+    heartbeat.finish(2, 0)
+    assert heartbeat.laggards(0) == [0, 1, 2], "the result was lost"
+    heartbeat.close()
+
+
+SLEEPS = "import sys; print('up', flush=True); sys.stdin.read()"
+KEEPS_THE_INTERPRETER = "print('up', flush=True); sum(range(10**12))"
+#: What a spawned process is given to open is a pipe without a writer: its parent cannot be interrupted until it is open.
+HANGS_IN_A_CALL = """
+import os, sys
+os.mkfifo(sys.argv[1])
+print('up', flush=True)
+os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])
+"""
+LOOK_EVERY_S, LOST_AFTER_S = 0.05, 0.4
+
+
+@contextmanager
+def script(text: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that has said that it is up."""
+    process = subprocess.Popen([sys.executable, "-Sc", text, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Returns when the process has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
+def watch(processes: list[subprocess.Popen[bytes]], seconds: float, before_each_look: Callable[[], None] = lambda: None) -> dict[int, str]:
+    """Looks at processes for some time, and returns those that are found lost, by their number."""
+    pulse = Pulse(LOOK_EVERY_S, LOST_AFTER_S)
+    for process in processes:
+        pulse.watch(process.pid)
+    deadline, lost = time.monotonic() + seconds, {}
+    while not lost and time.monotonic() < deadline:
+        before_each_look()
+        pulse.look()
+        lost = pulse.find_lost("TD")
+        time.sleep(LOOK_EVERY_S)
+    pulse.close()
+    pulse.close()
+    return lost
+
+
+def test_a_process_that_waits_or_computes_is_not_lost() -> None:
+    with script(SLEEPS) as sleeper, script(KEEPS_THE_INTERPRETER) as computer:
+        assert watch([sleeper, computer], 2 * LOST_AFTER_S) == {}
+
+
+def test_a_stopped_process_is_lost() -> None:
+    with script(SLEEPS) as sleeper, script(SLEEPS) as stopped:
+        stop(stopped)
+        began = time.monotonic()
+        assert watch([sleeper, stopped], 20) == {1: "has not run for 0 s: it is stopped, as by SIGSTOP"}
+        assert time.monotonic() - began >= LOST_AFTER_S
+
+
+def test_a_process_in_a_call_that_cannot_be_interrupted_is_lost(tmp_path: Path) -> None:
+    with script(HANGS_IN_A_CALL, tmp_path / "fifo") as hung:
+        assert watch([hung], 20) == {0: "has not run for 0 s: it hangs in a system call that cannot be interrupted"}
+        os.close(os.open(tmp_path / "fifo", os.O_WRONLY))  # lets the spawned process go
+
+
+@pytest.mark.parametrize("text", [SLEEPS, KEEPS_THE_INTERPRETER])
+def test_a_process_that_is_stopped_again_and_again_is_not_lost(text: str) -> None:
+    """Every look finds it stopped; between some of them it runs for a moment."""
+    states = []
+
+    with script(text) as process:
+
+        def pulsate() -> None:
+            if len(states) % 2:
+                process.send_signal(signal.SIGCONT)
+                os.waitpid(process.pid, os.WCONTINUED)
+            if len(states) % 2 or not states:
+                stop(process)
+            states.append(Path(f"/proc/{process.pid}/stat").read_text().split()[2])
+
+        assert watch([process], 3 * LOST_AFTER_S, pulsate) == {}
+    assert len(states) > 4
+    assert set(states) == {"T"}
+
+
+def test_a_look_that_comes_late_begins_anew() -> None:
+    """As when this process was stopped together with the others, and is continued before them."""
+    with script(SLEEPS) as process:
+        stop(process)
+        pulse = Pulse(LOOK_EVERY_S, LOST_AFTER_S)
+        pulse.watch(process.pid)
+        for _ in range(2):
+            pulse.look()
+            assert pulse.find_lost("T") == {}
+            looked_at = time.monotonic()
+            time.sleep(1.5 * LOST_AFTER_S)
+        pulse.look()
+        assert pulse.resumed_at > looked_at + LOST_AFTER_S
+        pulse.close()
+
+
+def test_states_that_do_not_count_and_processes_that_are_gone() -> None:
+    with script(SLEEPS) as process:
+        stop(process)
+        pulse = Pulse(LOOK_EVERY_S, 0)
+        pulse.watch(process.pid)
+        for _ in range(3):
+            pulse.look()
+        assert pulse.find_lost("D") == {}
+        assert list(pulse.find_lost("T")) == [0]
+    pulse.look()
+    pulse.look()
+    assert pulse.find_lost("TD") == {}
+    pulse.close()

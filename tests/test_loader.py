@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models import loader
 from aioinfer.models.architecture import Architecture
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import CausalLM, build_model
 from tests.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
+open_tensors = loader._open
 
 
 @pytest.fixture
@@ -98,6 +102,44 @@ def test_ranks_take_their_parts(folder: Path):
         else:
             parts = [rank[name] for rank in ranks]
         assert torch.equal(torch.cat(parts, dim=int(name in columns)), tensor), name
+
+
+class CountedSlices:
+    """An open safetensors file, or one tensor in it, which counts the bytes of the slices that are taken."""
+
+    def __init__(self, opened: Any, taken: Counter[str], name: str = ""):
+        self._opened, self._taken, self._name = opened, taken, name
+
+    def __enter__(self) -> CountedSlices:
+        return CountedSlices(self._opened.__enter__(), self._taken)
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def get_slice(self, name: str) -> CountedSlices:
+        return CountedSlices(self._opened.get_slice(name), self._taken, name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self._opened[index]
+        self._taken[self._name] += part.nbytes
+        return part
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_reads_its_parts_alone(folder: Path, size: int, monkeypatch: pytest.MonkeyPatch):
+    """What several ranks read are norms, the biases of sums, and KV heads that they share."""
+    whole = {name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    taken = [Counter[str]() for _ in range(size)]
+    for rank in range(size):
+        monkeypatch.setattr(loader, "_open", lambda file, rank=rank: CountedSlices(open_tensors(file), taken[rank]))
+        load(folder, rank=rank, size=size)
+    sharers = {name: size if "norm" in name or name.endswith("o_proj.bias") else 1 for name in whole}
+    sharers |= {name: max(1, size // 2) for name in whole if ".k_proj." in name or ".v_proj." in name}  # there are two KV heads
+    for counted in taken:
+        assert counted == {name: nbytes * sharers[name] // size for name, nbytes in whole.items()}
 
 
 def test_tensors_that_are_computed_or_tied_may_lie_there(tmp_path: Path):

@@ -17,16 +17,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
+from aioinfer.executor.heartbeat import Pulse
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor, _without_main_module
 from aioinfer.scheduler.plan import StepResult
-from tests.executor_runs import Run, broken_plan, decode_plan, greedy, prefill_plan, tiny_config, tiny_llama
+from tests.executor_runs import Run, broken_plan, decode_plan, greedy, long_prefill_plan, prefill_plan, tiny_config, tiny_llama
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,6 +78,14 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - other processes set no event here
             await asyncio.sleep(0.01)
+
+
+def keep_the_loop_until_ended(*processes: psutil.Process) -> None:
+    """Returns when processes have told the executor what they had to tell, and are zombies; it gets all of it at once."""
+    deadline = time.monotonic() + 10
+    while any(process.status() != psutil.STATUS_ZOMBIE for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def heartbeat(run: Run, rank: int) -> str:
@@ -144,7 +154,10 @@ async def test_a_killed_worker_is_told_at_once(run: Run) -> None:
     assert len(run.failures) == 1
 
 
-async def test_a_stopped_worker_is_named(run: Run) -> None:
+AGO = r"last heartbeat \d+\.\d s ago"
+
+
+async def test_a_step_without_an_answer_names_the_ranks_that_the_others_wait_for(run: Run) -> None:
     await run.start()
     _, rank_1 = workers()
     await greedy(run, 3)
@@ -152,9 +165,125 @@ async def test_a_stopped_worker_is_named(run: Run) -> None:
     rank_1.suspend()
     run.executor.post(decode_plan(3, 8))
     message = await run.wait_for_failure()
-    ago = r"last heartbeat \d+\.\d s ago"
-    expected = rf"step 3 was not answered within 3 s: rank 0 was executing step 3, {ago}; "
-    assert re.fullmatch(rf"{expected}rank 1 was waiting for a plan after step 2, {ago}", message)
+    assert "executing step 3" in heartbeat(run, 0)
+    assert re.fullmatch(rf"step 3 was not answered within 3 s: rank 1 was waiting for a plan after step 2, {AGO}", message)
+
+
+@pytest.fixture
+async def watched(folder: Path) -> AsyncIterator[Run]:
+    """Two ranks, not yet started, that are lost when they do not run for a second."""
+    executor = MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder)
+    executor._pulse = Pulse(look_every_s=0.1, lost_after_s=1.0)
+    yield Run(executor)
+    await executor.shutdown()
+    assert workers() == []
+
+
+async def test_a_stopped_worker_is_named_once_there_is_work(watched: Run) -> None:
+    """Not the one that waits for it; and nothing is said, or done, while there is no work."""
+    await watched.start()
+    _, rank_1 = workers()
+    await greedy(watched, 3)
+    await until(lambda: "waiting for a plan after step 2" in heartbeat(watched, 1))  # results come from rank 0
+    rank_1.suspend()
+    await asyncio.sleep(1.5)
+    assert (watched.failures, watched.executor._watchdog) == ([], None)  # type: ignore[attr-defined]
+    watched.executor.post(decode_plan(3, 8))
+    message = await watched.wait_for_failure()
+    assert "executing step 3" in heartbeat(watched, 0)
+    what = "has not run for 1 s: it is stopped, as by SIGSTOP"
+    assert re.fullmatch(f"worker 1 {what}: rank 1 was waiting for a plan after step 2, {AGO}", message)
+    await until(lambda: workers() == [])
+    assert len(watched.failures) == 1
+
+
+async def test_a_worker_stopped_while_starting_is_named(watched: Run) -> None:
+    start = asyncio.create_task(watched.start())
+    await until(lambda: len(workers()) == 2)
+    workers()[1].suspend()
+    with pytest.raises(EngineDeadError, match=r"worker 1 has not run for 1 s: it is stopped, as by SIGSTOP: rank 1 has begun no step"):
+        await start
+    assert workers() == []
+    assert watched.failures == []
+
+
+async def test_ranks_load_side_by_side(tmp_path: Path) -> None:
+    """One loads all of its weights while the other is stopped in the middle of it."""
+    (tiny_llama(tmp_path, inner=2**17) / "model.safetensors").unlink()
+    run = Run(MultiprocessExecutor(tiny_config(tmp_path, tensor_parallel_size=2, **{"model.load_format": "dummy"}), tmp_path))
+    executor: Any = run.executor
+    stopped = asyncio.Event()
+
+    def stop_rank_0(phase: str, done: int, total: int) -> None:
+        run.progress.append((phase, done, total))
+        workers()[0].suspend()
+        stopped.set()
+
+    start = asyncio.create_task(executor.start(lambda result: None, lambda error: None, stop_rank_0))
+    async with asyncio.timeout(30):
+        await stopped.wait()
+    await until(lambda: bool(executor._answers[1]))
+    assert not executor._answers[0]
+    assert run.progress[-1][1] < run.progress[-1][2]
+    executor._on_progress = lambda *progress: None
+    workers()[0].resume()
+    await start
+    await executor.shutdown()
+
+
+async def test_a_worker_that_is_slow_but_alive_is_waited_for(watched: Run) -> None:
+    """It is stopped for most of the time, and for longer in all than a stopped one is waited for."""
+    await watched.start()
+    expected = await greedy(watched, 8)
+    _, rank_1 = workers()
+    stopped_s, pulses = 0.0, 0
+    answer = asyncio.create_task(greedy(watched, 8))
+    while not answer.done() and pulses < 6:
+        rank_1.suspend()
+        await asyncio.sleep(0.5)
+        stopped_s, pulses = stopped_s + 0.5, pulses + 1
+        rank_1.resume()
+        await asyncio.sleep(0.001)
+    assert await answer == expected
+    assert watched.failures == []
+    assert stopped_s > 1.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+async def test_a_rank_that_waits_for_a_dead_one_is_not_named(run: Run, number: signal.Signals) -> None:
+    """Its exchange fails, and the event loop hears of that first."""
+    await run.start()
+    rank_0, rank_1 = workers()
+    await greedy(run, 2)
+    rank_1.suspend()
+    run.executor.post(decode_plan(2, 7))
+    await until(lambda: "executing step 2" in heartbeat(run, 0))
+    rank_1.send_signal(number)
+    rank_1.resume()
+    keep_the_loop_until_ended(rank_0)
+    run.executor._take_message(0)  # type: ignore[attr-defined]  # as the loop may do first, too
+    message = await run.wait_for_failure()
+    assert re.fullmatch(rf"worker 1 was killed by {number.name}: rank 1 was (executing|waiting).*, {AGO}", message)
+    await until(lambda: workers() == [])
+
+
+async def test_the_rank_with_the_first_error_is_named(tmp_path: Path) -> None:
+    """One runs out of memory; the other waits for it in an exchange, which fails."""
+    folder = tiny_llama(tmp_path, inner=16384)
+    run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
+    await run.start()
+    rank_0, rank_1 = workers()
+    await greedy(run, 2)
+    limit = rank_1.memory_info().vms + 2**21
+    rank_1.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    run.executor.post(long_prefill_plan(2, 120))
+    keep_the_loop_until_ended(rank_0, rank_1)
+    run.executor._take_message(0)  # type: ignore[attr-defined]  # as the loop may do first, too
+    message = await run.wait_for_failure()
+    assert message.startswith("worker 1 failed:\nTraceback")
+    assert "allocate memory" in message
+    await until(lambda: workers() == [])
+    await run.executor.shutdown()
 
 
 async def test_errors_of_the_start_arrive_as_they_are(folder: Path) -> None:

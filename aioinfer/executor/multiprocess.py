@@ -2,7 +2,11 @@
 
 The engine's event loop is woken by file descriptors alone: results by an eventfd, start-up messages by the
 control connections, a worker's death by its pidfd. (The sentinel of multiprocessing comes too early: when a process closes
-its descriptors it has no exit status yet.) Nothing here waits or polls.
+its descriptors it has no exit status yet.) Nothing here waits, and only while steps are unanswered or workers start does
+it look once a second for ranks that do not run.
+
+Whatever ends one rank ends all, and the error names the one with which it began: ranks that wait for others in an exchange fail a
+moment after one that died, and are not to be taken for the cause.
 """
 
 from __future__ import annotations
@@ -31,25 +35,28 @@ from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
-from aioinfer.executor.heartbeat import Heartbeat
+from aioinfer.executor.heartbeat import Heartbeat, Pulse
 from aioinfer.executor.ring import Ring, RingFullError
 from aioinfer.scheduler.plan import StepPlan, StepResult
-from aioinfer.worker.process import WorkerSpec, main
+from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
+_GRACE_S = 2.0  # from a rank's error until it is told: other ranks may have failed before, and not be heard of yet
 _MAIN_MODULE_LOCK = threading.Lock()  # executors that start together would put back each other's stand-in
 
 
 class MultiprocessExecutor:
     """Implements `Executor` with worker processes."""
 
-    def __init__(self, config: Config, folder: Path):
+    def __init__(self, config: Config, folder: Path, engine: int = 0):
         self.config = config
         self._folder = folder
+        self._engine = engine
         self._size = config.parallel.tensor_parallel_size
         self._plans = Ring(self._size)
         self._results = Ring(1)
         self._heartbeat = Heartbeat(self._size)
+        self._pulse = Pulse()
         self._processes: list[SpawnProcess] = []
         self._pidfds: list[int] = []
         self._controls: list[Connection] = []
@@ -61,6 +68,8 @@ class MultiprocessExecutor:
         self._posted: deque[tuple[int, float]] = deque()  # (step id, when) of unanswered plans
         self._last_result = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
+        self._reports: list[FailureReport] = []
+        self._verdict: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
         self._started = False
         self._ending: asyncio.Future[None] | None = None
@@ -118,14 +127,16 @@ class MultiprocessExecutor:
             here, there = context.Pipe()
             self._controls.append(here)
             spec = WorkerSpec(
-                self.config, self._folder, rank, self._size, self._plans, self._results, self._heartbeat, there, lifeline, store_port
-            )
-            process = context.Process(target=main, args=(spec,), name=f"aioinfer-worker-{rank}", daemon=True)
+                self.config, self._folder, rank, self._size, self._plans, self._results, self._heartbeat, there, lifeline, store_port,
+                self._engine,
+            )  # fmt: skip
+            process = context.Process(target=main, args=(spec,), name=f"aioinfer-worker-{self._engine}.{rank}", daemon=True)
             with _without_main_module():
                 process.start()
             there.close()
             self._processes.append(process)
             self._pidfds.append(os.pidfd_open(cast(int, process.pid)))
+            self._pulse.watch(cast(int, process.pid))
         lifeline.close()
 
     def _watch(self) -> None:
@@ -135,6 +146,7 @@ class MultiprocessExecutor:
             self._answers.append(deque())
             self._loop.add_reader(control.fileno(), self._take_message, rank)
             self._loop.add_reader(pidfd, self._take_death, rank)
+        self._look()
 
     async def _gather(self, kind: str) -> list[Any]:
         """Returns what each rank sent under `kind`, once all have. Raises what ended one of them."""
@@ -158,8 +170,7 @@ class MultiprocessExecutor:
             if rank == 0:
                 self._on_progress("load weights", *message[1:])
         elif message[0] == "failed":
-            _, error, trace = message
-            self._fail(error or EngineDeadError(f"worker {rank} failed:\n{trace}"))
+            self._take_report(message[1])
         else:
             self._answers[rank].append(message)
             self._news.set()
@@ -176,7 +187,7 @@ class MultiprocessExecutor:
             return
         self._posted.append((plan.step_id, time.monotonic()))
         if self._watchdog is None:
-            self._watchdog = self._loop.call_later(self.config.parallel.step_timeout_s, self._check_progress)
+            self._watchdog = self._loop.call_later(self._look_every_s, self._look)
 
     def _take_results(self) -> None:
         for _ in range(self._results.announced(0)):
@@ -197,28 +208,67 @@ class MultiprocessExecutor:
             self._fail(EngineDeadError(f"the result of step {result.step_id} could not be taken: {error!r}"))
             raise
 
-    def _check_progress(self) -> None:
-        """Runs once a timeout while there is work, not once a step: fails if the oldest step has run that long."""
+    @property
+    def _look_every_s(self) -> float:
+        return min(self._pulse.look_every_s, self.config.parallel.step_timeout_s)
+
+    def _look(self) -> None:
+        """Looks after the ranks again and again, as long as steps are unanswered or workers start."""
         self._watchdog = None
+        if self._failure is not None or (self._started and not self._posted):
+            return
+        self._pulse.look()
+        trouble = self._find_lost() or self._find_overdue()
+        if trouble:
+            self._fail(EngineDeadError(trouble))
+        else:
+            self._watchdog = self._loop.call_later(self._look_every_s, self._look)
+
+    def _find_lost(self) -> str:
+        """Returns which ranks do not run at all, or nothing."""
+        lost = self._pulse.find_lost("TD" if self._started else "T")  # while a rank loads, a disk may keep it waiting for long
+        return "; ".join(f"worker {rank} {what}: {self._heartbeat.describe(rank)}" for rank, what in lost.items())
+
+    def _find_overdue(self) -> str:
+        """Returns which ranks keep the oldest unanswered step from its end, if it has run for too long, or nothing."""
         if not self._posted:
-            return
-        timeout = self.config.parallel.step_timeout_s
+            return ""
         step_id, posted = self._posted[0]
-        left = max(posted, self._last_result) + timeout - time.monotonic()  # a step runs once the one before is done
-        if left > 0:
-            self._watchdog = self._loop.call_later(left, self._check_progress)
-            return
-        states = "; ".join(self._heartbeat.describe(rank) for rank in range(self._size))
-        self._fail(EngineDeadError(f"step {step_id} was not answered within {timeout:g} s: {states}"))
+        timeout = self.config.parallel.step_timeout_s
+        began = max(posted, self._last_result, self._pulse.resumed_at)  # a step runs once the one before is done
+        if time.monotonic() - began < timeout:
+            return ""
+        states = "; ".join(self._heartbeat.describe(rank) for rank in self._heartbeat.laggards(step_id))
+        return f"step {step_id} was not answered within {timeout:g} s: {states}"
 
     # ---------------------------------------------------------------- the end
 
+    def _take_report(self, report: FailureReport) -> None:
+        """Takes a rank's error. If it may come of another's end, of which nothing is known yet, that gets a moment to show."""
+        self._reports.append(report)
+        is_everybodys = len({report.rank for report in self._reports}) == self._size
+        if is_everybodys or (report.error is not None and not report.in_exchange):
+            self._judge()
+        elif self._verdict is None:
+            self._verdict = self._loop.call_later(_GRACE_S, self._judge)
+
+    def _judge(self) -> None:
+        """Fails with the error that was first; one that did not arise in an exchange comes before those that did."""
+        report = min(self._reports, key=lambda report: (report.in_exchange, report.at_ns))
+        self._fail(report.error or EngineDeadError(f"worker {report.rank} failed:\n{report.trace}"))
+
     def _take_death(self, rank: int) -> None:
+        """Takes the end of a process. Only one that told of no error is the cause of others' errors in exchanges."""
         self._loop.remove_reader(self._pidfds[rank])
+        code = self._processes[rank].exitcode or 0  # asking for it also takes the zombie away
         while self._failure is None and self._controls[rank].poll():  # its last words explain more than its status
             if not self._take_message(rank):
                 break
-        code = self._processes[rank].exitcode or 0
+        if any(report.rank == rank for report in self._reports):
+            return
+        if not all(report.in_exchange for report in self._reports):
+            self._judge()  # the error of another rank came before
+            return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         self._fail(EngineDeadError(f"worker {rank} {how}: {self._heartbeat.describe(rank)}"))
 
@@ -242,8 +292,9 @@ class MultiprocessExecutor:
     async def _shut_down(self) -> None:
         if self._spawning is not None:
             await asyncio.wait([self._spawning])  # a start that was cancelled may still be at it
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        for timer in (self._watchdog, self._verdict):
+            if timer is not None:
+                timer.cancel()
         if self._answers:
             for fd in [self._results.event_fd(0), *(control.fileno() for control in self._controls), *self._pidfds]:
                 self._loop.remove_reader(fd)
@@ -267,6 +318,7 @@ class MultiprocessExecutor:
         self._plans.close()
         self._results.close()
         self._heartbeat.close()
+        self._pulse.close()
 
 
 def _kill_all(processes: list[SpawnProcess]) -> None:

@@ -42,6 +42,7 @@ class WorkerSpec:
         control: messages while starting, both ways.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the parent.
         store_port: of the parent's `TCPStore` on 127.0.0.1, through which ranks find each other; 0 for one rank.
+        engine: the number of the engine that they belong to.
     """
 
     config: Config
@@ -54,6 +55,26 @@ class WorkerSpec:
     control: Connection
     lifeline: Connection
     store_port: int = 0
+    engine: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """What a rank tells of the error that ends it.
+
+    Attributes:
+        rank: which one.
+        error: the error itself, if it is meant for the user.
+        trace: its traceback as text.
+        at_ns: when it was caught, of `time.monotonic_ns`.
+        in_exchange: whether it arose while exchanging with other ranks. It is then most often the end of another rank.
+    """
+
+    rank: int
+    error: AioinferError | None
+    trace: str
+    at_ns: int
+    in_exchange: bool
 
 
 def main(spec: WorkerSpec) -> None:
@@ -71,9 +92,19 @@ def main(spec: WorkerSpec) -> None:
 
 def _report_failure(spec: WorkerSpec, error: Exception) -> None:
     """Sends the error to the parent, and ends the process."""
+    at_ns = time.monotonic_ns()
+    known = error if isinstance(error, AioinferError) else None
     with contextlib.suppress(OSError):  # the parent has hung up
-        spec.control.send(("failed", error if isinstance(error, AioinferError) else None, traceback.format_exc()))
+        spec.control.send(("failed", FailureReport(spec.rank, known, traceback.format_exc(), at_ns, _arose_in_exchange(error))))
     os._exit(1)
+
+
+def _arose_in_exchange(error: BaseException) -> bool:
+    """Whether an error, or the one that it was raised from, came out of torch's collectives."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(module.startswith("torch.distributed") for module in modules):
+        return True
+    return error.__cause__ is not None and _arose_in_exchange(error.__cause__)
 
 
 def _die_with_parent(lifeline: Connection) -> None:
@@ -88,7 +119,7 @@ def _start(spec: WorkerSpec) -> Worker:
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # until the decode steps are captured: see `GpuModelRunner`
     from aioinfer.worker.worker import Worker
 
-    worker = Worker(spec.config, spec.folder, _join_group(spec))
+    worker = Worker(spec.config, spec.folder, _join_group(spec), spec.engine)
     imported = time.perf_counter()
     report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))
     loaded = time.perf_counter()
@@ -155,4 +186,4 @@ def _join_group(spec: WorkerSpec) -> Any:
     from aioinfer.worker.worker import choose_device
 
     store = TCPStore("127.0.0.1", spec.store_port, is_master=False)
-    return ParallelGroup.connect(spec.rank, spec.size, store, choose_device(spec.config, spec.rank))
+    return ParallelGroup.connect(spec.rank, spec.size, store, choose_device(spec.config, spec.rank, spec.engine))
