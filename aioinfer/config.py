@@ -64,7 +64,7 @@ class CacheConfig:
 class SchedulerConfig:
     """What runs together in a step."""
 
-    max_num_seqs: int = key("Most requests that run at a time (slots of a worker).", 256)
+    max_num_seqs: int = key("Most requests that run at a time on an engine (slots of a worker).", 256)
     max_num_batched_tokens: int = key("Token budget of a step: prefill and decode tokens together.", 8192)
     max_prefill_tokens_beside_decode: int | None = key(
         "Most prefill tokens in a step that also decodes, so that long prompts do not stall streams. Default: a quarter of the budget.",
@@ -74,13 +74,13 @@ class SchedulerConfig:
         "Who goes first: `fcfs` by arrival; `priority` by the request's `priority` (lower first), then arrival.", "fcfs"
     )
     max_waiting_requests: int | None = key(
-        "Most requests that wait for a slot, beyond the free ones (each of n completions is one); further ones are answered 503, with "
-        "`Retry-After`.",
+        "Most requests that wait for a slot, beyond the free ones, on all engines together (each of n completions is one); further ones "
+        "are answered 503, with `Retry-After`.",
         4096,
     )
     max_waiting_tokens: int | None = key(
-        "Most prompt tokens of waiting requests; further requests are answered 503. One that finds none waiting is taken, whatever its "
-        "length.",
+        "Most prompt tokens of waiting requests, on all engines together; further requests are answered 503. One that finds none waiting "
+        "is taken, whatever its length.",
         None,
     )
     plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
@@ -91,12 +91,17 @@ class ParallelConfig:
     """The workers."""
 
     tensor_parallel_size: int = key("Workers that share each layer.", 1)
+    data_parallel_size: int = key(
+        "Engines: replicas of the model side by side, each with workers and a KV cache of its own. A request goes to the one that has the "
+        "most of its prompt cached or the least to do. Needs this many times `tensor_parallel_size` GPUs.",
+        1,
+    )
     executor: Literal["auto", "inline", "multiprocess"] = key(
         "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` in processes of their own (`auto`).",
         "auto",
     )
     device: Literal["auto", "cpu", "cuda"] = key("Device of the workers. `auto`: CUDA where there is a GPU.", "auto")
-    cpu_threads: int | None = key("Compute threads of a CPU worker. Default: the machine's cores, shared out among the workers.", None)
+    cpu_threads: int | None = key("Compute threads of a CPU worker. Default: the machine's cores, shared out among all workers.", None)
     step_timeout_s: float = key("Seconds that a step may take before its workers count as hung.", 300.0)
 
 
@@ -271,6 +276,7 @@ def _check_values(config: Config) -> None:
         "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "scheduler.max_prefill_tokens_beside_decode": config.scheduler.max_prefill_tokens_beside_decode,
         "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "parallel.data_parallel_size": config.parallel.data_parallel_size,
         "parallel.cpu_threads": config.parallel.cpu_threads,
         "scheduler.max_waiting_tokens": config.scheduler.max_waiting_tokens,
         "server.max_body_bytes": config.server.max_body_bytes,
@@ -291,8 +297,10 @@ def _check_values(config: Config) -> None:
         raise ConfigError(f"server.request_timeout_s must be above 0, not {config.server.request_timeout_s}")
     if config.server.tls_key is not None and config.server.tls_certificate is None:
         raise ConfigError("server.tls_key needs server.tls_certificate")
-    if config.parallel.executor == "inline" and config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("parallel.executor = 'inline' runs one worker: use 'multiprocess' with parallel.tensor_parallel_size above 1")
+    if config.parallel.executor == "inline":
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(config.parallel, name) > 1:
+                raise ConfigError(f"parallel.executor = 'inline' runs one worker: use 'multiprocess' with parallel.{name} above 1")
 
 
 def _nearest(wrong: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from rich.progress import Progress, TaskID
 
 from aioinfer.config import Config, load_config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.generation import Generation, TokenLogprob
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
@@ -94,13 +94,13 @@ class LLM:
         self._thread.start()
         try:
             with StartupDisplay(quiet=not progress) as display:
-                self.engine: Engine = self._call(Engine.launch(self.config, display.on_progress))
+                self.frontend: Frontend = self._call(Frontend.launch(self.config, display.on_progress))
         except BaseException:
             _stop_loop(self._loop, self._thread)
             raise
         if progress:
-            display.show(self.engine.report, self.config.served_model_names)
-        self._close = weakref.finalize(self, _close, self.engine, self._loop, self._thread)
+            display.show([engine.report for engine in self.frontend.engines], self.config.served_model_names)
+        self._close = weakref.finalize(self, _close, self.frontend, self._loop, self._thread)
 
     def generate(
         self,
@@ -121,7 +121,7 @@ class LLM:
             EngineDeadError: a worker died.
         """
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        given = params if params is not None else self.engine.defaults.sampling_params()
+        given = params if params is not None else self.frontend.defaults.sampling_params()
         each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
         return self._call(self._generate(cast(list[Prompt], many), each, priorities or [0] * len(many)))
 
@@ -136,7 +136,7 @@ class LLM:
         `options` are those of `Tokenizer.encode_chat`, such as `tools`. Otherwise as `generate`.
         """
         many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        encoded = [self.engine.tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many]
+        encoded = [self.frontend.tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many]
         return self.generate(encoded, params)
 
     async def _generate(self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]) -> list[Output]:
@@ -145,7 +145,7 @@ class LLM:
             async with asyncio.TaskGroup() as group:
                 tasks = []
                 for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
-                    generation = await self.engine.submit(prompt, wanted, priority=priority)
+                    generation = await self.frontend.submit(prompt, wanted, priority=priority)
                     tasks.append(group.create_task(_collect(generation, progress, task)))
         return [t.result() for t in tasks]
 
@@ -199,8 +199,8 @@ async def _collect(generation: Generation, progress: Progress, task: TaskID) -> 
     return Output(generation.prompt_token_ids, completions, generation.num_cached_tokens, requests[0].num_prefill_steps)
 
 
-def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
+def _close(frontend: Frontend, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(frontend.close(), loop).result()
     _stop_loop(loop, thread)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from aioinfer.executor.base import WorkerReport
 
 
 class StartupDisplay:
-    """Progress bars on stderr, as a context manager; `on_progress` goes to `Engine.launch`."""
+    """Progress bars on stderr, as a context manager; `on_progress` goes to `Frontend.launch`."""
 
     def __init__(self, *, quiet: bool = False):
         self.console = Console(stderr=True, quiet=quiet)
@@ -35,25 +36,31 @@ class StartupDisplay:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
-    def show(self, report: WorkerReport, names: list[str]) -> None:
-        """Prints what the workers made, and how long each phase took."""
+    def show(self, reports: Sequence[WorkerReport], names: list[str]) -> None:
+        """Prints what the workers made, a report for each engine, and how long each phase took on the slowest of them."""
         table = Table(title=f"aioinfer: {names[0]}", title_justify="left", show_header=False)
-        rows = {
-            "device": report.device,
-            "arithmetic": report.dtype,
-            "weights": f"{_size(report.weights_bytes)} a worker",
-            "KV cache": f"{_size(report.kv_cache_bytes)} a worker: {report.num_blocks} blocks of {report.block_size} tokens",
-            "longest request": f"{report.max_model_len} tokens"
-            + (f" ({report.max_model_len_reason})" if report.max_model_len_reason else ""),
-        }
-        if report.graph_bytes:
-            rows["CUDA graphs"] = f"{_size(report.graph_bytes)} a worker"
+        shortest = min(reports, key=lambda report: report.max_model_len)
+        rows = {"device": reports[0].device, "arithmetic": reports[0].dtype, "weights": f"{_size(reports[0].weights_bytes)} a worker"}
+        if len(reports) == 1:
+            rows["KV cache"] = _cache_text(reports[0])
+        else:
+            rows["engines"] = f"{len(reports)}, each with its KV cache"
+            rows |= {f"engine {number}": _cache_text(report) for number, report in enumerate(reports)}
+        rows["longest request"] = f"{shortest.max_model_len} tokens"
+        if shortest.max_model_len_reason:
+            rows["longest request"] += f" ({shortest.max_model_len_reason})"
+        if reports[0].graph_bytes:
+            rows["CUDA graphs"] = f"{_size(reports[0].graph_bytes)} a worker"
         for name, value in rows.items():
             table.add_row(name, value)
         table.add_section()
-        for phase, seconds in report.phases:
-            table.add_row(phase, f"{seconds:.2f} s")
+        for phases in zip(*(report.phases for report in reports), strict=True):
+            table.add_row(phases[0][0], f"{max(seconds for _, seconds in phases):.2f} s")
         self.console.print(table)
+
+
+def _cache_text(report: WorkerReport) -> str:
+    return f"{_size(report.kv_cache_bytes)} a worker: {report.num_blocks} blocks of {report.block_size} tokens"
 
 
 def _size(count: int) -> str:

@@ -30,7 +30,7 @@ from yarl import URL
 
 from aioinfer.api.app import settle_process
 from aioinfer.api.server import HttpServer
-from bench_loop import TEXT, make_engine
+from bench_loop import TEXT, make_frontend
 
 MAX_MODEL_LEN = 262_144
 HEALTH_INTERVAL_S = 0.02
@@ -55,10 +55,10 @@ def serve(streams: int, delay_ms: float, address: Any) -> None:
             "scheduler.max_num_batched_tokens": 65_536,
             "scheduler.max_prefill_tokens_beside_decode": 16_384,
         }
-        engine = await make_engine(streams + BURST, delay_ms / 1e3, settings)
+        frontend = await make_frontend(streams + BURST, delay_ms / 1e3, settings)
         settle_process()
-        address.put(await HttpServer(engine).start())
-        await engine.wait_dead()
+        address.put(await HttpServer(frontend).start())
+        await frontend.wait_dead()
 
     uvloop.run(run())
 

@@ -31,12 +31,12 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from aioinfer.api.context import ENGINE
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import ChoiceEvents, DirectSink
 from aioinfer.api.server import HttpServer
 from aioinfer.api.sse import ChunkTemplate, Envelope
 from aioinfer.config import Config, load_config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.generation import Delta
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.models.source import resolve_model
@@ -91,24 +91,24 @@ class EchoExecutor:
         """See `Executor.shutdown`."""
 
 
-async def make_engine(streams: int, delay_s: float, settings: Mapping[str, Any] | None = None) -> Engine:
-    """Returns a ready engine over an `EchoExecutor`, configured as in production but for `settings`."""
+async def make_frontend(streams: int, delay_s: float, settings: Mapping[str, Any] | None = None) -> Frontend:
+    """Returns a ready frontend over `EchoExecutor`s, configured as in production but for `settings`."""
     usual = {"scheduler.max_num_seqs": streams, "model.max_model_len": 2048, "server.port": 0, "scheduler.max_num_batched_tokens": 16384}
     config = await asyncio.to_thread(load_config, CONFIG, usual | dict(settings or {}))
-    executor = EchoExecutor(config, delay_s)
-    engine = Engine(config, executor)
-    await asyncio.to_thread(lambda: engine._load_text_side(resolve_model(config.model)))
-    executor.set_text(engine.tokenizer.encode(TEXT, False))
-    engine._open(await executor.start(engine._turn, engine._die, lambda phase, done, total: None))
-    return engine
+    executors = [EchoExecutor(config, delay_s) for _ in range(config.parallel.data_parallel_size)]
+    frontend = Frontend(config, executors)
+    await frontend.start(await asyncio.to_thread(resolve_model, config.model))
+    for executor in executors:
+        executor.set_text(frontend.tokenizer.encode(TEXT, False))
+    return frontend
 
 
 class PlainServer:
     """The plain way to stream, on the same engine."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, frontend: Frontend):
         app = web.Application()
-        app[ENGINE] = engine
+        app[FRONTEND] = frontend
         app.router.add_post("/v1/completions", self._complete)
         self._runner = web.AppRunner(app, access_log=None)
 
@@ -126,9 +126,9 @@ class PlainServer:
     @staticmethod
     async def _complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        engine = request.app[ENGINE]
+        frontend = request.app[FRONTEND]
         params = SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True, stop=tuple(body["stop"]))
-        generation = await engine.submit(body["prompt"], params)
+        generation = await frontend.submit(body["prompt"], params)
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         generation.put = queue.put_nowait  # type: ignore[method-assign, assignment]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -181,7 +181,7 @@ class Figures:
     lag_ms: float
 
 
-async def measure(engine: Engine, server: HttpServer | PlainServer, streams: int, tokens: int, seed: int) -> Figures:
+async def measure(frontend: Frontend, server: HttpServer | PlainServer, streams: int, tokens: int, seed: int) -> Figures:
     """Streams `tokens` tokens to each of `streams` clients."""
     url = await server.start()
     context = multiprocessing.get_context("spawn")
@@ -196,8 +196,8 @@ async def measure(engine: Engine, server: HttpServer | PlainServer, streams: int
     await asyncio.sleep(1.5)  # the clients import what they need
     gc.collect()
     gc.freeze()
-    phases = {name: part.sum for name, part in engine.metrics.phases.items()}
-    lags = list(engine.metrics.loop_lag.counts)
+    phases = {name: part.sum for name, part in frontend.engines[0].metrics.phases.items()}
+    lags = list(frontend.loop_lag.seconds.counts)
     cpu, wall = time.thread_time(), time.perf_counter()
     begin.set()
     events = sum([await asyncio.to_thread(counts.get, timeout=120) for _ in clients])
@@ -206,9 +206,9 @@ async def measure(engine: Engine, server: HttpServer | PlainServer, streams: int
         await asyncio.to_thread(client.join)
     await server.close()
     total = streams * tokens
-    worst = max((i for i, (was, now) in enumerate(zip(lags, engine.metrics.loop_lag.counts, strict=True)) if now > was), default=0)
-    bounds = (*engine.metrics.loop_lag.bounds, float("inf"))
-    parts = {name: (part.sum - phases[name]) / total * 1e6 for name, part in engine.metrics.phases.items()}
+    worst = max((i for i, (was, now) in enumerate(zip(lags, frontend.loop_lag.seconds.counts, strict=True)) if now > was), default=0)
+    bounds = (*frontend.loop_lag.seconds.bounds, float("inf"))
+    parts = {name: (part.sum - phases[name]) / total * 1e6 for name, part in frontend.engines[0].metrics.phases.items()}
     return Figures(cpu / total * 1e6, wall / total * 1e6, events / total, parts, bounds[worst] * 1e3)
 
 
@@ -229,19 +229,19 @@ class NoTransport:
 
 async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> float:
     """Returns the CPU time in us a token of the same work, up to the bytes of each event, over `NoTransport`s."""
-    engine = await make_engine(streams, delay_s)
+    frontend = await make_frontend(streams, delay_s)
     envelope = Envelope("cmpl-0123456789abcdef01234567", "text_completion", int(time.time()), "m")
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
     for number in range(streams):
         events = ChoiceEvents(ChunkTemplate.for_completion(envelope, 0), b"", lambda logprobs, offset: {})
-        generation = await engine.submit([number + 5] * PROMPT_LEN, params)
+        generation = await frontend.submit([number + 5] * PROMPT_LEN, params)
         generation.attach(DirectSink(NoTransport(), [events]))  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()
     cpu = time.thread_time()
-    await engine.drain(120)
+    await frontend.drain(120)
     cpu = time.thread_time() - cpu
-    await engine.close()
+    await frontend.close()
     return cpu / (streams * tokens) * 1e6
 
 
@@ -249,9 +249,9 @@ async def compare(streams: int, tokens: int, delay_s: float, seed: int) -> tuple
     """Returns the figures of the server and of the plain way, each on an engine of its own."""
     figures = []
     for kind in (HttpServer, PlainServer):
-        engine = await make_engine(streams, delay_s)
-        figures.append(await measure(engine, kind(engine), streams, tokens, seed))
-        await engine.close()
+        frontend = await make_frontend(streams, delay_s)
+        figures.append(await measure(frontend, kind(frontend), streams, tokens, seed))
+        await frontend.close()
     return figures[0], figures[1]
 
 

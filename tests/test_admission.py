@@ -11,17 +11,18 @@ import pytest
 
 from aioinfer.api.admission import Admission, Deadline
 from aioinfer.config import load_config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.generation import Generation
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from tests.test_server import make_server
 
 
-def admission(*, slots: int = 4, running: int = 4, waiting: int = 0, waiting_tokens: int = 0, **limits: Any) -> Admission:
+def admission(*, slots: int = 4, running: int = 4, waiting: int = 0, waiting_tokens: int = 0, engines: int = 1, **limits: Any) -> Admission:
     settings = {"model.path": "none", "scheduler.max_num_seqs": slots} | {f"scheduler.{name}": value for name, value in limits.items()}
     scheduler = SimpleNamespace(running=[None] * running, num_waiting=waiting, num_waiting_tokens=waiting_tokens)
-    return Admission(cast(Engine, SimpleNamespace(config=load_config(None, settings), scheduler=scheduler)))
+    engine = SimpleNamespace(scheduler=scheduler)
+    return Admission(cast(Frontend, SimpleNamespace(config=load_config(None, settings), engines=[engine] * engines)))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,16 @@ def test_tokens_are_bounded_where_some_wait() -> None:
     with pytest.raises(OverloadedError, match="60 prompt tokens wait"):
         tested.check(1, 41)
     admission(max_waiting_tokens=100).check(1, 5000)
+
+
+def test_the_bounds_are_of_all_engines_together() -> None:
+    admission(engines=3, running=2, waiting=2, max_waiting_requests=10).check(10)
+    with pytest.raises(OverloadedError, match="6 requests wait"):
+        admission(engines=3, running=2, waiting=2, max_waiting_requests=10).check(11)
+    tested = admission(engines=2, waiting=1, waiting_tokens=30, max_waiting_tokens=100)
+    tested.check(1, 40)
+    with pytest.raises(OverloadedError, match="60 prompt tokens wait"):
+        tested.check(1, 41)
 
 
 def test_without_bounds_all_may_wait() -> None:

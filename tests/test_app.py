@@ -11,7 +11,7 @@ import pytest
 
 from aioinfer.api import app
 from aioinfer.config import load_config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError
 
 CONFIG = load_config(None, {"model.path": "nowhere"})
@@ -28,7 +28,7 @@ async def test_a_signal_while_loading_ends_the_server(monkeypatch: pytest.Monkey
         finally:
             ended.set()
 
-    monkeypatch.setattr(Engine, "launch", launch)
+    monkeypatch.setattr(Frontend, "launch", launch)
     before = signal.getsignal(signal.SIGTERM)
     assert await asyncio.wait_for(app.serve(CONFIG), 5) == 0
     assert ended.is_set()
@@ -39,6 +39,6 @@ async def test_a_failure_to_load_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     async def launch(*_: Any) -> None:
         raise ConfigError("there is no such model")
 
-    monkeypatch.setattr(Engine, "launch", launch)
+    monkeypatch.setattr(Frontend, "launch", launch)
     with pytest.raises(ConfigError, match="no such model"):
         await app.serve(CONFIG)

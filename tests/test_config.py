@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,10 @@ def test_values_out_of_range_name_their_key(override: str, message: str) -> None
     assert override.partition("=")[0] in str(caught.value)
 
 
-def test_an_inline_executor_is_one_worker() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.executor"):
-        load_config(overrides=[MODEL, "parallel.executor=inline", "parallel.tensor_parallel_size=2"])
+@pytest.mark.parametrize("name", ["parallel.tensor_parallel_size", "parallel.data_parallel_size"])
+def test_an_inline_executor_is_one_worker(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"parallel\.executor.* with {re.escape(name)} above 1"):
+        load_config(overrides=[MODEL, "parallel.executor=inline", f"{name}=2"])
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
-from aioinfer.engine.engine import Engine
-from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
@@ -159,16 +159,19 @@ async def test_only_the_first_admission_ends_the_queue_time() -> None:
 
 
 async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
-    books = EngineMetrics()
-    (request,) = begun(books, 1)
+    busy = True
+    lag = LoopLag(lambda: busy)
+    lag.watch()
+    lag.watch()
     time.sleep(0.15)  # noqa: ASYNC251  # what must be noticed
     async with asyncio.timeout(5):
-        while not books.loop_lag.count:  # noqa: ASYNC110  # the timer tells nobody
+        while not lag.seconds.count:  # noqa: ASYNC110  # the timer tells nobody
             await asyncio.sleep(0.001)
-        assert 0.09 < books.loop_lag.sum < 1
-        assert books._timer_is_set
-        books.end(request, "stop")
-        while books._timer_is_set:  # noqa: ASYNC110
+        assert lag.seconds.count == 1, "one timer, however many ask for it"
+        assert 0.09 < lag.seconds.sum < 1
+        assert lag.is_watched
+        busy = False
+        while lag.is_watched:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -180,12 +183,13 @@ def test_the_parts_of_a_turn() -> None:
     assert books.worker_busy_ns == 7
 
 
-async def scrape(books: EngineMetrics) -> list[Metric]:
-    """Returns what a server says about an engine that has no workers."""
+async def scrape(*books: EngineMetrics) -> list[Metric]:
+    """Returns what a server says about engines that have no workers."""
     config = load_config(None, {"model.path": "none", "server.port": 0, "server.served_model_names": ['a "model"', "alias"]})
     limits = SchedulerLimits(num_blocks=8, block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16)
-    engine = SimpleNamespace(config=config, metrics=books, scheduler=Scheduler(limits), is_healthy=lambda: True)
-    server = HttpServer(cast(Engine, engine))
+    engines = [SimpleNamespace(number=number, metrics=one, scheduler=Scheduler(limits)) for number, one in enumerate(books)]
+    frontend = SimpleNamespace(config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True)
+    server = HttpServer(cast(Frontend, frontend))
     url = await server.start()
     async with aiohttp.ClientSession(url) as http, http.get("/metrics") as response:
         assert response.status == 200
@@ -203,9 +207,31 @@ async def test_the_text_is_whole_from_the_start() -> None:
         assert metric.documentation
         assert metric.samples, f"{metric.name} is not there before it is first counted"
         assert all(sample.labels["model_name"] == 'a "model"' for sample in metric.samples)
+        engines = {sample.labels.get("engine") for sample in metric.samples}
+        assert engines == ({None} if metric.name == "aioinfer:loop_lag_seconds" else {"0"})
         assert all(sample.value == 0 for sample in metric.samples)
     (finished,) = (metric for metric in metrics if metric.name == "vllm:request_success")
     assert {sample.labels["finished_reason"] for sample in finished.samples} == {"stop", "length", "abort", "error"}
+
+
+async def test_each_engine_has_its_own_samples() -> None:
+    first, second = EngineMetrics(), EngineMetrics()
+    second.generation_tokens = 7
+    second.finished["stop"] = 3
+    second.e2e_latency.add(2.0)
+    second.phases["plan"].add(0.5)
+    metrics = {metric.name: metric for metric in await scrape(first, second)}
+    found = {sample.name: sample for metric in metrics.values() for sample in metric.samples if sample.value and "le" not in sample.labels}
+    assert {name: sample.value for name, sample in found.items()} == {
+        "vllm:generation_tokens_total": 7,
+        "vllm:request_success_total": 3,
+        "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:e2e_request_latency_seconds_sum": 2,
+        "aioinfer:step_phase_seconds_count": 1,
+        "aioinfer:step_phase_seconds_sum": 0.5,
+    }
+    assert {sample.labels["engine"] for sample in found.values()} == {"1"}
+    assert [sample.labels["engine"] for sample in metrics["vllm:num_requests_running"].samples] == ["0", "1"]
 
 
 async def test_buckets_are_cumulative() -> None:

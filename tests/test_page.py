@@ -19,8 +19,8 @@ from yarl import URL
 import aioinfer
 from aioinfer.api.page import PAGE_FILES
 from aioinfer.api.server import HttpServer
-from aioinfer.engine.engine import Engine
-from bench_loop import make_engine
+from aioinfer.engine.frontend import Frontend
+from bench_loop import make_frontend
 from tests.test_server import make_server
 
 FOLDER = Path(aioinfer.__file__).parent / "page"
@@ -28,28 +28,32 @@ SVG_NAMESPACE = "http://www.w3.org/2000/svg"  # a name, which nobody follows
 
 
 @asynccontextmanager
-async def serve(**settings: Any) -> AsyncIterator[tuple[Engine, HttpServer, str]]:
+async def serve(**settings: Any) -> AsyncIterator[tuple[Frontend, HttpServer, str]]:
     """A server with four slots, whose steps take 5 ms; a call that blocks its event loop raises."""
-    engine = await make_engine(4, 0.005, {name.replace("__", "."): value for name, value in settings.items()})
-    server = HttpServer(engine)
+    frontend = await make_frontend(4, 0.005, {name.replace("__", "."): value for name, value in settings.items()})
+    server = HttpServer(frontend)
     with blockbuster_ctx():
         try:
-            yield engine, server, await server.start()
+            yield frontend, server, await server.start()
         finally:
             await server.close()
-            await engine.close()
+            await frontend.close()
 
 
-async def watch(http: aiohttp.ClientSession, **options: Any) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of the live stream."""
+async def watch_all(http: aiohttp.ClientSession, **options: Any) -> AsyncIterator[list[dict[str, Any]]]:
+    """Yields the states of all engines as the live stream tells them."""
     async with http.get("/page/live", **options) as response:
         assert response.status == 200
         assert response.content_type == "text/event-stream"
         async for line in response.content:
             if line.strip():
-                event = json.loads(line.removeprefix(b"data: "))
-                assert len(event["engines"]) == 1
-                yield event["engines"][0]
+                yield json.loads(line.removeprefix(b"data: "))["engines"]
+
+
+async def watch(http: aiohttp.ClientSession, **options: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yields the states of the only engine."""
+    async for (state,) in watch_all(http, **options):
+        yield state
 
 
 async def complete(http: aiohttp.ClientSession, max_tokens: int, prompt_len: int = 100) -> None:
@@ -135,13 +139,13 @@ async def test_the_files_need_no_key_and_the_rest_does() -> None:
 
 @pytest.mark.parametrize("chats", [True, False])
 async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serve() as (engine, _, url), aiohttp.ClientSession(url) as http:
-        monkeypatch.setattr(type(engine.tokenizer), "has_chat_template", chats)
+    async with serve() as (frontend, _, url), aiohttp.ClientSession(url) as http:
+        monkeypatch.setattr(type(frontend.tokenizer), "has_chat_template", chats)
         async with http.get("/page/info") as response:
             info = await response.json()
         assert info["chat"] is chats
-        assert info["max_model_len"] == engine.max_model_len
-        params = engine.defaults.sampling_params()
+        assert info["max_model_len"] == frontend.max_model_len
+        params = frontend.defaults.sampling_params()
         assert info["defaults"] == {name: getattr(params, name) for name in info["defaults"]}
         assert {"temperature", "top_p", "top_k", "min_p"} < info["defaults"].keys()
 
@@ -151,14 +155,14 @@ async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_what_the_live_stream_tells_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.05)
-    async with serve() as (engine, _, url), aiohttp.ClientSession(url) as http:
+    async with serve() as (frontend, _, url), aiohttp.ClientSession(url) as http:
         steps: list[list[int]] = []
         running: list[int] = []
         work: asyncio.Future[Any] | None = None
         async for state in watch(http):
             steps += state["log"]
             running.append(state["running"])
-            assert (state["slots"], state["blocks"], state["block_size"]) == (4, engine.scheduler.pool.num_blocks, 16)
+            assert (state["slots"], state["blocks"], state["block_size"]) == (4, frontend.engines[0].scheduler.pool.num_blocks, 16)
             if work is None:
                 assert (state["steps"], state["blocks_used"], state["blocks_cached"]) == (0, 0, 0)
                 work = asyncio.gather(*(complete(http, 140, 100 + index) for index in range(3)))
@@ -177,15 +181,35 @@ async def test_what_the_live_stream_tells_is_so(monkeypatch: pytest.MonkeyPatch)
     assert sum(prefills) + state["prefix_hit"] == state["prefix_queried"] == state["prompt_tokens"] == 100 + 101 + 102
     assert sum(prefills) + sum(decodes) == 303 - state["prefix_hit"] + 3 * 139
     assert state["blocks_used"] == 0
-    assert state["blocks_cached"] == engine.scheduler.pool.num_cached > 20
+    assert state["blocks_cached"] == frontend.engines[0].scheduler.pool.num_cached > 20
     assert state["finished"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert all(0 <= us < 1e6 for phase in times for us in phase)
     assert all(sum(phase) > 0 for phase in times[2:])  # update, plan, post, emit; this worker takes no time at all
 
 
+async def test_every_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.02)
+    async with serve(parallel__data_parallel_size=2) as (frontend, _, url), aiohttp.ClientSession(url) as http:
+        steps: list[list[int]] = [[], []]
+        work: asyncio.Future[Any] | None = None
+        async for states in watch_all(http):
+            for ids, state in zip(steps, states, strict=True):
+                ids += [step[0] for step in state["log"]]
+            if work is None:
+                work = asyncio.gather(*(complete(http, 20 + 10 * index, 40 + 300 * index) for index in range(2)))
+            elif work.done() and not any(engine.scheduler.num_in_flight for engine in frontend.engines):
+                break
+        await work
+        assert [sum(engine.metrics.finished.values()) for engine in frontend.engines] == [1, 1]
+    for ids, state in zip(steps, states, strict=True):
+        assert ids == list(range(state["steps"]))
+        assert state["finished"]["length"] == 1
+    assert sorted(state["generation_tokens"] for state in states) == [20, 30]
+
+
 async def test_the_server_notices_that_the_client_went_away() -> None:
-    async with serve() as (engine, _, url):
-        books = engine.metrics.steps
+    async with serve() as (frontend, _, url):
+        books = frontend.engines[0].metrics.steps
         async with aiohttp.ClientSession(url) as http, aiohttp.ClientSession(url) as other:
             first, second = watch(http), watch(other)
             await anext(first)
@@ -201,10 +225,10 @@ async def test_the_server_notices_that_the_client_went_away() -> None:
 
 
 async def test_nothing_is_logged_while_nobody_looks() -> None:
-    async with serve() as (engine, _, url), aiohttp.ClientSession(url) as http:
+    async with serve() as (frontend, _, url), aiohttp.ClientSession(url) as http:
         await complete(http, 5)
-        assert not engine.metrics.steps._posted
-        assert engine.metrics.steps.since(-1) == []
+        assert not frontend.engines[0].metrics.steps._posted
+        assert frontend.engines[0].metrics.steps.since(-1) == []
 
 
 async def test_looking_on_has_no_deadline() -> None:
@@ -229,14 +253,14 @@ async def test_a_server_that_stops_does_not_wait_for_who_looks_on(drains: bool) 
 
 async def test_a_reader_that_stalls_costs_bounded_memory_and_no_time_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.0001)
-    async with serve() as (engine, server, url):
+    async with serve() as (frontend, server, url):
         with socket.socket() as stalled:
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stalled.setblocking(False)
             await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", URL(url).port))
             await asyncio.get_running_loop().sock_sendall(stalled, b"GET /page/live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert server._runner.server is not None
-            await until(lambda: engine.metrics.steps.num_watchers)
+            await until(lambda: frontend.engines[0].metrics.steps.num_watchers)
             (connection,) = server._runner.server.connections
             transport = connection.transport
             assert transport is not None

@@ -13,13 +13,13 @@ from yarl import URL
 
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError
 
 
 def make_server(**settings: Any) -> HttpServer:
     config = load_config(None, {"model.path": "none", "server.port": 0} | {f"server.{name}": value for name, value in settings.items()})
-    return HttpServer(cast(Engine, SimpleNamespace(config=config, is_healthy=lambda: True)))
+    return HttpServer(cast(Frontend, SimpleNamespace(config=config, is_healthy=lambda: True)))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from aioinfer.worker.worker import LoadReport, Worker, choose_device, choose_dty
 
 CPU = torch.device("cpu")
 VOCAB = 120
+ONE_TOO_LARGE = "parallel.tensor_parallel_size = 4 takes 4 GPUs, and torch finds 2: lower parallel.tensor_parallel_size"
+BOTH_TOO_LARGE = (
+    "parallel.tensor_parallel_size = 2 times parallel.data_parallel_size = 4 takes 8 GPUs, and torch finds 6: "
+    "lower parallel.tensor_parallel_size or parallel.data_parallel_size"
+)
 PROMPT = [5, 99, 23, 7, 64, 31, 8, 2, 77]
 
 
@@ -148,8 +154,9 @@ def test_a_cache_that_cannot_hold_the_longest_request_is_refused(folder: Path) -
         load(make_worker(folder, model={"max_model_len": 64}, num_blocks=3))
 
 
-def make_config(device: str, size: int = 1) -> Config:
-    return Config(model=ModelConfig(path="x"), parallel=ParallelConfig(device=device, tensor_parallel_size=size))  # type: ignore[arg-type]
+def make_config(device: str, size: int = 1, engines: int = 1) -> Config:
+    parallel = ParallelConfig(device=device, tensor_parallel_size=size, data_parallel_size=engines)  # type: ignore[arg-type]
+    return Config(model=ModelConfig(path="x"), parallel=parallel)
 
 
 def test_the_device_follows_configuration_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +167,23 @@ def test_the_device_follows_configuration_and_machine(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device(make_config("auto", 2), 1) == choose_device(make_config("cuda", 2), 1) == torch.device("cuda:1")
     assert choose_device(make_config("cpu", 4), 3) == CPU
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 4 needs as many GPUs, and there are 2"):
-        choose_device(make_config("auto", 4), 2)
+    with pytest.raises(ConfigError, match="^" + re.escape(ONE_TOO_LARGE) + "$"):
+        choose_device(make_config("auto", 4), 0)
+
+
+def test_engines_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    config = make_config("auto", 2, 3)
+    devices = [choose_device(config, rank, engine) for engine in range(3) for rank in range(2)]
+    assert devices == [torch.device("cuda", index) for index in range(6)]
+    with pytest.raises(ConfigError, match="^" + re.escape(BOTH_TOO_LARGE) + "$"):
+        choose_device(make_config("cuda", 2, 4), 0, 0)
+
+
+def test_the_cores_are_shared_out_over_all_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert load(Worker(make_config("cpu", 1, 3), folder, ParallelGroup.single(), 2)).device == "cpu (4 threads)"
 
 
 def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu() -> None:

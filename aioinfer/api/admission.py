@@ -1,7 +1,7 @@
 """Which requests are taken on, and for how long: the bound of the waiting queue, and deadlines.
 
 The bound is the server's as a whole, not a client's share, so what is beyond it is answered 503 (429 would say that this
-client asks too much), with `Retry-After`. It lives here and not in the engine: whoever uses the engine offline hands it all
+client asks too much), with `Retry-After`. It lives here and not in the frontend: whoever uses that offline hands it all
 prompts at once.
 """
 
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.api.context import ENGINE
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import Handler
 from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.generation import Generation
 
 
 class Admission:
     """The bound of the waiting queue: `scheduler.max_waiting_requests` and `scheduler.max_waiting_tokens`.
 
-    What is on its way into the queue counts as if it were there.
+    All engines count together. What is on its way into the queue counts as if it were there.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
         self.coming_requests = 0
         self.coming_tokens = 0
 
@@ -40,12 +40,13 @@ class Admission:
         Free slots are room beyond `max_waiting_requests`. Tokens are counted only where some wait already, or a prompt
         longer than the bound could never be served.
         """
-        limits, scheduler = self._engine.config.scheduler, self._engine.scheduler
-        waiting = scheduler.num_waiting + self.coming_requests
-        free_slots = limits.max_num_seqs - len(scheduler.running)
+        limits = self._frontend.config.scheduler
+        schedulers = [engine.scheduler for engine in self._frontend.engines]
+        waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming_requests
+        free_slots = sum(limits.max_num_seqs - len(scheduler.running) for scheduler in schedulers)
         if limits.max_waiting_requests is not None and waiting + requests > limits.max_waiting_requests + free_slots:
             raise OverloadedError(f"{waiting} requests wait, {requests} more are too many; try again later")
-        waiting_tokens = scheduler.num_waiting_tokens + self.coming_tokens
+        waiting_tokens = sum(scheduler.num_waiting_tokens for scheduler in schedulers) + self.coming_tokens
         if limits.max_waiting_tokens is not None and waiting_tokens and waiting_tokens + tokens > limits.max_waiting_tokens:
             raise OverloadedError(f"{waiting_tokens} prompt tokens wait, {tokens} more are too many; try again later")
 
@@ -129,7 +130,7 @@ def deadline_of(request: web.Request) -> Deadline:
 @web.middleware
 async def bound_time(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives a request its deadline: `server.request_timeout_s`, which its `timeout_s` may shorten. Answers 504 at the deadline."""
-    deadline = request[_DEADLINE] = Deadline(request.app[ENGINE].config.server.request_timeout_s)
+    deadline = request[_DEADLINE] = Deadline(request.app[FRONTEND].config.server.request_timeout_s)
     try:
         async with deadline.guard:
             return await handler(request)

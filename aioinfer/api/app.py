@@ -14,7 +14,7 @@ import uvloop
 
 from aioinfer.api.server import HttpServer, check_files
 from aioinfer.config import Config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.startup import StartupDisplay
 
 #: When the engine has died, `/health` says why for this long before the socket closes.
@@ -50,23 +50,23 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     stop = _StopSignals()
     try:
         await asyncio.to_thread(check_files, config.server)  # a wrong one is told now, and not after the model is loaded
-        engine = await _launch(config, stop)
-        return 0 if engine is None else await _serve(engine, stop, announce or _print)
+        frontend = await _launch(config, stop)
+        return 0 if frontend is None else await _serve(frontend, stop, announce or _print)
     finally:
         stop.close()
 
 
-async def _launch(config: Config, stop: _StopSignals) -> Engine | None:
+async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:
     """Returns the engine, or None if a signal came before it was ready."""
     with StartupDisplay() as display:
-        launching = asyncio.ensure_future(Engine.launch(config, display.on_progress))
+        launching = asyncio.ensure_future(Frontend.launch(config, display.on_progress))
         await _first(launching, stop.asked.wait())
     if launching.cancelled():
         return None
-    engine = launching.result()
-    display.show(engine.report, config.served_model_names)
+    frontend = launching.result()
+    display.show([engine.report for engine in frontend.engines], config.served_model_names)
     settle_process()
-    return engine
+    return frontend
 
 
 def settle_process() -> None:
@@ -76,20 +76,20 @@ def settle_process() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-async def _serve(engine: Engine, stop: _StopSignals, announce: Callable[[str], None]) -> int:
-    server = HttpServer(engine)
+async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str], None]) -> int:
+    server = HttpServer(frontend)
     try:
-        announce(_ready_text(await server.start(), engine))
-        await _first(stop.asked.wait(), engine.wait_dead())
-        if engine.is_healthy():
-            drained = asyncio.wait_for(server.drain(), engine.config.server.shutdown_timeout_s)
-            await _first(drained, stop.urged.wait(), engine.wait_dead())
-        died = not engine.is_healthy()
+        announce(_ready_text(await server.start(), frontend))
+        await _first(stop.asked.wait(), frontend.wait_dead())
+        if frontend.is_healthy():
+            drained = asyncio.wait_for(server.drain(), frontend.config.server.shutdown_timeout_s)
+            await _first(drained, stop.urged.wait(), frontend.wait_dead())
+        died = not frontend.is_healthy()
         if died:
-            sys.stderr.write(f"aioinfer: the engine has died: {engine.dead_reason}\n")
+            sys.stderr.write(f"aioinfer: the engine has died: {frontend.dead_reason}\n")
             await asyncio.sleep(_DEATH_NOTICE_S)
     finally:
-        await engine.close()  # ends what still runs, with error events
+        await frontend.close()  # ends what still runs, with error events
         await server.close()
     return 1 if died else 0
 
@@ -124,20 +124,20 @@ async def _first(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _ready_text(url: str, engine: Engine) -> str:
+def _ready_text(url: str, frontend: Frontend) -> str:
     """Returns the ready line and a command to try."""
-    if engine.tokenizer.has_chat_template:
+    if frontend.tokenizer.has_chat_template:
         path = "/v1/chat/completions"
         prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     else:
         path, prompt = "/v1/completions", {"prompt": "The capital of France is"}
     body = prompt | {"max_tokens": 64, "stream": True}
-    server = engine.config.server
+    server = frontend.config.server
     scheme = "https" if server.tls_certificate else "http"
     base = url if server.unix_socket is None else f"--unix-socket {server.unix_socket} {scheme}://localhost"
     key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
     curl = f"curl -N {base}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-    return f"\n{engine.config.served_model_names[0]} is ready at {url}\nTry it:\n  {curl}\n"
+    return f"\n{frontend.config.served_model_names[0]} is ready at {url}\nTry it:\n  {curl}\n"
 
 
 def _print(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of
-from aioinfer.api.context import ENGINE, read_body
+from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import chat_logprobs
@@ -17,31 +17,31 @@ from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.generation import Delta, TokenLogprob
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answers a conversation n times. Without `max_tokens`, an answer may be as long as fits."""
-    engine = request.app[ENGINE]
+    frontend = request.app[FRONTEND]
     body = await read_body(request, ChatRequest)
     deadline_of(request).shorten(body.timeout_s)
     request.app[ADMISSION].check(1)  # before it is encoded: refusing is to be cheap
     try:
-        return await _answer(request, engine, body)
+        return await _answer(request, frontend, body)
     except RequestError as error:
         error.param = _name_of_field(body, error.param)
         raise
 
 
-async def _answer(request: web.Request, engine: Engine, body: ChatRequest) -> web.StreamResponse:
-    params = engine.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
-    prompt = await engine.encode_chat([message.for_template() for message in body.messages], **template_options(body))
+async def _answer(request: web.Request, frontend: Frontend, body: ChatRequest) -> web.StreamResponse:
+    params = frontend.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
+    prompt = await frontend.encode_chat([message.for_template() for message in body.messages], **template_options(body))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
     async with submitted(request, [prompt], params, name=envelope.id, priority=body.priority or 0) as generations:
         if body.stream:
-            return await stream(request, envelope, generations, [_stream_choices(engine, envelope, params.n)])
+            return await stream(request, envelope, generations, [_stream_choices(frontend, envelope, params.n)])
         reply = await collect(generations)
     return json_response(
         {
@@ -49,7 +49,7 @@ async def _answer(request: web.Request, engine: Engine, body: ChatRequest) -> we
             "object": envelope.object,
             "created": envelope.created,
             "model": envelope.model,
-            "choices": [_choice(engine, index, delta) for index, delta in enumerate(reply.choices)],
+            "choices": [_choice(frontend, index, delta) for index, delta in enumerate(reply.choices)],
             "usage": reply.usage,
         }
     )
@@ -62,18 +62,18 @@ def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
     return "messages" if param == "prompt" else param
 
 
-def _stream_choices(engine: Engine, envelope: Envelope, n: int) -> list[ChoiceEvents]:
+def _stream_choices(frontend: Frontend, envelope: Envelope, n: int) -> list[ChoiceEvents]:
     def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        return chat_logprobs(engine.tokenizer, tokens)
+        return chat_logprobs(frontend.tokenizer, tokens)
 
     return [ChoiceEvents(ChunkTemplate.for_chat(envelope, index), role_event(envelope, index), format_logprobs) for index in range(n)]
 
 
-def _choice(engine: Engine, index: int, delta: Delta) -> dict[str, Any]:
+def _choice(frontend: Frontend, index: int, delta: Delta) -> dict[str, Any]:
     return {
         "index": index,
         "message": {"role": "assistant", "content": delta.text, "refusal": None},
-        "logprobs": chat_logprobs(engine.tokenizer, delta.logprobs) if delta.logprobs else None,
+        "logprobs": chat_logprobs(frontend.tokenizer, delta.logprobs) if delta.logprobs else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }

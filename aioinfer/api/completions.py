@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of
-from aioinfer.api.context import ENGINE, read_body
+from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import completion_logprobs
@@ -18,7 +18,7 @@ from aioinfer.api.protocol import CompletionRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.generation import Delta
 
 #: OpenAI's default of `max_tokens` for completions.
@@ -27,20 +27,20 @@ _DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Completes each prompt n times."""
-    engine = request.app[ENGINE]
+    frontend = request.app[FRONTEND]
     body = await read_body(request, CompletionRequest)
     deadline_of(request).shorten(body.timeout_s)
     prompts = body.prompts()
     request.app[ADMISSION].check(len(prompts))  # before they are encoded: refusing is to be cheap
     # all are encoded before the first is queued: one that is at fault leaves nothing to take back
-    ids = [await engine.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p for p in prompts]
-    room = max(1, engine.max_model_len - max(map(len, ids)))
-    params = engine.defaults.sampling_params(**({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields()))
-    echoes = [await _text_of(engine, p) for p in prompts] if body.echo else [""] * len(prompts)
+    ids = [await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p for p in prompts]
+    room = max(1, frontend.max_model_len - max(map(len, ids)))
+    params = frontend.defaults.sampling_params(**({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields()))
+    echoes = [await _text_of(frontend, p) for p in prompts] if body.echo else [""] * len(prompts)
     envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
     async with submitted(request, ids, params, name=envelope.id, priority=body.priority or 0) as generations:
         if body.stream:
-            choices = [_stream_choices(engine, envelope, prompt, params.n, echo) for prompt, echo in enumerate(echoes)]
+            choices = [_stream_choices(frontend, envelope, prompt, params.n, echo) for prompt, echo in enumerate(echoes)]
             return await stream(request, envelope, generations, choices)
         reply = await collect(generations)
     echo_of_choice = [echo for echo in echoes for _ in range(params.n)]
@@ -51,34 +51,34 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(engine, index, delta, echo) for index, (delta, echo) in enumerate(zip(reply.choices, echo_of_choice, strict=True))
+                _choice(frontend, index, delta, echo) for index, (delta, echo) in enumerate(zip(reply.choices, echo_of_choice, strict=True))
             ],
             "usage": reply.usage,
         }
     )
 
 
-async def _text_of(engine: Engine, prompt: str | Sequence[int]) -> str:
+async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return await asyncio.to_thread(engine.tokenizer.decode, prompt, False)
+    return await asyncio.to_thread(frontend.tokenizer.decode, prompt, False)
 
 
-def _stream_choices(engine: Engine, envelope: Envelope, prompt: int, n: int, echo: str) -> list[ChoiceEvents]:
+def _stream_choices(frontend: Frontend, envelope: Envelope, prompt: int, n: int, echo: str) -> list[ChoiceEvents]:
     """Returns the events of a prompt's n choices."""
     choices = []
     for index in range(prompt * n, prompt * n + n):
         template = ChunkTemplate.for_completion(envelope, index)
         opening = template.chunk(echo) if echo else b""
-        choices.append(ChoiceEvents(template, opening, partial(completion_logprobs, engine.tokenizer)))
+        choices.append(ChoiceEvents(template, opening, partial(completion_logprobs, frontend.tokenizer)))
     return choices
 
 
-def _choice(engine: Engine, index: int, delta: Delta, echo: str) -> dict[str, Any]:
+def _choice(frontend: Frontend, index: int, delta: Delta, echo: str) -> dict[str, Any]:
     return {
         "index": index,
         "text": echo + delta.text,
-        "logprobs": completion_logprobs(engine.tokenizer, delta.logprobs, 0) if delta.logprobs else None,
+        "logprobs": completion_logprobs(frontend.tokenizer, delta.logprobs, 0) if delta.logprobs else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine, and the way to a checked request body."""
+"""What the handlers share: the frontend, and the way to a checked request body."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from aioinfer.config import Config
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.frontend import Frontend
 
-ENGINE: web.AppKey[Engine] = web.AppKey("engine")
+FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads run meanwhile (it
@@ -33,7 +33,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
             not read to its end), 404 for a model that is not served, 400 for all else.
     """
     await request.app[TURNSTILE].enter()
-    config = request.app[ENGINE].config
+    config = request.app[FRONTEND].config
     if request.content_type != "application/json":
         # strict also where no type is given: a web page may post to a local server without asking, but not as JSON
         raise RequestError("the Content-Type must be application/json", status=415, code="unsupported_media_type")

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import ADMISSION, deadline_of
-from aioinfer.api.context import ENGINE
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event
 from aioinfer.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
 
 def new_envelope(request: web.Request, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
     """Returns what all parts of a reply share; its id is the request's behind a prefix."""
-    name = request.app[ENGINE].config.served_model_names[0]
+    name = request.app[FRONTEND].config.served_model_names[0]
     return Envelope(f"{prefix}-{request_id(request)}", kind, int(time.time()), name, include_usage)
 
 
@@ -43,16 +43,16 @@ async def submitted(
 ) -> AsyncIterator[list[Generation]]:
     """Queues a generation for each prompt (token ids), and gives up those that are unfinished at the end of the block.
 
-    At the request's deadline they end with an error. Raises what `Engine.submit` does, and `OverloadedError` if they are not all
+    At the request's deadline they end with an error. Raises what `Frontend.submit` does, and `OverloadedError` if they are not all
     to be taken on.
     """
-    engine = request.app[ENGINE]
+    frontend = request.app[FRONTEND]
     generations: list[Generation] = []
     call_off = None
     try:
         with request.app[ADMISSION].reserve(prompts, params.n) as places:
             for index, prompt in enumerate(prompts):
-                generations.append(await engine.submit(prompt, params, priority=priority, request_id=f"{name}-{index}"))
+                generations.append(await frontend.submit(prompt, params, priority=priority, request_id=f"{name}-{index}"))
                 places.use(len(prompt), params.n)
         call_off = deadline_of(request).hand_over(generations)
         yield generations

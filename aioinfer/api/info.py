@@ -7,29 +7,29 @@ from typing import Any
 from aiohttp import web
 
 from aioinfer import __version__
-from aioinfer.api.context import ENGINE, STARTED, check_model
+from aioinfer.api.context import FRONTEND, STARTED, check_model
 from aioinfer.api.errors import json_response
 from aioinfer.errors import EngineDeadError
 
 
 async def list_models(request: web.Request) -> web.Response:
     """Lists the names under which the model is served."""
-    engine = request.app[ENGINE]
-    return json_response({"object": "list", "data": [_card(request.app, name) for name in engine.config.served_model_names]})
+    frontend = request.app[FRONTEND]
+    return json_response({"object": "list", "data": [_card(request.app, name) for name in frontend.config.served_model_names]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Describes one of them."""
     name = request.match_info["id"]
-    check_model(request.app[ENGINE].config, name)
+    check_model(request.app[FRONTEND].config, name)
     return json_response(_card(request.app, name))
 
 
 async def health(request: web.Request) -> web.Response:
     """Answers 200 while requests can be served, and 503 with the reason once they cannot."""
-    engine = request.app[ENGINE]
-    if not engine.is_healthy():
-        raise EngineDeadError(engine.dead_reason)
+    frontend = request.app[FRONTEND]
+    if not frontend.is_healthy():
+        raise EngineDeadError(frontend.dead_reason)
     return json_response({"status": "ok"})
 
 
@@ -39,13 +39,13 @@ async def version(request: web.Request) -> web.Response:
 
 
 def _card(app: web.Application, name: str) -> dict[str, Any]:
-    engine = app[ENGINE]
+    frontend = app[FRONTEND]
     return {
         "id": name,
         "object": "model",
         "created": app[STARTED],
         "owned_by": "aioinfer",
-        "root": engine.config.model.path,
+        "root": frontend.config.model.path,
         "parent": None,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": frontend.max_model_len,
     }

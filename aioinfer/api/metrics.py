@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: reads the engine's books when it is asked, and keeps none of its own.
+"""`/metrics` for Prometheus: reads the engines' books when it is asked, and keeps none of its own.
 
 What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is named `aioinfer:…`.
 `docs/grafana.json` is a dashboard of all of it. Counters are listed here without the `_total` that the text adds.
@@ -7,7 +7,7 @@ What means the same as in vLLM has vLLM's name, so that dashboards made for it w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -16,11 +16,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from aioinfer.api.context import ENGINE
+from aioinfer.api.context import FRONTEND
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
-    from aioinfer.engine.metrics import Histogram
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.metrics import EngineMetrics, Histogram
 
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,7 +29,7 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 async def show_metrics(request: web.Request) -> web.Response:
     """Returns all metrics as text. Between two of them the event loop does other work: the whole takes milliseconds."""
     parts = []
-    for metric in EngineCollector(request.app[ENGINE]).collect():
+    for metric in BooksCollector(request.app[FRONTEND]).collect():
         parts.append(generate_latest(_Only(metric)))
         await asyncio.sleep(0)
     return web.Response(body=b"".join(parts), headers={"Content-Type": _TEXT})
@@ -44,79 +45,94 @@ class _Only(Collector):
         return (self._metric,)
 
 
-class EngineCollector(Collector):
-    """The metrics of an engine; all carry the label `model_name`. Reading them changes nothing."""
+class BooksCollector(Collector):
+    """The metrics of all engines; all but the event loop's carry the labels `model_name` and `engine`. Reading them changes nothing."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._model = engine.config.served_model_names[0]
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        self._model = frontend.config.served_model_names[0]
 
     def collect(self) -> Iterator[Metric]:
-        """Yields each metric with its value of now."""
+        """Yields each metric with its values of now."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._request_histograms()
         yield from self._step_histograms()
+        yield self._loop_lag()
 
     def _gauges(self) -> Iterator[Metric]:
-        scheduler = self._engine.scheduler
-        yield self._gauge("vllm:num_requests_running", "Requests that hold a slot and KV blocks.", len(scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for KV blocks.", scheduler.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests own, 0 to 1.", scheduler.pool.usage)
+        show = self._gauge
+        yield show("vllm:num_requests_running", "Requests that hold a slot and KV blocks.", lambda e: len(e.scheduler.running))
+        yield show("vllm:num_requests_waiting", "Requests that wait for a slot or for KV blocks.", lambda e: e.scheduler.num_waiting)
+        yield show("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests own, 0 to 1.", lambda e: e.scheduler.pool.usage)
 
     def _counters(self) -> Iterator[Metric]:
-        books, totals = self._engine.metrics, self._engine.scheduler.stats
-        count = self._counter
-        yield count("vllm:num_preemptions", "Requests that lost their KV blocks to older ones and began anew.", totals.preemptions)
-        yield count("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", totals.prefix_queried)
-        yield count("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", totals.prefix_hit)
-        yield count("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.", books.prompt_tokens)
-        yield count("vllm:generation_tokens", "Generated tokens, end tokens included.", books.generation_tokens)
-        finished = CounterMetricFamily("vllm:request_success", "Ended requests.", labels=("model_name", "finished_reason"))
-        for reason, number in books.finished.items():
-            finished.add_metric((self._model, reason), number)
+        show = self._counter
+        about = "Requests that lost their KV blocks to older ones and began anew."
+        yield show("vllm:num_preemptions", about, lambda e: e.scheduler.stats.preemptions)
+        yield show("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda e: e.scheduler.stats.prefix_queried)
+        yield show("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda e: e.scheduler.stats.prefix_hit)
+        yield show("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.", lambda e: e.metrics.prompt_tokens)
+        yield show("vllm:generation_tokens", "Generated tokens, end tokens included.", lambda e: e.metrics.generation_tokens)
+        finished = CounterMetricFamily("vllm:request_success", "Ended requests.", labels=("model_name", "engine", "finished_reason"))
+        for labels, engine in self._engines():
+            for reason, number in engine.metrics.finished.items():
+                finished.add_metric((*labels, reason), number)
         yield finished
-        yield count("aioinfer:steps", "Steps that were planned.", totals.steps)
-        yield count("aioinfer:wasted_rows", "Rows computed for requests that had ended meanwhile.", totals.wasted_rows)
-        yield count("aioinfer:worker_busy_seconds", "Seconds that the first worker spent on steps.", books.worker_busy_ns * 1e-9)
+        yield show("aioinfer:steps", "Steps that were planned.", lambda e: e.scheduler.stats.steps)
+        about = "Rows computed for requests that had ended meanwhile."
+        yield show("aioinfer:wasted_rows", about, lambda e: e.scheduler.stats.wasted_rows)
+        about = "Seconds that the first worker of an engine spent on steps."
+        yield show("aioinfer:worker_busy_seconds", about, lambda e: e.metrics.worker_busy_ns * 1e-9)
 
     def _request_histograms(self) -> Iterator[Metric]:
-        books, show = self._engine.metrics, self._histogram
-        yield show("vllm:time_to_first_token_seconds", "From the submission to the first token.", books.time_to_first_token)
-        yield show("vllm:inter_token_latency_seconds", "Between two tokens of a request.", books.inter_token_latency)
-        yield show("vllm:request_time_per_output_token_seconds", "Mean of that in a request.", books.time_per_output_token)
-        yield show("vllm:e2e_request_latency_seconds", "From the submission to the last token.", books.e2e_latency)
-        yield show("vllm:request_queue_time_seconds", "From joining the queue to the first step.", books.queue_time)
-        yield show("vllm:request_prefill_time_seconds", "From the first step to the first token.", books.prefill_time)
-        yield show("vllm:request_decode_time_seconds", "From the first token to the last.", books.decode_time)
-        yield show("vllm:request_prompt_tokens", "Prompt tokens of a request.", books.request_prompt_tokens)
-        yield show("vllm:request_generation_tokens", "Generated tokens of a request.", books.request_generation_tokens)
+        show = self._histogram
+        yield show("vllm:time_to_first_token_seconds", "From the submission to the first token.", lambda b: b.time_to_first_token)
+        yield show("vllm:inter_token_latency_seconds", "Between two tokens of a request.", lambda b: b.inter_token_latency)
+        yield show("vllm:request_time_per_output_token_seconds", "Mean of that in a request.", lambda b: b.time_per_output_token)
+        yield show("vllm:e2e_request_latency_seconds", "From the submission to the last token.", lambda b: b.e2e_latency)
+        yield show("vllm:request_queue_time_seconds", "From joining the queue to the first step.", lambda b: b.queue_time)
+        yield show("vllm:request_prefill_time_seconds", "From the first step to the first token.", lambda b: b.prefill_time)
+        yield show("vllm:request_decode_time_seconds", "From the first token to the last.", lambda b: b.decode_time)
+        yield show("vllm:request_prompt_tokens", "Prompt tokens of a request.", lambda b: b.request_prompt_tokens)
+        yield show("vllm:request_generation_tokens", "Generated tokens of a request.", lambda b: b.request_generation_tokens)
 
     def _step_histograms(self) -> Iterator[Metric]:
-        books = self._engine.metrics
         about = "Time of the event loop for a part of a step: taking its result, updating the books, planning, posting, making text."
-        yield self._histograms("aioinfer:step_phase_seconds", about, "phase", books.phases)
-        yield self._histogram("aioinfer:loop_lag_seconds", "Lateness of a timer on the event loop.", books.loop_lag)
+        metric = HistogramMetricFamily("aioinfer:step_phase_seconds", about, labels=("model_name", "engine", "phase"))
+        for labels, engine in self._engines():
+            for phase, histogram in engine.metrics.phases.items():
+                metric.add_metric((*labels, phase), _cumulative(histogram), histogram.sum)
+        yield metric
 
-    def _gauge(self, name: str, about: str, value: float) -> Metric:
-        metric = GaugeMetricFamily(name, about, labels=("model_name",))
-        metric.add_metric((self._model,), value)
+    def _loop_lag(self) -> Metric:
+        lag = self._frontend.loop_lag.seconds
+        metric = HistogramMetricFamily("aioinfer:loop_lag_seconds", "Lateness of a timer on the event loop.", labels=("model_name",))
+        metric.add_metric((self._model,), _cumulative(lag), lag.sum)
         return metric
 
-    def _counter(self, name: str, about: str, value: float) -> Metric:
-        metric = CounterMetricFamily(name, about, labels=("model_name",))
-        metric.add_metric((self._model,), value)
+    def _engines(self) -> Iterator[tuple[tuple[str, str], Engine]]:
+        """Yields each engine behind the values of its labels."""
+        for engine in self._frontend.engines:
+            yield (self._model, str(engine.number)), engine
+
+    def _gauge(self, name: str, about: str, value: Callable[[Engine], float]) -> Metric:
+        metric = GaugeMetricFamily(name, about, labels=("model_name", "engine"))
+        for labels, engine in self._engines():
+            metric.add_metric(labels, value(engine))
         return metric
 
-    def _histogram(self, name: str, about: str, histogram: Histogram) -> Metric:
-        metric = HistogramMetricFamily(name, about, labels=("model_name",))
-        metric.add_metric((self._model,), _cumulative(histogram), histogram.sum)
+    def _counter(self, name: str, about: str, value: Callable[[Engine], float]) -> Metric:
+        metric = CounterMetricFamily(name, about, labels=("model_name", "engine"))
+        for labels, engine in self._engines():
+            metric.add_metric(labels, value(engine))
         return metric
 
-    def _histograms(self, name: str, about: str, label: str, histograms: Mapping[str, Histogram]) -> Metric:
-        metric = HistogramMetricFamily(name, about, labels=("model_name", label))
-        for value, histogram in histograms.items():
-            metric.add_metric((self._model, value), _cumulative(histogram), histogram.sum)
+    def _histogram(self, name: str, about: str, of: Callable[[EngineMetrics], Histogram]) -> Metric:
+        metric = HistogramMetricFamily(name, about, labels=("model_name", "engine"))
+        for labels, engine in self._engines():
+            histogram = of(engine.metrics)
+            metric.add_metric(labels, _cumulative(histogram), histogram.sum)
         return metric
 
 

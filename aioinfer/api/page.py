@@ -1,7 +1,7 @@
-"""The page at `/`: a chat with the served model, and a live view of the engine.
+"""The page at `/`: a chat with the served model, and a live view of the engines.
 
 Its files lie in `aioinfer/page` and go out as they are. `GET /page/info` tells the page what it needs to offer a chat, and
-`GET /page/live` streams the state of the engine for as long as somebody looks. `server` adds the routes and ends the
+`GET /page/live` streams the state of the engines for as long as somebody looks. `server` adds the routes and ends the
 streams; `access` lets the files pass without a key, since a browser has none before the page has asked for it.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import orjson
 from aiohttp import web
 
 from aioinfer.api.admission import deadline_of
-from aioinfer.api.context import ENGINE
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
 from aioinfer.api.sse import STREAM_HEADERS
 
@@ -52,7 +52,7 @@ _SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "pr
 
 
 def add_page(app: web.Application) -> None:
-    """Adds the page's routes to an application that has its engine."""
+    """Adds the page's routes to an application that has its frontend."""
     app[_ENDED] = asyncio.Event()
     for path, (name, content_type) in PAGE_FILES.items():
         app.router.add_get(path, _file_handler(_FOLDER / name, content_type))
@@ -77,35 +77,36 @@ def _file_handler(file: Path, content_type: str) -> Callable[[web.Request], Awai
 
 async def show_info(request: web.Request) -> web.Response:
     """Tells whether the model can chat (`chat`), how long a request may be, and which sampling settings count when none are given."""
-    engine = request.app[ENGINE]
-    params = engine.defaults.sampling_params()
+    frontend = request.app[FRONTEND]
+    params = frontend.defaults.sampling_params()
     return json_response(
         {
-            "chat": engine.tokenizer.has_chat_template,
-            "max_model_len": engine.max_model_len,
+            "chat": frontend.tokenizer.has_chat_template,
+            "max_model_len": frontend.max_model_len,
             "defaults": {name: getattr(params, name) for name in _SETTINGS},
         }
     )
 
 
 async def stream_live(request: web.Request) -> web.StreamResponse:
-    """Streams the state of the engine twice a second, until the client goes away or the server stops.
+    """Streams the state of the engines twice a second, until the client goes away or the server stops.
 
     An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns them. A client that does not keep up
     misses events, and nothing is queued for it.
     """
     deadline_of(request).lift()  # looking on has none
-    engine, ended = request.app[ENGINE], request.app[_ENDED]
+    engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
-    last_step = -1
-    with engine.metrics.steps.watched():
+    last_steps = [-1] * len(engines)
+    with ExitStack() as watching:
+        for engine in engines:
+            watching.enter_context(engine.metrics.steps.watched())
         while not ended.is_set():
             if request.transport is not None and not request.transport.get_write_buffer_size():
-                state = engine_state(engine, last_step)
-                await response.write(b"data: " + orjson.dumps({"time": time.perf_counter(), "engines": [state]}) + b"\n\n")
-                if state["log"]:
-                    last_step = state["log"][-1][0]
+                states = [engine_state(engine, last_step) for engine, last_step in zip(engines, last_steps, strict=True)]
+                await response.write(b"data: " + orjson.dumps({"time": time.perf_counter(), "engines": states}) + b"\n\n")
+                last_steps = [s["log"][-1][0] if s["log"] else last for s, last in zip(states, last_steps, strict=True)]
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _INTERVAL_S)
     return response

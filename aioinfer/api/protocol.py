@@ -206,7 +206,7 @@ def _check_messages(messages: list[Message]) -> None:
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Returns what `Engine.encode_chat` takes besides the messages."""
+    """Returns what `Frontend.encode_chat` takes besides the messages."""
     continues = bool(body.continue_final_message)
     hides_tools = isinstance(body, ChatRequest) and body.tool_choice == "none"
     return {

@@ -11,14 +11,14 @@ from aiohttp import web
 from aioinfer.api import chat, completions, info, metrics, page, tokenization
 from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
-from aioinfer.api.context import ENGINE, STARTED
+from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, json_errors
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.turnstile import TURNSTILE, Turnstile
 from aioinfer.config import ServerConfig
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
+    from aioinfer.engine.frontend import Frontend
 
 #: Handlers get this long to send their last events once the engine has ended their requests.
 _LAST_EVENTS_S = 0.5
@@ -31,24 +31,24 @@ def check_files(config: ServerConfig) -> None:
 
 
 class HttpServer:
-    """Serves an engine on a socket. Nothing listens before `start`."""
+    """Serves a model on a socket. Nothing listens before `start`."""
 
-    def __init__(self, engine: Engine):
-        self._config = engine.config.server
+    def __init__(self, frontend: Frontend):
+        self._config = frontend.config.server
         self._listener: Listener | None = None
         self._draining = False
         self._num_handling = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._runner = web.AppRunner(
-            self._make_app(engine),
+            self._make_app(frontend),
             handler_cancellation=True,  # or the handler of a client that went away would wait for the whole output
             auto_decompress=False,  # a small body could unpack to a huge one
             access_log=None,
             shutdown_timeout=_LAST_EVENTS_S,
         )
 
-    def _make_app(self, engine: Engine) -> web.Application:
+    def _make_app(self, frontend: Frontend) -> web.Application:
         cors = Cors(self._config.cors_origins)
         app = web.Application(
             middlewares=[self._count, json_errors, cors.answer_preflight, require_key, bound_time],
@@ -56,8 +56,8 @@ class HttpServer:
         )
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
-        app[ENGINE] = engine
-        app[ADMISSION] = Admission(engine)
+        app[FRONTEND] = frontend
+        app[ADMISSION] = Admission(frontend)
         app[TURNSTILE] = Turnstile()
         app[STARTED] = int(time.time())
         app.router.add_post("/v1/completions", completions.create_completion)

@@ -7,28 +7,28 @@ from typing import Any
 
 from aiohttp import web
 
-from aioinfer.api.context import ENGINE, read_body
+from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.errors import json_response
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """Returns the token ids of a text or of a conversation."""
-    engine = request.app[ENGINE]
+    frontend = request.app[FRONTEND]
     body = await read_body(request, TokenizeRequest)
     if body.messages is not None:
-        ids = await engine.encode_chat([message.for_template() for message in body.messages], **template_options(body))
+        ids = await frontend.encode_chat([message.for_template() for message in body.messages], **template_options(body))
     else:
-        ids = await engine.encode(body.prompt or "", body.add_special_tokens is not False)
+        ids = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     texts = None
     if body.return_token_strs:
-        texts = await asyncio.to_thread(lambda: [engine.tokenizer.token_text(token)[0] for token in ids])
-    reply: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": texts}
+        texts = await asyncio.to_thread(lambda: [frontend.tokenizer.token_text(token)[0] for token in ids])
+    reply: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.max_model_len, "tokens": ids, "token_strs": texts}
     return json_response(reply)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Returns the text of token ids, special tokens included."""
-    engine = request.app[ENGINE]
+    frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
-    return json_response({"prompt": await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)})
+    return json_response({"prompt": await asyncio.to_thread(frontend.tokenizer.decode, body.tokens, False)})

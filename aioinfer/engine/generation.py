@@ -1,6 +1,6 @@
 """What a caller holds of a running request: its completions, and the queue on which their new text arrives.
 
-`Engine.submit` makes a `Generation`; the HTTP handlers and `LLM` iterate over it. The engine's step loop
+`Frontend.submit` makes a `Generation`; the HTTP handlers and `LLM` iterate over it. The engine's step loop
 feeds it through `Choice.take`, on the same event loop. The queue holds at most one delta a completion: what a
 slow reader has not fetched merges, so that it costs bounded memory and delays nobody. A reader that can take a token at
 once, without being woken, attaches a `Sink`; then the queue is only for what the sink turns down.

@@ -1,6 +1,6 @@
-"""The engine's books for monitoring: counts and times of requests, tokens and turns of the step loop.
+"""The books for monitoring: counts and times of requests, tokens and turns of the step loop, and the lag of the event loop.
 
-The engine writes them, `api.metrics` reads them when it is asked. All tokens of a step share one time stamp,
+Each engine writes its own, `api.metrics` reads them when it is asked. All tokens of a step share one time stamp,
 and most of them follow a token of the step before: these all fall into one bucket, which is counted once a step.
 So a streamed token costs a dictionary look-up and a comparison here, and nothing is kept of it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aioinfer.engine.step_log import StepLog
@@ -93,7 +93,6 @@ class EngineMetrics:
         e2e_latency: seconds from the submission to the last token. This and the other means and times of whole requests
             (`time_per_output_token`, `decode_time`, `request_*_tokens`) are of those that ended by a stop or their length.
         phases: seconds that the event loop spent on each part of a turn.
-        loop_lag: seconds by which a timer came late, taken 20 times a second while there are requests.
         steps: the last steps one by one, while somebody watches them.
     """
 
@@ -112,19 +111,15 @@ class EngineMetrics:
         self.request_prompt_tokens = Histogram(_LENGTH_BOUNDS)
         self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
-        self.loop_lag = Histogram(_LAG_BOUNDS)
         self.steps = StepLog()
         self._open: dict[Request, _Times] = {}
         self._step_time = -1.0
-        self._timer_is_set = False
 
     # ---------------------------------------------------------------- requests
 
     def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> None:
-        """Notes a request that is queued now and was submitted at `arrived`. Needs a running event loop, whose lag it watches."""
+        """Notes a request that is queued now and was submitted at `arrived`."""
         self._open[request] = _Times(arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0)
-        if not self._timer_is_set:
-            self._set_timer()
 
     def take_admissions(self, running: Sequence[Request], slots: Iterable[int], now: float) -> None:
         """Notes which of the running requests a plan has given `slots`; the newest are looked at first."""
@@ -216,15 +211,28 @@ class EngineMetrics:
         if self.steps.num_watchers:
             self.steps.take_turn(result, update_s, emit_s)
 
-    # ---------------------------------------------------------------- the event loop
 
-    def _set_timer(self) -> None:
-        """Watches the loop while there are requests: an idle engine does nothing."""
-        self._timer_is_set = True
-        asyncio.get_running_loop().call_later(_LAG_INTERVAL_S, self._take_lag, time.perf_counter() + _LAG_INTERVAL_S)
+class LoopLag:
+    """How late the event loop is. `Frontend` owns one: all engines share the loop.
+
+    Attributes:
+        seconds: by which a timer came late, taken 20 times a second while there are requests.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]):
+        """`is_busy` tells whether there are requests: an idle loop is left alone."""
+        self.seconds = Histogram(_LAG_BOUNDS)
+        self.is_watched = False
+        self._is_busy = is_busy
+
+    def watch(self) -> None:
+        """Begins to watch the running loop, if it is not watched yet."""
+        if not self.is_watched:
+            self.is_watched = True
+            asyncio.get_running_loop().call_later(_LAG_INTERVAL_S, self._take_lag, time.perf_counter() + _LAG_INTERVAL_S)
 
     def _take_lag(self, due: float) -> None:
-        self._timer_is_set = False
-        self.loop_lag.add(max(0.0, time.perf_counter() - due))
-        if self._open:
-            self._set_timer()
+        self.is_watched = False
+        self.seconds.add(max(0.0, time.perf_counter() - due))
+        if self._is_busy():
+            self.watch()

@@ -1,4 +1,4 @@
-// The live view of the engine: one stream of events, open only while the page can be seen, and the charts of what it tells.
+// The live view of the engines: one stream of events, open only while the page can be seen, and the charts of what it tells.
 
 import { drawCells, drawColumns, drawShares, drawSparkline } from "./charts.js";
 import { readEvents, request } from "./api.js";
@@ -59,7 +59,9 @@ export class Live {
   }
 
   #take({ time, engines }) {
-    while (this.#views.length < engines.length) this.#views.push(new EngineView(this.#views.length));
+    while (this.#views.length < engines.length) {
+      this.#views.push(new EngineView(engines.length > 1 ? `Engine ${this.#views.length}` : "Engine"));
+    }
     engines.forEach((engine, index) => this.#views[index].take(engine, time));
     this.#onState(engines.some((engine) => engine.dead) ? "lost" : "live");
   }
@@ -76,11 +78,11 @@ class EngineView {
   #steps = [];
   #selected = -1; // index of a step from the right, -1 for none
 
-  constructor(index) {
+  constructor(name) {
     this.#root = document.getElementById("engine-template").content.cloneNode(true).firstElementChild;
     for (const node of this.#root.querySelectorAll("[data-value]")) this.#values[node.dataset.value] = node;
     for (const node of this.#root.querySelectorAll("[data-chart]")) this.#charts[node.dataset.chart] = node;
-    if (index) this.#root.querySelector("h2").textContent = `Engine ${index}`;
+    this.#root.querySelector("h2").textContent = name;
     document.getElementById("engine").append(this.#root);
     this.#listen(this.#root.querySelector(".timeline"));
   }

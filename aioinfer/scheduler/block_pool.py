@@ -91,6 +91,16 @@ class BlockPool:
             found.append(block)
         return found
 
+    def count_cached(self, hashes: Iterable[bytes]) -> int:
+        """Returns how many blocks `find` would."""
+        cached = self._cached
+        count = 0
+        for block_hash in hashes:
+            if block_hash not in cached:
+                break
+            count += 1
+        return count
+
     def count_unowned(self, blocks: Iterable[int]) -> int:
         """Returns how many of `blocks` stand on the free list."""
         return sum(self._references[block] == 0 for block in blocks)

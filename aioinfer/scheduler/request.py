@@ -40,6 +40,7 @@ class Request:
         priority: lower goes first, where the policy asks.
         block_hashes: the hashes of the full blocks of `tokens`, which the encoding thread computes for the prompt.
         group: the fork group, if there are siblings.
+        num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
 
     Kept by the scheduler:
         total: tokens known plus tokens chosen in posted steps whose results have not come yet (placeholders).
@@ -63,6 +64,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     hash_root: bytes = field(default_factory=root_hash)
     group: ForkGroup | None = None
+    num_expected: int = 0
 
     status: Status = Status.WAITING
     key: tuple[int, int] = (0, 0)
@@ -85,6 +87,11 @@ class Request:
     def num_output(self) -> int:
         """Generated tokens that are known."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Prompt tokens whose keys and values no posted step computes."""
+        return max(0, self.prompt_len - self.num_computed)
 
     @property
     def num_pending(self) -> int:

@@ -86,6 +86,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # a heap by key; finished ones are dropped when they come up
         self._num_waiting = 0
         self._num_waiting_tokens = 0
+        self._num_prefill_tokens = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._posted: deque[tuple[int, list[Request]]] = deque()  # (step id, the requests it samples)
         self._arrivals = count()
@@ -100,6 +101,11 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Their prompt tokens."""
         return self._num_waiting_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens of all requests that no plan has had computed yet, without those that waiting ones expect in the cache."""
+        return self._num_prefill_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -180,11 +186,13 @@ class Scheduler:
 
     def _plan_row(self, draft: PlanDraft, request: Request, tokens: int) -> None:
         """Gives a request `tokens` tokens of this step; its blocks are in place."""
-        end = request.num_computed + tokens
+        start = request.num_computed
+        end = start + tokens
         samples = end == request.total
-        draft.add_row(request, request.num_computed, tokens, samples)
+        draft.add_row(request, start, tokens, samples)
         request.num_computed = end
         if tokens > 1 or end <= request.prompt_len:
+            self._num_prefill_tokens -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
             self._commit_full_blocks(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
@@ -259,6 +267,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.blocks = list(shared)
         request.num_computed = computed
+        self._num_prefill_tokens += request.num_uncomputed
         request.num_committed = len(shared) if self.limits.prefix_caching else 0
         if request.num_cached < 0:
             request.num_cached = computed
@@ -281,6 +290,7 @@ class Scheduler:
         return True
 
     def _leave_slot(self, request: Request) -> None:
+        self._num_prefill_tokens -= request.num_uncomputed
         self.pool.release(request.blocks)
         self._free_slots.append(request.slot)
         request.slot = -1
@@ -293,11 +303,13 @@ class Scheduler:
         heapq.heappush(self._waiting, request)
         self._num_waiting += 1
         self._num_waiting_tokens += request.prompt_len
+        self._num_prefill_tokens += request.prompt_len - request.num_expected
 
     def _count_out(self, request: Request) -> None:
         """Notes that a request waits no more."""
         self._num_waiting -= 1
         self._num_waiting_tokens -= request.prompt_len
+        self._num_prefill_tokens -= request.prompt_len - request.num_expected
 
     # ---------------------------------------------------------------- results
 
@@ -385,3 +397,5 @@ class Scheduler:
         waiting = [r for r in self._waiting if r.status is Status.WAITING]
         assert len(waiting) == self._num_waiting, "the waiting requests are miscounted"
         assert sum(r.prompt_len for r in waiting) == self._num_waiting_tokens, "the waiting tokens are miscounted"
+        prefill = sum(r.prompt_len - r.num_expected for r in waiting) + sum(r.num_uncomputed for r in self.running)
+        assert prefill == self._num_prefill_tokens, "the tokens to prefill are miscounted"

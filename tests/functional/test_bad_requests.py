@@ -105,10 +105,10 @@ def check_error(reply: dict[str, Any], param: str | None, kind: str = "invalid_r
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def nothing_is_scheduled(served: Served) -> AsyncIterator[None]:
     """Checks that no step was planned for what a test sent, and that the server is well."""
-    steps = served.engine.stats()["steps"]
+    steps = served.frontend.stats()["steps"]
     yield
     assert served.engine.scheduler.is_idle
-    assert served.engine.stats()["steps"] == steps
+    assert served.frontend.stats()["steps"] == steps
     async with served.http.get("/health") as response:
         assert response.status == 200
 
@@ -194,7 +194,7 @@ async def test_a_large_body_of_unknown_length_is_cut_off(served: Served) -> None
 
 async def test_a_body_of_the_largest_size_is_read(served: Served) -> None:
     body = json.dumps({"prompt": "x"}).encode()
-    padded = body + b" " * (served.engine.config.server.max_body_bytes - len(body))
+    padded = body + b" " * (served.frontend.config.server.max_body_bytes - len(body))
     async with served.http.post("/tokenize", data=padded, headers=JSON) as response:
         assert response.status == 200
     async with served.http.post("/tokenize", data=padded + b" ", headers=JSON) as response:

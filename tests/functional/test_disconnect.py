@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from aioinfer.engine.engine import Engine
 from tests.functional.conftest import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -41,10 +40,11 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def check_freed_at_once(engine: Engine, steps: int) -> None:
+async def check_freed_at_once(served: Served, steps: int) -> None:
     """Checks that all is free, no later than two steps after `steps`: the one under way and the one planned ahead."""
+    engine = served.engine
     await until(lambda: engine.scheduler.is_idle)
-    assert engine.stats()["steps"] - steps <= 2
+    assert served.frontend.stats()["steps"] - steps <= 2
     assert engine.scheduler.pool.usage == 0
     assert not engine._choices
 
@@ -56,8 +56,8 @@ async def test_while_tokens_come(served: Served, stream: bool) -> None:
         await until(lambda: engine.scheduler.running and engine.scheduler.running[0].num_output > 5)
         if stream:
             assert b"200 OK" in await reader.readline()
-        steps = engine.stats()["steps"]
-    await check_freed_at_once(engine, steps)
+        steps = served.frontend.stats()["steps"]
+    await check_freed_at_once(served, steps)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -65,8 +65,8 @@ async def test_all_choices_of_all_prompts(served: Served, stream: bool) -> None:
     engine = served.engine
     async with client(served, LONG | {"prompt": ["One", "Two", "Three"], "n": 2, "stream": stream}):
         await until(lambda: len(engine.scheduler.running) == 4 and engine.scheduler.num_waiting == 2)
-        steps = engine.stats()["steps"]
-    await check_freed_at_once(engine, steps)
+        steps = served.frontend.stats()["steps"]
+    await check_freed_at_once(served, steps)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -76,19 +76,18 @@ async def test_while_queued(served: Served, stream: bool) -> None:
         await until(lambda: len(engine.scheduler.running) == 4)
         async with client(served, LONG | {"stream": stream}):
             await until(lambda: engine.scheduler.num_waiting == 1)
-            steps = engine.stats()["steps"]
+            steps = served.frontend.stats()["steps"]
         await until(lambda: engine.scheduler.num_waiting == 0)
-        assert engine.stats()["steps"] - steps <= 2
+        assert served.frontend.stats()["steps"] - steps <= 2
         assert len(engine.scheduler.running) == 4
-        steps = engine.stats()["steps"]
-    await check_freed_at_once(engine, steps)
+        steps = served.frontend.stats()["steps"]
+    await check_freed_at_once(served, steps)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = served.engine
     begun, ended = asyncio.Event(), asyncio.Event()
-    in_thread = engine._in_thread
+    in_thread = served.frontend._in_thread
 
     async def spy(work: Any) -> Any:
         begun.set()
@@ -97,8 +96,8 @@ async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatc
         finally:
             ended.set()
 
-    monkeypatch.setattr(engine, "_in_thread", spy)
-    steps = engine.stats()["steps"]
+    monkeypatch.setattr(served.frontend, "_in_thread", spy)
+    steps = served.frontend.stats()["steps"]
     text = "word " * 150_000  # half a second of encoding
     body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     async with client(served, body, path):
@@ -106,8 +105,8 @@ async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatc
         assert not ended.is_set()
     await asyncio.wait_for(ended.wait(), 10)
     await in_thread(lambda: None)  # the threads take work in order: what was encoding is done
-    assert engine.stats()["steps"] == steps
-    await check_freed_at_once(engine, steps)
+    assert served.frontend.stats()["steps"] == steps
+    await check_freed_at_once(served, steps)
 
 
 async def test_others_go_on(served: Served) -> None:

@@ -57,8 +57,8 @@ def running(**settings: Any) -> Iterator[LLM]:
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(MODEL, settings=merged, progress=False) as llm:
         yield llm
-        llm.engine.scheduler.check_integrity()
-        assert llm.engine.scheduler.pool.num_free == llm.engine.report.num_blocks
+        llm.frontend.engines[0].scheduler.check_integrity()
+        assert llm.frontend.engines[0].scheduler.pool.num_free == llm.frontend.engines[0].report.num_blocks
     gc.collect()  # half a gigabyte of weights each
 
 
@@ -68,7 +68,7 @@ def tokens_of(outputs: list[Output]) -> list[list[int]]:
 
 def test_prompts_are_encoded_alike(prompts):
     with running() as llm:
-        encode = llm.engine.tokenizer
+        encode = llm.frontend.tokenizer
         assert [encode.encode(text) for text in PROMPTS] == prompts[:20]
         assert [encode.encode_chat(messages) for messages in CONVERSATIONS] == prompts[20:]
 
@@ -109,7 +109,7 @@ def serving(llm: LLM) -> Iterator[str]:
     """Serves an offline engine; gives the URL."""
 
     async def start() -> tuple[HttpServer, str]:
-        server = HttpServer(llm.engine)
+        server = HttpServer(llm.frontend)
         return server, await server.start()
 
     server, url = llm._call(start())
@@ -136,7 +136,7 @@ def test_chunked_prefill(prompts, expected):
 @pytest.mark.parametrize("block_size", [1, 64])
 def test_block_sizes(prompts, expected, block_size):
     with running(cache__block_size=block_size) as llm:
-        assert llm.engine.report.block_size == block_size
+        assert llm.frontend.engines[0].report.block_size == block_size
         assert tokens_of(llm.generate(prompts[10:22], GREEDY)) == expected[10:22]
 
 
@@ -154,7 +154,7 @@ def test_preemption(prompts, expected):
     chosen = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
     with running(cache__num_blocks=40, model__max_model_len=256) as llm:
         outputs = llm.generate([prompts[i] for i in chosen], GREEDY)
-        assert llm.engine.stats()["preemptions"] >= 5
+        assert llm.frontend.stats()["preemptions"] >= 5
     assert tokens_of(outputs) == [expected[i] for i in chosen]
     assert sum(o.completions[0].num_preemptions > 0 for o in outputs) >= 3
 
@@ -162,14 +162,14 @@ def test_preemption(prompts, expected):
 def test_without_planning_ahead(prompts, expected):
     with running(scheduler__plan_ahead=False) as llm:
         assert tokens_of(llm.generate(prompts[:10], GREEDY)) == expected[:10]
-        assert llm.engine.stats()["wasted_rows"] == 0
+        assert llm.frontend.stats()["wasted_rows"] == 0
 
 
 def test_planning_ahead_wastes_the_row_after_an_end_token(prompts, expected):
     ended = [i for i, tokens in enumerate(expected) if len(tokens) < NEW_TOKENS]
     with running() as llm:
         assert tokens_of(llm.generate([prompts[i] for i in ended], GREEDY)) == [expected[i] for i in ended]
-        assert llm.engine.stats()["wasted_rows"] >= len(ended) - 1, "the last one's may still be on its way"
+        assert llm.frontend.stats()["wasted_rows"] >= len(ended) - 1, "the last one's may still be on its way"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -182,6 +182,6 @@ def test_siblings_share_a_prompt(prompts, expected):
     longest = max(range(20), key=lambda i: len(prompts[i]))
     with running() as llm:
         (output,) = llm.generate([prompts[longest]], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=4))
-        steps = llm.engine.stats()["steps"]
+        steps = llm.frontend.stats()["steps"]
     assert [c.token_ids for c in output.completions] == [expected[longest]] * 4
     assert steps <= NEW_TOKENS + 3, "the prompt was computed once"

@@ -50,9 +50,9 @@ def generate(family: Family, prompts: list[list[int]], **settings: Any) -> list[
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(str(family.folder), settings=merged, progress=False) as llm:
         outputs = llm.generate(prompts, GREEDY)
-        llm.engine.scheduler.check_integrity()
+        llm.frontend.engines[0].scheduler.check_integrity()
         if settings.get("cache__num_blocks"):
-            assert llm.engine.stats()["preemptions"] >= 3
+            assert llm.frontend.stats()["preemptions"] >= 3
         if "scheduler__max_num_batched_tokens" in settings:
             assert sum(o.num_prefill_steps > 1 for o in outputs) >= 2
     return [output.token_ids for output in outputs]
@@ -80,7 +80,7 @@ def test_tensor_parallel(family, ranks):
 def test_text_matches_the_tokenizer(family):
     with LLM(str(family.folder), settings={"parallel.executor": "inline", "cache.num_blocks": 64}, progress=False) as llm:
         outputs = llm.generate(PROMPTS[:6], GREEDY)
-        decode = llm.engine.tokenizer.decode
+        decode = llm.frontend.tokenizer.decode
     assert [o.prompt_token_ids for o in outputs] == family.prompts[:6]
     assert [o.token_ids for o in outputs] == family.expected[:6]
     for output in outputs:

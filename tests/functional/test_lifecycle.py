@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -25,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 class Process:
     """A server process that has said that it is ready."""
 
-    def __init__(self, executor: str) -> None:
+    def __init__(self, executor: str, *settings: str) -> None:
         command = [sys.executable, "-m", "aioinfer", "--config", "configs/smollm2.toml"]
-        for setting in (f"parallel.executor={executor}", "server.port=0", "parallel.cpu_threads=1", "cache.num_blocks=200"):
+        for setting in (f"parallel.executor={executor}", "server.port=0", "parallel.cpu_threads=1", "cache.num_blocks=200", *settings):
             command += ["--set", setting]
         self.connections: list[HTTPConnection] = []
         self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -48,7 +49,7 @@ class Process:
 
     def tell_a_story(self, **body: Any) -> HTTPResponse:
         """Begins a stream, and returns when its first event is there."""
-        response = self.request("POST", "/v1/completions", prompt="Once upon a time", stream=True, ignore_eos=True, **body)
+        response = self.request("POST", "/v1/completions", **{"prompt": "Once upon a time", "stream": True, "ignore_eos": True} | body)
         assert response.status == 200
         assert response.readline().startswith(b"data: {")
         return response
@@ -73,7 +74,7 @@ class Process:
 
 @pytest.fixture
 def process(request: pytest.FixtureRequest) -> Iterator[Process]:
-    process = Process(getattr(request, "param", "inline"))
+    process = Process(*getattr(request, "param", "inline").split())
     yield process
     process.close()
 
@@ -131,4 +132,17 @@ def test_a_killed_worker_ends_the_server(process: Process) -> None:
     health = process.request("GET", "/health")
     assert health.status == 503
     assert json.loads(health.read())["error"]["code"] == "engine_dead"
+    assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1
+
+
+@pytest.mark.parametrize("process", ["multiprocess parallel.data_parallel_size=2"], indirect=True)
+def test_a_killed_worker_of_one_engine_ends_both(process: Process) -> None:
+    responses = [process.tell_a_story(max_tokens=2000, prompt=f"Story {number}") for number in range(2)]
+    killed_at = time.monotonic()
+    max(process.workers, key=lambda worker: worker.memory_info().rss).kill()
+    for response in responses:
+        error = json.loads(events(response)[-1])["error"]
+        assert error["code"] == "engine_dead"
+        assert re.match("engine [01]: worker 0 was killed by SIGKILL: rank 0 was executing step", error["message"])
+    assert process.request("GET", "/health").status == 503
     assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from aioinfer import LLM, SamplingParams
@@ -18,7 +19,20 @@ def llm() -> Iterator[LLM]:
     settings = {"parallel.executor": "inline", "cache.num_blocks": 128, "scheduler.max_num_seqs": 24, "scheduler.policy": "priority"}
     with LLM(MODEL, settings=settings, progress=False) as llm:
         yield llm
-        llm.engine.scheduler.check_integrity()
+        llm.frontend.engines[0].scheduler.check_integrity()
+
+
+def test_two_engines_give_the_texts_of_one_in_order(llm):
+    params = [SamplingParams(temperature=0, max_tokens=4 + i % 5, ignore_eos=True) for i in range(8)]
+    settings = {"parallel.data_parallel_size": 2, "parallel.cpu_threads": 1, "cache.num_blocks": 128}
+    others = set(psutil.Process().children(recursive=True))  # of servers that other tests share
+    with LLM(MODEL, settings=settings, progress=False) as two:
+        outputs = two.generate(PROMPTS[:8], params)
+        assert [sum(engine.metrics.finished.values()) for engine in two.frontend.engines] == [4, 4]
+        workers = [child for child in set(psutil.Process().children(recursive=True)) - others if "spawn_main" in " ".join(child.cmdline())]
+        assert len(workers) == 2
+    assert not any(worker.is_running() for worker in workers)
+    assert [o.text for o in outputs] == [o.text for o in llm.generate(PROMPTS[:8], params)]
 
 
 def sampled(seed: int, **fields) -> SamplingParams:
@@ -30,7 +44,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     outputs = llm.generate(PROMPTS, params)
     assert [len(o.token_ids) for o in outputs] == lengths
-    assert [o.prompt_token_ids for o in outputs] == [llm.engine.tokenizer.encode(p) for p in PROMPTS]
+    assert [o.prompt_token_ids for o in outputs] == [llm.frontend.tokenizer.encode(p) for p in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,7 @@ def test_min_tokens_holds_the_end_back(llm):
     assert len(free.token_ids) < 39
     (held,) = llm.chat([prompt], SamplingParams(temperature=0, max_tokens=40, min_tokens=39))
     assert len(held.token_ids) >= 39
-    end = llm.engine.tokenizer.eos_token_id
+    end = llm.frontend.tokenizer.eos_token_id
     assert end not in held.token_ids[:38]
 
 
@@ -115,13 +129,13 @@ def test_requests_that_could_never_run_are_refused_at_once(llm, prompt, fields, 
     with pytest.raises(RequestError) as caught:
         llm.generate([prompt], SamplingParams(**fields))
     assert caught.value.param == param
-    assert llm.engine.scheduler.is_idle
+    assert llm.frontend.engines[0].scheduler.is_idle
 
 
 def test_the_longest_request_that_fits_runs(llm):
-    longest = llm.engine.max_model_len
+    longest = llm.frontend.max_model_len
     assert longest == 128 * 16, "what the KV cache holds"
-    assert "KV cache" in llm.engine.report.max_model_len_reason
+    assert "KV cache" in llm.frontend.engines[0].report.max_model_len_reason
     (output,) = llm.generate([[7] * (longest - 2)], SamplingParams(temperature=0, ignore_eos=True))
     assert len(output.token_ids) == 2
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.detokenizer import Detokenizer
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.sampling_params import SamplingParams
 from tests.functional.conftest import SMOLLM2, Served
 
@@ -37,6 +37,7 @@ async def scrape(http: aiohttp.ClientSession) -> dict[str, float]:
         for name, labels, value, *_ in metric.samples:
             if "le" not in labels:
                 assert labels.pop("model_name") == "smollm2"
+                assert labels.pop("engine", None) == (None if "loop_lag" in name else "0")
                 samples["/".join([name.partition(":")[2], *labels.values()])] = value
     return samples
 
@@ -132,7 +133,7 @@ async def test_a_stop_string_and_an_end_token(served: Served) -> None:
     change = await Change.begin(served.http)
     first = await served.post("/v1/completions", prompt=prompt, max_tokens=40, stop=["Paris"], **EXACT)
     assert first["choices"][0]["finish_reason"] == "stop"
-    (token,) = (await served.engine.encode(" Paris"))[:1]
+    (token,) = (await served.frontend.encode(" Paris"))[:1]
     second = await served.post("/v1/completions", prompt=prompt, max_tokens=40, stop_token_ids=[token], **EXACT)
     assert second["choices"][0]["stop_reason"] == token
     usages = [reply["usage"] for reply in (first, second)]
@@ -201,21 +202,21 @@ async def test_preemptions() -> None:
         "model.path": SMOLLM2, "model.max_model_len": 64, "cache.block_size": 16, "cache.num_blocks": 6, "scheduler.max_num_seqs": 4,
         "parallel.cpu_threads": 1, "server.port": 0, "server.served_model_names": ["smollm2"],
     }  # fmt: skip
-    engine = await Engine.launch(load_config(None, settings))
-    server = HttpServer(engine)
+    frontend = await Frontend.launch(load_config(None, settings))
+    server = HttpServer(frontend)
     try:
         async with aiohttp.ClientSession(await server.start()) as http:
             change = await Change.begin(http)
             params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24)
-            prompts = [await engine.encode(text) for text in ("One and", "Two or", "Three of", "Four by")]
-            generations = [await engine.submit(prompt, params) for prompt in prompts]
+            prompts = [await frontend.encode(text) for text in ("One and", "Two or", "Three of", "Four by")]
+            generations = [await frontend.submit(prompt, params) for prompt in prompts]
             for generation in generations:
                 async for _ in generation:
                     pass
             preemptions = sum(generation.choices[0].request.num_preemptions for generation in generations)
             moved = await change.now()
     finally:
-        await engine.close()
+        await frontend.close()
         await server.close()
     assert moved["num_preemptions_total"] == preemptions > 0
     check_counts(moved, prompt=sum(map(len, prompts)), tokens=[24] * 4, length=4)

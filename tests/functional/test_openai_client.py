@@ -111,14 +111,14 @@ async def test_a_failure_ends_a_stream_with_an_error(client: openai.AsyncOpenAI,
 async def test_a_failure_of_a_plain_reply(
     client: openai.AsyncOpenAI, served: Served, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit = served.engine.submit
+    submit = served.frontend.submit
 
     async def submit_and_fail(*args: object, **options: object) -> object:
         generation = await submit(*args, **options)
         served.engine._fail(generation, error)
         return generation
 
-    monkeypatch.setattr(served.engine, "submit", submit_and_fail)
+    monkeypatch.setattr(served.frontend, "submit", submit_and_fail)
     with pytest.raises(openai.InternalServerError, match=str(error)) as caught:
         await client.chat.completions.create(model=MODEL, messages=QUESTION)
     assert caught.value.status_code == status

@@ -14,6 +14,9 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
+from aioinfer.api.server import HttpServer
+from aioinfer.sampling_params import SamplingParams
+from bench_loop import make_frontend
 from tests.functional.chromium import EXECUTABLE, Page, open_page
 
 ROOT = Path(__file__).parents[2]
@@ -317,6 +320,26 @@ async def test_the_live_stream_is_open_only_while_the_page_can_be_seen(page: Pag
     await page.run(show % "false")
     await page.until("document.querySelector('[data-value=running]').textContent === '0'")
     assert streams() == 2
+
+
+async def test_each_engine_has_its_panel(browser: Page) -> None:
+    frontend = await make_frontend(4, 0.005, {"parallel.data_parallel_size": 2})
+    server = HttpServer(frontend)
+    try:
+        await browser.open(await server.start())
+        await browser.until("document.querySelectorAll('.engine').length === 2")
+        assert await browser.run("[...document.querySelectorAll('.engine h2')].map((h) => h.textContent)") == ["Engine 0", "Engine 1"]
+        params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+        for number in range(3):
+            await frontend.submit([number + 5] * 20, params)
+        await browser.until("[...document.querySelectorAll('.engine [data-value=running]')].map((d) => d.textContent).join() === '2,1'")
+        steps = "[...document.querySelectorAll('.engine [data-value=readout]')].every((p) => p.textContent.startsWith('Mean of'))"
+        await browser.until(steps)
+    finally:
+        await browser.open("about:blank")
+        await server.close()
+        await frontend.close()
+    assert browser.errors.empty(), browser.errors
 
 
 async def test_a_phone(page: Page) -> None:

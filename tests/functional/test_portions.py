@@ -9,14 +9,14 @@ import pytest
 
 from aioinfer.engine import engine as engine_module
 from aioinfer.sampling_params import SamplingParams
-from bench_loop import make_engine
+from bench_loop import make_frontend
 
 STREAMS = 40
 
 
-async def complete(params: SamplingParams, engine: Any, prompt: int) -> tuple[str, int, str | None, int | str | None]:
+async def complete(params: SamplingParams, frontend: Any, prompt: int) -> tuple[str, int, str | None, int | str | None]:
     text, tokens, reason, stop = "", 0, None, None
-    async for delta in await engine.submit([prompt + 5] * 8, params):
+    async for delta in await frontend.submit([prompt + 5] * 8, params):
         assert reason is None, "something came behind the end"
         text += delta.text
         tokens += len(delta.token_ids)
@@ -26,16 +26,16 @@ async def complete(params: SamplingParams, engine: Any, prompt: int) -> tuple[st
 
 async def complete_all(delay_s: float) -> list[tuple[str, int, str | None, int | str | None]]:
     """Returns text, tokens and end of streams of several lengths, some of which run into a stop string."""
-    engine = await make_engine(STREAMS, delay_s)
+    frontend = await make_frontend(STREAMS, delay_s)
     kinds = [
         SamplingParams(max_tokens=30 + i, ignore_eos=True, stop=("Boxkämpfer", "языки", "булок") if i % 3 else ()) for i in range(STREAMS)
     ]
     try:
-        return list(await asyncio.gather(*(complete(params, engine, i) for i, params in enumerate(kinds))))
+        return list(await asyncio.gather(*(complete(params, frontend, i) for i, params in enumerate(kinds))))
     finally:
-        engine.scheduler.check_integrity()
-        assert engine.scheduler.is_idle
-        await engine.close()
+        frontend.engines[0].scheduler.check_integrity()
+        assert frontend.engines[0].scheduler.is_idle
+        await frontend.close()
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002])
@@ -50,7 +50,7 @@ async def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch, delay_s:
 async def test_the_loop_has_its_turn_between_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step's tokens are emitted, what was ready before goes first."""
     monkeypatch.setattr(engine_module, "_PORTION", 4)
-    engine = await make_engine(STREAMS, 0.02)
+    frontend = await make_frontend(STREAMS, 0.02)
     order: list[int] = []
 
     class Recorder:
@@ -64,7 +64,7 @@ async def test_the_loop_has_its_turn_between_portions(monkeypatch: pytest.Monkey
             return True
 
     for number in range(STREAMS):
-        (await engine.submit([number + 5], SamplingParams(max_tokens=1, ignore_eos=True))).attach(Recorder(number))
-    await engine.drain(5)
+        (await frontend.submit([number + 5], SamplingParams(max_tokens=1, ignore_eos=True))).attach(Recorder(number))
+    await frontend.drain(5)
     assert order == [0, 1, 2, 3, -1, *range(4, STREAMS)]
-    await engine.close()
+    await frontend.close()

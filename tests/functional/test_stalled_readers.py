@@ -14,7 +14,7 @@ import uvloop
 from yarl import URL
 
 from aioinfer.api.server import HttpServer
-from bench_loop import make_engine
+from bench_loop import make_frontend
 
 FAST, STALLED, TOKENS = 200, 50, 500
 NAME = "m" * 2000
@@ -51,8 +51,8 @@ async def read_all(reader: asyncio.StreamReader) -> tuple[str, int]:
 
 
 async def serve() -> None:
-    engine = await make_engine(FAST + STALLED, 0.02, {"server.served_model_names": [NAME]})
-    server = HttpServer(engine)
+    frontend = await make_frontend(FAST + STALLED, 0.02, {"server.served_model_names": [NAME]})
+    server = HttpServer(frontend)
     url = await server.start()
     assert server._listener is not None
     for listening in server._listener._sockets:  # connections take after it; the system would buffer megabytes
@@ -63,19 +63,19 @@ async def serve() -> None:
     texts = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in fast)), 60)
     assert all(events >= 0.95 * TOKENS for _, events in texts)
     assert len({text for text, _ in texts}) > 1  # each slot has a text of its own
-    assert engine.scheduler.is_idle  # the stalled ones were computed to their ends as well
+    assert frontend.engines[0].scheduler.is_idle  # the stalled ones were computed to their ends as well
     assert server._runner.server is not None
     waiting = [handler.transport.get_write_buffer_size() for handler in server._runner.server.connections if handler.transport is not None]
     assert len(waiting) >= STALLED
     assert 0 < max(waiting) < MOST_WAITING < TOKENS * len(NAME)
     late = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in stalled)), 60)
-    lengths = {len(engine.tokenizer.encode(text, False)) for text, _ in late}
+    lengths = {len(frontend.tokenizer.encode(text, False)) for text, _ in late}
     assert min(lengths) > 0.9 * TOKENS
     assert all(len(text) > 0 and events < TOKENS for text, events in late)  # what they did not fetch merged
     for _, writer in (*fast, *stalled):
         writer.close()
     await server.close()
-    await engine.close()
+    await frontend.close()
 
 
 @pytest.mark.timeout(150)

@@ -1,0 +1,217 @@
+"""The frontend over engines whose workers compute nothing: start, failures, what it refuses, drain and close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.config import Config, load_config
+from aioinfer.engine.frontend import Frontend
+from aioinfer.errors import ConfigError, EngineDeadError, RequestError
+from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.models.source import resolve_model
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import StepPlan, StepResult
+from bench_loop import CONFIG, make_frontend
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+class ScriptedExecutor:
+    """Starts when it is told to, as it is told to; answers no plan."""
+
+    def __init__(self, report: WorkerReport):
+        self.report = report
+        self.may_start = asyncio.Event()
+        self.starting = asyncio.Event()
+        self.error: Exception | None = None
+        self.fail: Callable[[Exception], None]
+        self.was_cancelled = False
+        self.num_shutdowns = 0
+
+    async def start(
+        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+    ) -> WorkerReport:
+        self.fail = on_failure
+        self.starting.set()
+        try:
+            await self.may_start.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self.error is not None:
+            raise self.error
+        on_progress("load weights", 1, 1)
+        return self.report
+
+    def post(self, plan: StepPlan) -> None:
+        """Keeps it for ever."""
+
+    async def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+class Fleet:
+    """A frontend over scripted executors, while it starts."""
+
+    def __init__(self, folder: Path, config: Config, *lengths: int):
+        self.folder = folder
+        self.executors = [ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, 64, length)) for length in lengths]
+        self.frontend = Frontend(config, self.executors)
+        self.progress: list[Any] = []
+
+    async def begin(self) -> asyncio.Task[None]:
+        """Returns the start, once all executors are at it."""
+        starting = asyncio.create_task(self.frontend.start(self.folder, lambda *told: self.progress.append(told)))
+        for executor in self.executors:
+            await executor.starting.wait()
+        return starting
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(CONFIG, {"parallel.data_parallel_size": 2})
+
+
+@pytest.fixture(scope="module")
+def folder(config: Config) -> Path:
+    return resolve_model(config.model)
+
+
+async def test_all_engines_start_at_the_same_time(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900, 700, 800)
+    starting = await fleet.begin()
+    assert not starting.done()
+    for executor in reversed(fleet.executors):
+        executor.may_start.set()
+    await starting
+    assert fleet.frontend.max_model_len == 700, "a request may come to any of them"
+    assert len(fleet.progress) == 1, "they load the same: one bar is enough"
+    await fleet.frontend.close()
+
+
+async def test_one_that_fails_to_start_ends_the_others(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900, 900)
+    starting = await fleet.begin()
+    fleet.executors[1].error = EngineDeadError("worker 0 failed")
+    fleet.executors[1].may_start.set()
+    with pytest.raises(EngineDeadError, match=r"^engine 1: worker 0 failed$"):
+        await starting
+    assert fleet.executors[0].was_cancelled
+    await fleet.frontend.close()
+    assert [executor.num_shutdowns for executor in fleet.executors] == [1, 1]
+
+
+async def test_what_the_configuration_cannot_have_is_told_as_it_is(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900, 900)
+    starting = await fleet.begin()
+    for executor in fleet.executors:
+        executor.error = ConfigError("lower it")
+        executor.may_start.set()
+    with pytest.raises(ConfigError, match=r"^lower it$"):
+        await starting
+    await fleet.frontend.close()
+
+
+async def test_one_that_dies_while_another_starts_ends_the_start(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900, 900)
+    starting = await fleet.begin()
+    fleet.executors[0].may_start.set()
+    while not hasattr(fleet.frontend.engines[0], "report"):  # noqa: ASYNC110  # the engine tells only the frontend
+        await asyncio.sleep(0)
+    fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
+    with pytest.raises(EngineDeadError, match=r"^engine 0: worker 0 was killed$"):
+        await asyncio.wait_for(starting, 20)
+    assert fleet.executors[1].was_cancelled
+    await fleet.frontend.close()
+
+
+async def test_a_start_that_is_given_up_ends_all(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900, 900)
+    starting = await fleet.begin()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert all(executor.was_cancelled for executor in fleet.executors)
+    await fleet.frontend.close()
+
+
+async def test_one_that_dies_ends_the_requests_of_all(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900, 900)
+    starting = await fleet.begin()
+    for executor in fleet.executors:
+        executor.may_start.set()
+    await starting
+    generations = [await fleet.frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
+    assert [len(engine._choices) for engine in fleet.frontend.engines] == [2, 2]
+    fleet.executors[1].fail(EngineDeadError("worker 0 hung"))
+    await asyncio.wait_for(fleet.frontend.wait_dead(), 1)
+    for generation in generations:
+        with pytest.raises(EngineDeadError, match=r"^engine 1: worker 0 hung$"):
+            await anext(generation)
+    assert not fleet.frontend.is_healthy()
+    assert [engine.dead_reason for engine in fleet.frontend.engines] == ["engine 1: worker 0 hung"] * 2
+    with pytest.raises(EngineDeadError, match="engine 1"):
+        await fleet.frontend.submit([1], GREEDY)
+    await fleet.frontend.close()
+
+
+async def test_one_engine_has_no_number(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, replace(config, parallel=replace(config.parallel, data_parallel_size=1)), 900)
+    starting = await fleet.begin()
+    fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
+    with pytest.raises(EngineDeadError, match=r"^worker 0 was killed$"):
+        await starting
+    await fleet.frontend.close()
+
+
+async def test_drain_and_close() -> None:
+    frontend = await make_frontend(4, 0.002, {"parallel.data_parallel_size": 2})
+    generations = [await frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
+    assert frontend.stats()["waiting"] == 4
+    assert not await frontend.drain(0)
+    assert await frontend.drain(20)
+    assert all(generation.is_finished for generation in generations)
+    assert [sum(engine.metrics.finished.values()) for engine in frontend.engines] == [2, 2]
+    assert await frontend.drain(0)
+    late = [await frontend.submit([number + 5] * 20, GREEDY) for number in range(2)]
+    await frontend.close()
+    for generation in late:
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await anext(generation)
+
+
+async def test_the_prompts_hashes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    frontend = await make_frontend(4, 0.0, {"parallel.data_parallel_size": 3})
+    calls = []
+    monkeypatch.setattr("aioinfer.engine.frontend.extend_hashes", lambda hashes, *rest: calls.append(hashes))
+    await frontend.submit([5] * 100, replace(GREEDY, n=3))
+    assert len(calls) == 1
+    assert [len(engine._choices) for engine in frontend.engines] == [3, 0, 0]
+    await frontend.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [
+        ([], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([49_152], {}, "prompt"),
+        ([5] * 2048, {}, "prompt"),
+        ([5] * 2040, {"max_tokens": 9}, "max_tokens"),
+        ([5], {"max_tokens": None, "min_tokens": 4000}, "min_tokens"),
+        ([5], {"stop_token_ids": [50_000]}, "stop_token_ids"),
+    ],
+)
+async def test_what_is_refused(prompt: list[int], fields: dict[str, Any], param: str) -> None:
+    frontend = await make_frontend(4, 0.0)
+    with pytest.raises(RequestError) as caught:
+        await frontend.submit(prompt, replace(GREEDY, **fields))
+    assert caught.value.param == param
+    assert frontend.engines[0].is_idle
+    await frontend.close()
