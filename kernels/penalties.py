@@ -1,7 +1,8 @@
 """Logit biases and penalties on the GPU, from counts that stay there. Called before `sampling` in steps that have them.
 
-The rules are those of `aioinfer.worker.sampler`. For each request with penalties the worker keeps a row of
-occurrences over the vocabulary: how often a token was generated, and whether it occurs in the prompt.
+The rules are those of `aioinfer.worker.sampler`. Of several ranks each adjusts the logits of its own tokens. For each
+request with penalties the worker keeps a row of occurrences over the vocabulary: how often a token was generated, and
+whether it occurs in the prompt.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -95,28 +96,35 @@ def apply_penalties(
 
     Args:
         logits: [S, V], fp32 (or bf16, fp16). slot_ids: int32 [S].
-        row_of_slot: int32 or int64 [num_slots], -1 for slots without penalties. occurrences: int32 [rows, V].
+        row_of_slot: int32 or int64 [num_slots], -1 for slots without penalties.
+        occurrences: int32 [rows, V], of the tokens of these logits; rows may be strided.
         repetition, presence, frequency: float32 [num_slots].
     """
     rows, vocab = logits.shape
-    if rows:
+    if rows and vocab:
         _penalty_kernel[(rows, triton.cdiv(vocab, CHUNK))](
             logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, logits.stride(0), occurrences.stride(0),
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "ids_stride"], do_not_specialize_on_alignment=["slot_ids", "until", "positions", "ids", "values"])
-def _bias_kernel(logits, slot_ids, until, positions, ids, values, width, stride, ids_stride, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["width", "ids_stride", "first"],
+    do_not_specialize_on_alignment=["slot_ids", "until", "positions", "ids", "values"],
+)
+def _bias_kernel(
+    logits, slot_ids, until, positions, ids, values, width, vocab, stride, ids_stride, first, BLOCK: tl.constexpr, LIMITED: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row).to(tl.int64)
     if LIMITED and tl.load(positions + row) >= tl.load(until + slot):
         return
     for begin in range(0, width, BLOCK):
         index = begin + tl.arange(0, BLOCK)
-        token = tl.load(ids + slot * ids_stride + index, index < width, 0)
+        column = tl.load(ids + slot * ids_stride + index, index < width, 0) - first
         value = tl.load(values + slot * ids_stride + index, index < width, 0.0)
-        tl.atomic_add(logits + row.to(tl.int64) * stride + token, value, (index < width) & (value != 0.0))
+        here = (index < width) & (column >= 0) & (column < vocab)
+        tl.atomic_add(logits + row.to(tl.int64) * stride + column, value, here & (value != 0.0))
 
 
 def add_biases(
@@ -127,11 +135,12 @@ def add_biases(
     *,
     positions: torch.Tensor | None = None,
     until: torch.Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """Adds each slot's biases to the logits of its row, in place.
 
     Args:
-        logits: float32 [S, V]. slot_ids: int32 [S].
+        logits: float32 [S, V], of the token ids from `first` on; other ids are skipped. slot_ids: int32 [S].
         ids: int64 or int32 [num_slots, width]. values: float32 [num_slots, width], 0 where there is none, -inf to ban.
         positions, until: int32 [S] and [num_slots]; if given, only rows with positions[i] < until[slot] are changed.
     """
@@ -139,7 +148,7 @@ def add_biases(
         limited = positions is not None and until is not None
         _bias_kernel[(len(slot_ids),)](
             logits, slot_ids, until if limited else slot_ids, positions if limited else slot_ids, ids, values, ids.shape[1],
-            logits.stride(0), ids.stride(0), BLOCK=64, LIMITED=limited, num_warps=1,
+            logits.shape[1], logits.stride(0), ids.stride(0), first, BLOCK=64, LIMITED=limited, num_warps=1,
         )  # fmt: skip
 
 

@@ -10,6 +10,10 @@ filters is only merged there. For others the k-th largest logit is found by bise
 maximum can matter. The rest needs no search: a best token that the filters keep is the best of those they keep; and
 if it is not in the nucleus of top-p, the nucleus lies above it, and the best of what lies above is tried next (the idea of
 rejecting by pivots is FlashInfer's, Ye et al. 2025; with fixed noise it gives exactly the best token of the nucleus).
+
+Where ranks share the vocabulary, each has the logits of its own tokens alone. The programs of a row then tell each other
+every maximum, count, sum and best token that they come to, through a mailbox, and go on with what holds for all: so
+they take the same branches and choose the same token. Whatever a condition or a loop depends on has to be such a value.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.mailbox import Mailboxes, as_bits, as_floats, exchange, is_rank, max_of_ranks, open_mailbox, sum_of_ranks
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 2048
@@ -42,6 +47,21 @@ class SamplingState:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of a vocabulary that several share.
+
+    Attributes:
+        first: the token id of the first column of logits.
+        vocab_size: of all ranks together.
+        mailboxes: at least as many as rows of logits.
+    """
+
+    first: int
+    vocab_size: int
+    mailboxes: Mailboxes
 
 
 @triton.jit
@@ -76,9 +96,11 @@ def _gumbel(seed, position, tokens):
     return -tl.log(-tl.log(uniform_noise(seed, position, tokens)))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums"])
+@triton.jit(
+    do_not_specialize=["first"], do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums"]
+)
 def _chunk_kernel(
-    logits, slot_ids, positions, seeds, temperatures, top_ps, best_scores, best_tokens, maxima, sums, vocab, stride,
+    logits, slot_ids, positions, seeds, temperatures, top_ps, best_scores, best_tokens, maxima, sums, vocab, stride, first,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -88,8 +110,8 @@ def _chunk_kernel(
         gdc_launch_dependents()
     slot = tl.load(slot_ids + row)
     temperature = tl.load(temperatures + slot)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * stride + tokens, tokens < vocab, float("-inf")).to(tl.float32)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * stride + columns, columns < vocab, float("-inf")).to(tl.float32)
     broken = tl.max((x != x).to(tl.int32))
     place = row * CHUNKS + chunk
     if temperature >= GREEDY_TEMPERATURE:
@@ -97,23 +119,23 @@ def _chunk_kernel(
         largest = tl.max(x)
         if tl.load(top_ps + slot) < 1.0:
             tl.store(sums + place, tl.sum(tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest))))
-        best, at = tl.max(x + _gumbel(tl.load(seeds + slot), tl.load(positions + row), tokens), axis=0, return_indices=True)
+        best, at = tl.max(x + _gumbel(tl.load(seeds + slot), tl.load(positions + row), first + columns), axis=0, return_indices=True)
     else:
         best, at = tl.max(x, axis=0, return_indices=True)
         largest = best
     tl.store(best_scores + place, best)
-    tl.store(best_tokens + place, chunk * CHUNK + at)
+    tl.store(best_tokens + place, first + chunk * CHUNK + at)
     tl.store(maxima + place, tl.where(broken > 0, float("inf"), largest))
 
 
 @triton.jit
 def _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
-    """Returns logits over temperature and token ids, both [GATHERED, CHUNK], of the listed chunks `begin` and following."""
+    """Returns logits over temperature and their columns, both [GATHERED, CHUNK], of the listed chunks `begin` and following."""
     entry = begin + tl.arange(0, GATHERED)
     held = entry < count
-    tokens = tl.load(chunks + entry, held, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = tl.load(logits + tokens, held[:, None] & (tokens < vocab), float("-inf")).to(tl.float32)
-    return tl.div_rn(x, tl.zeros_like(x) + temperature), tokens
+    columns = tl.load(chunks + entry, held, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + columns, held[:, None] & (columns < vocab), float("-inf")).to(tl.float32)
+    return tl.div_rn(x, tl.zeros_like(x) + temperature), columns
 
 
 @triton.jit
@@ -124,8 +146,11 @@ def _as_key(x):
 
 
 @triton.jit
-def _kth_largest(logits, chunks, count, temperature, vocab, k, low, high, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
-    """Returns the k-th largest of the listed chunks, for float bounds low <= it <= high.
+def _kth_largest(
+    logits, chunks, count, temperature, vocab, k, low, high, to, here, epoch,
+    CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Returns the k-th largest of all ranks' listed chunks, for float bounds low <= it <= high, and the epoch.
 
     Bisects the integers between; each pass moves both ends to values that occur, so that ties end the search soon.
     """
@@ -143,100 +168,160 @@ def _kth_largest(logits, chunks, count, temperature, vocab, k, low, high, CHUNK:
             least = tl.minimum(least, tl.where(key >= middle, key, top))
             most = tl.maximum(most, tl.where(key < middle, key, bottom))
         above = tl.sum(counts)
+        if SIZE > 1:
+            aboves, least, most, _, epoch = exchange(to, here, epoch, above, tl.min(least), tl.max(most), 0, SIZE)
+            above = tl.sum(tl.where(is_rank(SIZE), aboves, 0))
         if above >= k:
             bottom = tl.min(least)
             if above == k:
                 top = bottom + 1
         else:
             top = tl.max(most) + 1
-    return _as_key(bottom.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
+    return _as_key(bottom.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True), epoch
 
 
 @triton.jit
 def _mass_above(
-    logits, chunks, count, temperature, vocab, border, excluded, largest, CHUNK: tl.constexpr, GATHERED: tl.constexpr
+    logits, chunks, count, temperature, vocab, border, excluded, largest, to, here, epoch,
+    CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the probability, relative to exp(largest), of the tokens with border <= logit and excluded < logit."""
+    """Returns the probability, relative to exp(largest), of the tokens with border <= logit and excluded < logit, and the epoch."""
     mass = tl.zeros([GATHERED, CHUNK], tl.float32)
     for begin in range(0, count, GATHERED):
         x, _ = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
         mass += tl.where((x >= border) & (x > excluded), tl.exp(x - largest), 0.0)
-    return tl.sum(mass)
+    mass = tl.sum(mass)
+    if SIZE > 1:
+        mass, epoch = sum_of_ranks(to, here, epoch, mass, SIZE)
+    return mass, epoch
+
+
+@triton.jit
+def _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE: tl.constexpr):
+    """Returns the ranks' largest `largest`; the best score's token (the lowest id among equals) and its value; and the epoch."""
+    all_largest, scores, tokens, values, epoch = exchange(
+        to, here, epoch, as_bits(largest), as_bits(score), token, as_bits(value), SIZE
+    )  # fmt: skip
+    winner = tl.min(tl.where(as_floats(scores) == tl.max(as_floats(scores)), tokens, 2147483647))
+    value = tl.max(tl.where(tokens == winner, as_floats(values), float("-inf")))
+    return tl.max(as_floats(all_largest)), winner, value, epoch
 
 
 @triton.jit
 def _best_above(
-    logits, chunks, count, temperature, vocab, seed, position, border, excluded, CHUNK: tl.constexpr, GATHERED: tl.constexpr
+    logits, chunks, count, temperature, vocab, first, seed, position, border, excluded, to, here, epoch,
+    CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the best of the tokens with border <= logit and excluded < logit (the lowest id among equals), and its logit."""
+    """Returns the best of the tokens with border <= logit and excluded < logit (the lowest id among equals), its logit, and the epoch."""
     best = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
     token = tl.full([GATHERED, CHUNK], 2147483647, tl.int32)
     value = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
     for begin in range(0, count, GATHERED):
-        x, tokens = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
+        x, columns = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
+        tokens = first + columns
         score = tl.where((x >= border) & (x > excluded), x + _gumbel(seed, position, tokens), float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
         token = tl.where(better, tokens, token)
         value = tl.where(better, x, value)
     # No argmax over the flattened tile: Triton 3.6 reorders what it flattens for a reduction, though not the indices.
-    winner = tl.min(tl.where(best == tl.max(best), token, 2147483647))
-    return winner, tl.max(tl.where(token == winner, value, float("-inf")))
+    score = tl.max(best)
+    winner = tl.min(tl.where(best == score, token, 2147483647))
+    value = tl.max(tl.where(token == winner, value, float("-inf")))
+    if SIZE > 1:
+        _, winner, value, epoch = _best_of_ranks(to, here, epoch, value, score, winner, value, SIZE)
+    return winner, value, epoch
+
+
+@triton.jit
+def _scaled_logit(logits, column, temperature, vocab):
+    return tl.div_rn(tl.load(logits + column, column < vocab, float("-inf")).to(tl.float32), temperature)
 
 
 @triton.jit
 def _choose_filtered(
-    logits, chunks, maxima, sums, largest, token, temperature, seed, position, top_k, top_p, min_p, vocab,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr,
+    logits, chunks, maxima, sums, largest, token, value, temperature, seed, position, top_k, top_p, min_p, vocab, first, vocab_size,
+    to, here, epoch,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the best token that min-p, top-k and top-p keep, in this order; `token` is the best of all."""
+    """Returns the best token that min-p, top-k and top-p keep, in this order, and the epoch.
+
+    `largest` is the largest logit over temperature, `token` the best of all and `value` its logit over temperature.
+    """
     c = tl.arange(0, CHUNKS_PAD)
     most = tl.load(maxima + c, c < CHUNKS, float("-inf"))
     border = float("-inf")
     if min_p > 0.0:
         border = largest + tl.log(min_p)
-    filters_k = (top_k > 0) & (top_k < vocab)
+    filters_k = (top_k > 0) & (top_k < vocab_size)
     low = float("-inf")
     if filters_k & (top_k <= CHUNKS):  # the k-th largest is no less than the k-th largest maximum
         rank = tl.sum((most[None, :] > most[:, None]).to(tl.int32), axis=1)
         low = tl.min(tl.where(rank < top_k, most, float("inf")))
+    if SIZE > 1 and filters_k:  # of all ranks it is no less than of any
+        low, epoch = max_of_ranks(to, here, epoch, low, SIZE)
     matters = (most >= tl.maximum(low, border)) & (c < CHUNKS)
     tl.store(chunks + tl.cumsum(matters.to(tl.int32)) - 1, c, matters)
     count = tl.sum(matters.to(tl.int32))
     tl.debug_barrier()  # the list is read by other threads than wrote it
     if filters_k:
-        border = tl.maximum(border, _kth_largest(logits, chunks, count, temperature, vocab, top_k, low, largest, CHUNK, GATHERED))
-    value = tl.div_rn(tl.load(logits + token).to(tl.float32), temperature)
+        kth, epoch = _kth_largest(
+            logits, chunks, count, temperature, vocab, top_k, low, largest, to, here, epoch, CHUNK, GATHERED, SIZE
+        )  # fmt: skip
+        border = tl.maximum(border, kth)
     if value < border:
-        token, value = _best_above(
-            logits, chunks, count, temperature, vocab, seed, position, border, float("-inf"), CHUNK, GATHERED
+        token, value, epoch = _best_above(
+            logits, chunks, count, temperature, vocab, first, seed, position, border, float("-inf"), to, here, epoch, CHUNK, GATHERED, SIZE
         )  # fmt: skip
     if top_p < 1.0:
         if border > float("-inf"):
-            total = _mass_above(logits, chunks, count, temperature, vocab, border, float("-inf"), largest, CHUNK, GATHERED)
+            total, epoch = _mass_above(
+                logits, chunks, count, temperature, vocab, border, float("-inf"), largest, to, here, epoch, CHUNK, GATHERED, SIZE
+            )  # fmt: skip
         else:
             total = tl.sum(tl.where(c < CHUNKS, tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(most - largest), 0.0))
-        wanted = top_p * total
-        while _mass_above(logits, chunks, count, temperature, vocab, border, value, largest, CHUNK, GATHERED) >= wanted:
-            token, value = _best_above(logits, chunks, count, temperature, vocab, seed, position, border, value, CHUNK, GATHERED)
-    return token
+            if SIZE > 1:
+                total, epoch = sum_of_ranks(to, here, epoch, total, SIZE)
+        # The largest alone has the mass 1: what lies above a token has none or at least that.
+        wanted = tl.maximum(top_p * total, 1e-9)
+        mass, epoch = _mass_above(
+            logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch, CHUNK, GATHERED, SIZE
+        )  # fmt: skip
+        while mass >= wanted:
+            token, value, epoch = _best_above(
+                logits, chunks, count, temperature, vocab, first, seed, position, border, value, to, here, epoch, CHUNK, GATHERED, SIZE
+            )  # fmt: skip
+            mass, epoch = _mass_above(
+                logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch, CHUNK, GATHERED, SIZE
+            )  # fmt: skip
+    return token, epoch
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out"])
+@triton.jit(
+    do_not_specialize=["first", "rank"],
+    do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out"],
+)
 def _choose_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores, best_tokens, maxima, sums, chunks, out,
-    vocab, stride, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
+    vocab, stride, first, vocab_size, addresses, epochs, rank,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slot_ids + row)
+    logits += row.to(tl.int64) * stride
     c = tl.arange(0, CHUNKS_PAD)
     place = row * CHUNKS + c
     largest = tl.max(tl.load(maxima + place, c < CHUNKS, float("-inf")))
-    _, at = tl.max(tl.load(best_scores + place, c < CHUNKS, float("-inf")), axis=0, return_indices=True)
+    score, at = tl.max(tl.load(best_scores + place, c < CHUNKS, float("-inf")), axis=0, return_indices=True)
     token = tl.load(best_tokens + row * CHUNKS + at)
+    to, here, epoch = addresses, addresses, row
+    if SIZE > 1:
+        to, here, epoch = open_mailbox(addresses, epochs, row, rank, SIZE)
+        value = _scaled_logit(logits, token - first, tl.load(temperatures + slot), vocab)
+        largest, token, value, epoch = _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE)
     if (largest == float("inf")) | (largest == float("-inf")):
         token = -1
     else:
@@ -245,12 +330,16 @@ def _choose_kernel(
         top_p = tl.load(top_ps + slot)
         min_p = tl.load(min_ps + slot)
         if (temperature >= GREEDY_TEMPERATURE) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-            token = _choose_filtered(
-                logits + row.to(tl.int64) * stride, chunks + row * CHUNKS, maxima + row * CHUNKS, sums + row * CHUNKS, largest, token,
-                temperature, tl.load(seeds + slot), tl.load(positions + row), top_k, top_p, min_p, vocab,
-                CHUNK, CHUNKS, CHUNKS_PAD, GATHERED,
+            if SIZE == 1:
+                value = _scaled_logit(logits, token, temperature, vocab)
+            token, epoch = _choose_filtered(
+                logits, chunks + row * CHUNKS, maxima + row * CHUNKS, sums + row * CHUNKS, largest, token,
+                value, temperature, tl.load(seeds + slot), tl.load(positions + row), top_k, top_p, min_p, vocab, first, vocab_size,
+                to, here, epoch, CHUNK, CHUNKS, CHUNKS_PAD, GATHERED, SIZE,
             )  # fmt: skip
     tl.store(out + row, token)
+    if SIZE > 1:
+        tl.store(epochs + row, epoch)
 
 
 def sample_tokens(
@@ -259,15 +348,17 @@ def sample_tokens(
     positions: torch.Tensor,
     state: SamplingState,
     *,
+    share: Share | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Chooses a token for each row.
+    """Chooses a token for each row. With a share, every rank has to call it, with the same rows, and returns the same tokens.
 
     Args:
-        logits: [S, V], fp32, bf16 or fp16; rows may be strided. Not changed.
+        logits: [S, V], fp32, bf16 or fp16; rows may be strided. Not changed. Of a share, the columns of this rank's tokens.
         slot_ids: int32 [S], whose wishes in `state` apply to each row.
         positions: int32 [S], where each chosen token goes, counted from the beginning of the prompt.
+        share: which part of the vocabulary this rank has, if several share it.
         out: int32 [S] to write to; by default a new tensor.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later).
 
@@ -277,19 +368,24 @@ def sample_tokens(
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
-    count = triton.cdiv(vocab, CHUNK)
+    count = max(1, triton.cdiv(vocab, CHUNK))  # a rank may have none of few tokens
     out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     if rows == 0:
         return out
+    first, vocab_size, boxes = (0, vocab, None) if share is None else (share.first, share.vocab_size, share.mailboxes)
+    if boxes is not None and rows > len(boxes.epochs):
+        raise ValueError(f"{rows} rows of logits, and mailboxes for {len(boxes.epochs)}")
+    addresses, epochs, rank, size = (slot_ids, slot_ids, 0, 1) if boxes is None else (boxes.addresses, boxes.epochs, boxes.rank, boxes.size)
     best_scores, maxima, sums = torch.empty(3, rows, count, dtype=torch.float32, device=logits.device)
     best_tokens, chunks = torch.empty(2, rows, count, dtype=torch.int32, device=logits.device)
     _chunk_kernel[(rows, count)](
         logits, slot_ids, positions, state.seeds, state.temperature, state.top_p, best_scores, best_tokens, maxima, sums,
-        vocab, logits.stride(0), CHUNK=CHUNK, CHUNKS=count, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        vocab, logits.stride(0), first, CHUNK=CHUNK, CHUNKS=count, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     _choose_kernel[(rows,)](
         logits, slot_ids, positions, state.seeds, state.temperature, state.top_k, state.top_p, state.min_p,
-        best_scores, best_tokens, maxima, sums, chunks, out, vocab, logits.stride(0),
-        CHUNK=CHUNK, CHUNKS=count, CHUNKS_PAD=triton.next_power_of_2(count), GATHERED=GATHERED, PDL=pdl, num_warps=16, launch_pdl=pdl,
+        best_scores, best_tokens, maxima, sums, chunks, out, vocab, logits.stride(0), first, vocab_size, addresses, epochs, rank,
+        CHUNK=CHUNK, CHUNKS=count, CHUNKS_PAD=triton.next_power_of_2(count), GATHERED=GATHERED, SIZE=size, PDL=pdl,
+        num_warps=16, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ended:
 
 
 def test_offline(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VLLM_H200, (64, 2), {"k3x20x9": Figures(vllm=1e-3, mark=1e9), "p2": Figures(vllm=1.0)})
+    monkeypatch.setitem(VLLM_H200, (64, 2, 1), {"k3x20x9": Figures(vllm=1e-3, mark=1e9), "p2": Figures(vllm=1.0)})
     file = tmp_path / "rows.jsonl"
     ended = run(capsys, "--model", str(folder), "--cases", "k3x20x9,p2,d1", "--rounds", "2", "--json", str(file))
     # a prompt of 4096 tokens does not fit into this model: its row says so, and the others are measured
@@ -135,7 +135,7 @@ def test_the_named_cases() -> None:
         (256, 768, (128, 256)),
         (1, 1, (128, 512)),
     ]
-    for case, count in ((offline["nano"], 256), (http["mix"], 512)):
+    for case, count in ((offline["nano"], 256), (http["mix"], 512), (Case.parse("mix512", http=True), 1024)):
         lengths = np.array(case.lengths())
         assert lengths.shape == (count, 2)
         assert 100 <= lengths.min() < 110 < 1010 < lengths.max() <= 1024
@@ -176,6 +176,8 @@ def test_figures_belong_to_the_models_shape(tmp_path: Path) -> None:
     fields = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151_936, "max_position_embeddings": 40_960}
     (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
     assert Model.load(tmp_path).figures["d1"].mark == 240
+    assert Model.load(tmp_path, 2).figures["d1"].mark == 330
+    assert Model.load(tmp_path, 3).figures == {}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 28}), "utf-8")
     assert Model.load(tmp_path).figures == {}
     (tmp_path / "config.json").write_text("{}", "utf-8")

@@ -10,13 +10,24 @@ from aioinfer.layers.parallel import ParallelGroup
 
 
 class Vocabulary:
-    """Which token ids a rank holds: equal shares, the last ones padded with zeros where the ranks do not divide the vocabulary."""
+    """Which token ids a rank holds: equal shares, the last ones padded with zeros where the ranks do not divide the vocabulary.
+
+    Attributes:
+        vocab_size: of all ranks together.
+        share: rows of each rank's weights, with padding.
+        start, held: this rank's first token id, and how many it holds.
+    """
 
     def __init__(self, vocab_size: int, group: ParallelGroup):
         self.vocab_size = vocab_size
         self.group = group
         self.share = -(-vocab_size // group.size)
         self.start = min(group.rank * self.share, vocab_size)
+        self.held = self.held_by(group.rank)
+
+    def held_by(self, rank: int) -> int:
+        """Returns how many token ids a rank holds; the last ranks may hold none of a small vocabulary."""
+        return max(0, min(self.share, self.vocab_size - rank * self.share))
 
     def rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a weight [share, hidden_size] of zeros."""
@@ -24,7 +35,7 @@ class Vocabulary:
 
     def target(self, weight: torch.Tensor) -> Target:
         """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding stays zero."""
-        return Target(weight[: min(self.share, self.vocab_size - self.start)], 0, self.start, self.vocab_size)
+        return Target(weight[: self.held], 0, self.start, self.vocab_size)
 
 
 class Embedding:
@@ -46,7 +57,7 @@ class Embedding:
 
 
 class LMHead:
-    """Scores the whole vocabulary; its weight may be the embedding's (tied)."""
+    """Scores the token ids that this rank holds; its weight may be the embedding's (tied)."""
 
     def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
         self.weight: torch.Tensor | None = weight
@@ -60,10 +71,10 @@ class LMHead:
             self.weight = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits, float32 [S, vocab_size] on every rank, for hidden [S, hidden_size]."""
+        """Returns the logits of this rank's tokens, float32 [S, held], for hidden [S, hidden_size]."""
         if self._packed is not None:
             logits = self._packed.multiply(hidden, None)
         else:
             assert self.weight is not None
             logits = F.linear(hidden, self.weight)
-        return self._vocabulary.group.all_gather_last(logits)[:, : self._vocabulary.vocab_size].float()
+        return logits[:, : self._vocabulary.held].float()

@@ -172,7 +172,7 @@ class LlamaModel:
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 [S, vocab_size], the same on every rank, for hidden states [S, hidden_size]."""
+        """Returns float32 [S, held], the logits of the tokens that this rank holds, for hidden states [S, hidden_size]."""
         return self.head(hidden)
 
 

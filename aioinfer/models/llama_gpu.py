@@ -1,10 +1,11 @@
 """The transformer of `llama` on a GPU: the same weights, computed by the Triton kernels and cuBLAS in fused steps.
 
 `llama` says what is computed; here it is arranged so that little moves through memory. The stream between the
-layers, `residual`, is one buffer that every layer adds to. A norm goes into the product that follows it where there is
-one row, residual sums go into the product before, and decode attention norms, rotates and caches its own keys. The
-last layer computes only what somebody will read. Everything reads its sizes from tensors on the GPU or from fixed
-shapes, so a step can be captured in a CUDA graph. The model runner calls `forward` and `logits`.
+layers, `residual`, is one buffer that every layer adds to. On one GPU a norm goes into the product that follows it where there is
+one row, and residual sums go into the product before; on several both go into the sum over the ranks. Decode
+attention norms, rotates and caches its own keys. The last layer computes only what somebody will read. Everything reads its
+sizes from tensors on the GPU or from fixed shapes, so a step can be captured in a CUDA graph. The model runner calls
+`forward` and `logits`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.kernels.activation import silu_mul
+from aioinfer.kernels.all_reduce import Exchange
 from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.linear import skinny_linear
 from aioinfer.kernels.norm import rms_norm
@@ -69,6 +71,19 @@ class GpuStep:
     chosen: ChosenRows | None = None
 
 
+@dataclass(slots=True)
+class Residual:
+    """The stream between the layers.
+
+    Attributes:
+        sum: [T, hidden_size], to which every layer adds.
+        normed: [T, hidden_size], by the norm that comes next, where the sum over the ranks has made it; else None.
+    """
+
+    sum: torch.Tensor
+    normed: torch.Tensor | None = None
+
+
 class GpuLlama:
     """A `LlamaModel` with its KV cache, computed by kernels.
 
@@ -76,11 +91,15 @@ class GpuLlama:
         model: loaded and finalized, on the GPU.
         kv: [2, layers, num_blocks, block_size, kv_heads, head_size].
         dependent_launch: launch kernels as programmatic dependents (Hopper and later).
+        exchange: the sums over the ranks; None if there is one.
         programs: of decode attention, instead of what fits the GPU.
     """
 
-    def __init__(self, model: LlamaModel, kv: torch.Tensor, *, dependent_launch: bool, programs: int | None = None):
+    def __init__(
+        self, model: LlamaModel, kv: torch.Tensor, *, dependent_launch: bool, exchange: Exchange | None = None, programs: int | None = None
+    ):
         self.model = model
+        self._exchange = exchange
         self._pdl = dependent_launch
         self._caches = [KVCache(keys, values) for keys, values in zip(kv[0], kv[1], strict=True)]
         self._cos_sin = model.rotary.cos_sin()
@@ -109,39 +128,46 @@ class GpuLlama:
 
     def forward(self, step: GpuStep) -> torch.Tensor:
         """Returns hidden states [T or S, hidden_size] after the last layer, before the last norm (see `GpuStep`); writes the KV cache."""
-        embedding = self.model.embedding
-        first = self.model.vocabulary.start
-        residual = self._group.all_reduce(embed(step.inputs.input_ids, embedding.weight, first=first, pdl=self._pdl))
-        for layer, cache in zip(self.model.layers, self._caches, strict=True):
-            if layer is self.model.layers[-1] and step.chosen is not None:
+        layers = self.model.layers
+        residual = self._embed(step.inputs.input_ids)
+        for number, (layer, cache) in enumerate(zip(layers, self._caches, strict=True)):
+            is_last = number == len(layers) - 1
+            if is_last and step.chosen is not None:
                 residual = self._last_attention(layer, residual, cache, step, step.chosen)
-                if not len(residual):
+                if not len(residual.sum):
                     break
             else:
                 self._attention(layer, residual, cache, step)
             gated = self._normed_product(residual, layer.mlp_norm, layer.mlp.gate_up, gated=True)
-            self._add_product(residual, gated, layer.mlp.down)
-        return residual
+            self._add_product(residual, gated, layer.mlp.down, None if is_last else layers[number + 1].attention_norm)
+        return residual.sum
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns [S, vocab_size] in the model's dtype, the same on every rank, for rows of what `forward` returned.
+        """Returns [S, held] in the model's dtype, of the tokens that this rank holds, for rows of what `forward` returned.
 
         Args:
-            out: [S, vocab_size] to write to; by default a new tensor.
+            out: [S, share] to write to, of which the result is a part; by default a new tensor.
         """
-        head, norm, alone = self.model.head.weight, self.model.norm, self._group.size == 1
+        head, norm = self.model.head.weight, self.model.norm
         assert head is not None
         if len(hidden) <= SKINNY_ROWS:
-            scores = skinny_linear(hidden, head, norm_weight=norm.weight, eps=norm.eps, out=out if alone else None, pdl=self._pdl)
+            scores = skinny_linear(hidden, head, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl)
         else:
-            scores = torch.mm(self._norm(hidden, norm), head.t(), out=out if alone else None)
-        if alone:
-            return scores
-        whole = self._group.all_gather_last(scores)[:, : self.model.vocabulary.vocab_size]
-        return whole if out is None else out.copy_(whole)
+            scores = torch.mm(self._norm(hidden, norm), head.t(), out=out)
+        return scores[:, : self.model.vocabulary.held]
 
-    def _attention(self, layer: Layer, residual: torch.Tensor, cache: KVCache, step: GpuStep) -> None:
-        """Adds a layer's attention to `residual` [T, hidden_size]."""
+    def _embed(self, input_ids: torch.Tensor) -> Residual:
+        """Returns the embeddings of input_ids int32 [T]."""
+        vocabulary, weight = self.model.vocabulary, self.model.embedding.weight
+        if self._exchange is None:
+            return Residual(embed(input_ids, weight, first=vocabulary.start, pdl=self._pdl))
+        partial = self._exchange.partial[: len(input_ids)]
+        embed(input_ids, weight, first=vocabulary.start, out=partial, pdl=self._pdl)
+        total, norm = torch.empty_like(partial), self.model.layers[0].attention_norm
+        return Residual(total, self._exchange.add(partial, total, norm.weight, norm.eps, is_first=True, pdl=self._pdl))
+
+    def _attention(self, layer: Layer, residual: Residual, cache: KVCache, step: GpuStep) -> None:
+        """Adds a layer's attention to the residual stream."""
         part, inputs, first = layer.attention, step.inputs, step.num_decodes
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
         queries = self._queries(part, qkv)
@@ -152,10 +178,10 @@ class GpuLlama:
             num_decodes=first, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
             scale=part.attend.scale, projection=Projection(qkv, self._cos_sin, **_norms(part)), pdl=self._pdl,
         )  # fmt: skip
-        self._add_product(residual, attended.flatten(1), part.output)
+        self._add_product(residual, attended.flatten(1), part.output, layer.mlp_norm)
 
-    def _last_attention(self, layer: Layer, residual: torch.Tensor, cache: KVCache, step: GpuStep, chosen: ChosenRows) -> torch.Tensor:
-        """Returns what the last layer's attention makes of `residual` [T, hidden_size] for the chosen rows: [S, hidden_size].
+    def _last_attention(self, layer: Layer, residual: Residual, cache: KVCache, step: GpuStep, chosen: ChosenRows) -> Residual:
+        """Returns what the last layer's attention makes of the residual stream for the chosen rows: [S, hidden_size].
 
         Of the other tokens only the keys and values will ever be read, so their attention and what follows it is left
         out. The chosen rows are decodes then: one token each, with all that came before it in the cache.
@@ -167,7 +193,7 @@ class GpuLlama:
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
         if step.num_decodes < len(qkv):
             self._turn_and_cache(part, qkv, cache, inputs, step.num_decodes)
-        residual = residual.index_select(0, chosen.last)
+        residual = Residual(residual.sum.index_select(0, chosen.last))
         if not rows:
             return residual
         qkv = qkv.index_select(0, chosen.last)
@@ -176,7 +202,7 @@ class GpuLlama:
             num_decodes=rows, workspace=workspace, scale=part.attend.scale,
             projection=Projection(qkv, self._cos_sin, **_norms(part)), pdl=self._pdl,
         )  # fmt: skip
-        self._add_product(residual, attended.flatten(1), part.output)
+        self._add_product(residual, attended.flatten(1), part.output, layer.mlp_norm)
         return residual
 
     @staticmethod
@@ -196,26 +222,43 @@ class GpuLlama:
     def _norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps, pdl=self._pdl)
 
-    def _normed_product(self, x: torch.Tensor, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> torch.Tensor:
-        """Returns the product of the normed x [T, hidden_size]; with `gated`, silu of its first half times its second."""
+    def _normed_product(self, residual: Residual, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> torch.Tensor:
+        """Returns the product of the normed stream [T, hidden_size]; with `gated`, silu of its first half times its second."""
         assert linear.weight is not None
+        x = residual.sum if residual.normed is None else residual.normed
         if len(x) == 1 and linear.bias is None:
-            return skinny_linear(x, linear.weight, norm_weight=norm.weight, eps=norm.eps, gated=gated, pdl=self._pdl)
-        product = F.linear(self._norm(x, norm), linear.weight, linear.bias)
+            weight = norm.weight if residual.normed is None else None
+            return skinny_linear(x, linear.weight, norm_weight=weight, eps=norm.eps, gated=gated, pdl=self._pdl)
+        product = F.linear(self._norm(x, norm) if residual.normed is None else x, linear.weight, linear.bias)
         return silu_mul(product, pdl=self._pdl) if gated else product
 
-    def _add_product(self, residual: torch.Tensor, x: torch.Tensor, linear: Linear) -> None:
-        """Adds a row-parallel product of x [T, in] to `residual` [T, hidden_size], in place."""
+    def _add_product(self, residual: Residual, x: torch.Tensor, linear: Linear, norm: RMSNorm | None) -> None:
+        """Adds a row-parallel product of x [T, in] to the residual stream; `norm` is the one that comes next, if it is known."""
         weight, bias = linear.weight, linear.bias
         assert weight is not None
-        if self._group.size > 1:
-            residual += self._group.all_reduce(F.linear(x, weight))
-        elif len(x) <= SKINNY_ROWS:
-            skinny_linear(x, weight, residual=residual, out=residual, pdl=self._pdl)
+        if self._exchange is not None:
+            self._exchange_product(self._exchange, residual, x, linear, norm)
+            return
+        if len(x) <= SKINNY_ROWS:
+            skinny_linear(x, weight, residual=residual.sum, out=residual.sum, pdl=self._pdl)
         else:
-            residual.addmm_(x, weight.t())
+            residual.sum.addmm_(x, weight.t())
         if bias is not None:
-            residual += bias
+            residual.sum += bias
+
+    def _exchange_product(self, exchange: Exchange, residual: Residual, x: torch.Tensor, linear: Linear, norm: RMSNorm | None) -> None:
+        """Does what `_add_product` does, over the ranks, and norms the sum."""
+        weight, bias = linear.weight, linear.bias
+        assert weight is not None
+        partial = exchange.partial[: len(x)]
+        if len(x) <= SKINNY_ROWS:
+            skinny_linear(x, weight, out=partial, pdl=self._pdl)
+        else:
+            torch.mm(x, weight.t(), out=partial)
+        if bias is not None and self._group.rank == 0:
+            partial += bias
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        residual.normed = exchange.add(partial, residual.sum, norm_weight, eps, pdl=self._pdl)
 
 
 def _norms(part: Attention) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from aioinfer.layers.attention import AttentionMetadata, KVCache
+from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
 from aioinfer.models.llama import LlamaModel, NamedTargets
@@ -19,6 +20,7 @@ class CausalLM(Protocol):
     num_kv_heads: int
     head_size: int
     weights_bytes: int
+    vocabulary: Vocabulary
 
     def targets(self) -> NamedTargets: ...
 

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aioinfer.kernels.logprobs import MAX_TOP, token_logprobs
+from aioinfer.kernels.logprobs import MAX_TOP, share_logprobs, token_logprobs
+from aioinfer.kernels.mailbox import Mailboxes
 from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalties
 from aioinfer.kernels.prepare import StepInputs, append_tokens, prepare_inputs
-from aioinfer.kernels.sampling import SamplingState, sample_tokens
+from aioinfer.kernels.sampling import SamplingState, Share, sample_tokens
 from aioinfer.kernels.slots import RECORD_FIELDS, SlotTensors, admit_requests, grow_tables
 from aioinfer.models.llama_gpu import SKINNY_ROWS, ChosenRows, GpuLlama
 from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
+from aioinfer.worker.shares import merge_logprobs
 from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots, banned_until, numbers_of
 from aioinfer.worker.staging import TURNS, Staging
 
@@ -126,7 +128,7 @@ class GpuModelRunner:
     """
 
     def __init__(self, model: GpuLlama, kv: torch.Tensor, slots: Slots, max_tokens: int):
-        """Makes the buffers of steps of up to `max_tokens` tokens; captures nothing yet."""
+        """Makes the buffers of steps of up to `max_tokens` tokens; captures nothing yet. All ranks of a model do it at a time."""
         self.model = model
         self.kv = kv
         self.slots = slots
@@ -135,14 +137,23 @@ class GpuModelRunner:
         self._staging = Staging(device)
         self._plan = PlanBuffer(rows, device)
         self._inputs = StepInputs.empty(rows, max(max_tokens, rows), slots.block_table.shape[1], device)
-        vocab_size = slots.occurrences.rows.shape[1]
-        self._logits = torch.empty(rows, vocab_size, dtype=kv.dtype, device=device)
+        self._vocabulary = model.model.vocabulary
+        self._logits = torch.empty(rows, self._vocabulary.share, dtype=kv.dtype, device=device)
         self._results = torch.zeros(TURNS, rows, dtype=torch.int32, device=device)
         self._host_results = torch.zeros(TURNS, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sampling = SamplingState(slots.seeds, slots.temperature, slots.top_k, slots.top_p, slots.min_p)
+        self._share = self._share_vocabulary(rows)
         self._copies = torch.cuda.Stream(device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._ladder = np.empty(0, np.int64)
+
+    def _share_vocabulary(self, rows: int) -> Share | None:
+        """Returns what choosing tokens together takes, for steps of up to `rows` rows; None for one rank."""
+        vocabulary, group = self._vocabulary, self._vocabulary.group
+        if group.size == 1:
+            return None
+        mailboxes = Mailboxes(group.peer_buffer(Mailboxes.nbytes(rows, group.size)))
+        return Share(vocabulary.start, vocabulary.vocab_size, mailboxes)
 
     # ---------------------------------------------------------------- steps
 
@@ -178,7 +189,7 @@ class GpuModelRunner:
         sampling = SamplingRows(
             self._plan.section(0, rows), self._inputs.seq_lens[:rows], self._plan.section(3, rows), plan.slots, positions
         )
-        return rows, self._choose(self._logits[:rows], sampling, self._plan.turn)
+        return rows, self._choose(self._logits[:rows, : self._vocabulary.held], sampling, self._plan.turn)
 
     def _launch(self, plan: StepPlan, turn: int) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Launches a step kernel by kernel."""
@@ -246,7 +257,7 @@ class GpuModelRunner:
     # ---------------------------------------------------------------- choosing tokens
 
     def _choose(self, logits: torch.Tensor, rows: SamplingRows, turn: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Chooses a token for each row of `logits` [S, vocab_size], enters it in its slot and in the results.
+        """Chooses a token for each row of `logits` [S, held], enters it in its slot and in the results.
 
         Returns log-probabilities, or nothing if no row wants them: those of the model, before any adjustment.
         """
@@ -257,7 +268,7 @@ class GpuModelRunner:
         if wanted & (BIASED | BANNED | PENALIZED):
             adjusted = logits.to(torch.float32, copy=True)
             self._adjust(adjusted, rows, wanted)
-        tokens = sample_tokens(adjusted, rows.slots, rows.positions, self._sampling)
+        tokens = sample_tokens(adjusted, rows.slots, rows.positions, self._sampling, share=self._share)
         append_tokens(tokens, rows.slots, rows.positions, rows.wanted, slots.tokens, results=self._results, turn=turn)
         if wanted & PENALIZED:
             add_occurrences(tokens, rows.slots, slots.occurrences.row_of_slot, slots.occurrences.rows)
@@ -265,20 +276,26 @@ class GpuModelRunner:
             return ()
         asking = torch.from_numpy((wishes & LOGPROBS).astype(np.int32)).to(logits.device, non_blocking=True)
         most = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
-        own, top_tokens, top_logprobs = token_logprobs(logits, tokens, asking, min(MAX_TOP, logits.shape[1]))
+        top = min(MAX_TOP, self._vocabulary.vocab_size)
+        if self._share is None:
+            own, top_tokens, top_logprobs = token_logprobs(logits, tokens, asking, top)
+        else:
+            found = share_logprobs(logits, tokens, asking, top, self._vocabulary.start)
+            own, top_tokens, top_logprobs = merge_logprobs(self._vocabulary, found, top)
         return own, top_tokens[:, :most].contiguous(), top_logprobs[:, :most].contiguous()
 
     def _adjust(self, logits: torch.Tensor, rows: SamplingRows, wanted: int) -> None:
-        """Applies biases, bans and penalties, in place."""
-        slots = self.slots
+        """Applies biases, bans and penalties to logits [S, held], in place."""
+        slots, first, held = self.slots, self._vocabulary.start, self._vocabulary.held
         if wanted & BIASED:
-            add_biases(logits, rows.slots, slots.bias.ids, slots.bias.values)
+            add_biases(logits, rows.slots, slots.bias.ids, slots.bias.values, first=first)
         if wanted & BANNED:
-            add_biases(logits, rows.slots, slots.banned.ids, slots.banned.values, positions=rows.positions, until=slots.banned_until)
+            banned = slots.banned.ids, slots.banned.values
+            add_biases(logits, rows.slots, *banned, positions=rows.positions, until=slots.banned_until, first=first)
         if wanted & PENALIZED:
             counts = slots.occurrences
             penalties = slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty
-            apply_penalties(logits, rows.slots, counts.row_of_slot, counts.rows, *penalties)
+            apply_penalties(logits, rows.slots, counts.row_of_slot, counts.rows[:, first : first + held], *penalties)
 
     def _fetch(self, turn: int, count: int, extras: tuple[torch.Tensor, ...]) -> tuple[Chosen, torch.cuda.Event]:
         """Starts the copy of the first `count` results to the host, on a stream that no step waits for."""
@@ -337,7 +354,7 @@ class GpuModelRunner:
         grow_tables(plan.section(4, capacity), plan.section(5, capacity), plan.section(6, capacity), slots.block_table)
         hidden = self._forward(plan.section(0, rows), plan.section(1, rows), plan.section(2, rows), rows, rows, max_length=1)
         logits = self.model.logits(hidden, self._logits[:rows])
-        tokens = sample_tokens(logits, plan.section(0, rows), self._inputs.seq_lens[:rows], self._sampling)
+        tokens = sample_tokens(logits, plan.section(0, rows), self._inputs.seq_lens[:rows], self._sampling, share=self._share)
         append_tokens(
             tokens, plan.section(0, rows), self._inputs.seq_lens[:rows], plan.section(3, rows), slots.tokens,
             results=self._results, turn=plan.turn,

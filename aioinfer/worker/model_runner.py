@@ -103,7 +103,7 @@ class ModelRunner:
             hidden = hidden[torch.from_numpy(last).to(hidden.device)]
         slot_ids = plan.slots[sampling]
         positions = plan.starts[sampling] + plan.lengths[sampling]
-        sampled = sample(self.model.logits(hidden), self.slots, slot_ids, positions)
+        sampled = sample(self.model.logits(hidden), self.slots, slot_ids, positions, self.model.vocabulary)
         self.slots.append(slot_ids, positions, sampled.tokens)
         return sampled
 

@@ -1,9 +1,11 @@
 """Choosing tokens: from the logits of a step's sampling rows to one token a row, and log-probabilities.
 
-The model runner calls `sample` once a step. Every tensor-parallel rank has the full logits and makes the
-same choice, so nothing is broadcast. A row's logits pass these stations, in vLLM's order, each only where the
+The model runner calls `sample` once a step. A row's logits pass these stations, in vLLM's order, each only where the
 request asks: logit bias; minus infinity for tokens banned before min_tokens; penalties; temperature; min-p;
 top-k; top-p; the draw. Log-probabilities are those of the model, before any of that.
+
+Of several tensor-parallel ranks each has the logits of its share of the vocabulary. They tell each other the best
+token of each share, or what the filters have to know (`shares`), and all make the same choice, that of one rank with all logits.
 
 The draw is Gumbel-max (Gumbel 1954; Maddison et al. 2014): argmax over tokens of logit / temperature + g, where
 g is a pure function of the request's seed, the position of the token to be chosen (counted from the
@@ -32,7 +34,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.layers.embedding import Vocabulary
 from aioinfer.scheduler.plan import F32, I32
+from aioinfer.worker.shares import CANDIDATES, MORE, Candidates, gather, keep_candidates, merge_logprobs
 from aioinfer.worker.slots import BANNED, BIASED, FILTERED, IN_PROMPT, LOGPROBS, PENALIZED, RANDOM, LogitBiases, Slots
 
 U32 = npt.NDArray[np.uint32]
@@ -64,22 +68,26 @@ class Sampled:
         return cls(tokens, nothing.new_empty(0), nothing.int(), nothing)
 
 
-def sample(logits: torch.Tensor, slots: Slots, slot_ids: I32, positions: I32) -> Sampled:
+def sample(logits: torch.Tensor, slots: Slots, slot_ids: I32, positions: I32, vocabulary: Vocabulary | None = None) -> Sampled:
     """Chooses the token at `positions[i]` of the request in slot `slot_ids[i]` by row i of `logits`.
 
     Args:
-        logits: float32 [S, vocab_size]; may be changed.
+        logits: float32 [S, held], of the tokens that this rank holds; may be changed.
         slots: how each request wants it. Not changed.
         slot_ids, positions: int32 [S].
+        vocabulary: which these tokens are; by default all. If ranks share it, each has to call this, and returns the same.
     """
+    shared = vocabulary if vocabulary is not None and vocabulary.group.size > 1 else None
     wishes = slots.current_wishes(slot_ids, positions)
     wanted = int(np.bitwise_or.reduce(wishes, initial=0))
     adjusted = logits
     if wanted & (BIASED | BANNED | PENALIZED):
         adjusted = logits.clone() if wanted & LOGPROBS else logits
-        adjust_logits(adjusted, slots, wishes, slot_ids, positions)
+        adjust_logits(adjusted, slots, wishes, slot_ids, positions, 0 if shared is None else shared.start)
     scores = adjusted.cpu().numpy()
-    if not wanted & RANDOM:
+    if shared is not None:
+        chosen = _choose_together(scores, slots, wishes, slot_ids, positions, shared)
+    elif not wanted & RANDOM:
         chosen = _argmax(scores)
     else:
         chosen = np.empty(len(scores), np.int32)
@@ -90,7 +98,7 @@ def sample(logits: torch.Tensor, slots: Slots, slot_ids: I32, positions: I32) ->
     tokens = torch.from_numpy(chosen).to(logits.device)
     if wanted & LOGPROBS:
         asking = np.flatnonzero(wishes & LOGPROBS)
-        return _with_logprobs(tokens, logits, asking, int(slots.num_logprobs[slot_ids].max()))
+        return _with_logprobs(tokens, logits, asking, int(slots.num_logprobs[slot_ids].max()), shared)
     return Sampled.plain(tokens)
 
 
@@ -144,24 +152,31 @@ def _argmax(scores: F32) -> npt.NDArray[np.int32]:
     return chosen
 
 
-def adjust_logits(logits: torch.Tensor, slots: Slots, wishes: npt.NDArray[np.uint8], slot_ids: I32, positions: I32) -> None:
-    """Applies biases, bans and penalties to the rows of `logits` whose requests have them, in place."""
+def adjust_logits(logits: torch.Tensor, slots: Slots, wishes: npt.NDArray[np.uint8], slot_ids: I32, positions: I32, first: int = 0) -> None:
+    """Applies biases, bans and penalties to the rows of `logits` whose requests have them, in place.
+
+    `first` is the token id of the first column; what concerns tokens beyond the columns is left to the ranks that hold them.
+    """
+    if not logits.shape[1]:
+        return
     for bit, biases in ((BIASED, slots.bias), (BANNED, slots.banned)):
         rows = np.flatnonzero(wishes & bit)
         if len(rows):
-            _add_biases(logits, biases, rows, slot_ids[rows])
+            _add_biases(logits, biases, rows, slot_ids[rows], first)
     rows = np.flatnonzero(wishes & PENALIZED)
     if len(rows):
-        _penalize(logits, slots, rows, slot_ids[rows], positions[rows])
+        _penalize(logits, slots, rows, slot_ids[rows], positions[rows], first)
 
 
-def _add_biases(logits: torch.Tensor, biases: LogitBiases, rows: npt.NDArray[Any], slot_ids: I32) -> None:
+def _add_biases(logits: torch.Tensor, biases: LogitBiases, rows: npt.NDArray[Any], slot_ids: I32, first: int) -> None:
     at = torch.from_numpy(slot_ids).to(logits.device)
-    ids, values = biases.ids[at], biases.values[at]
+    ids, values = biases.ids[at] - first, biases.values[at]
+    foreign = (ids < 0) | (ids >= logits.shape[1])
+    ids, values = ids.masked_fill_(foreign, 0), values.masked_fill_(foreign, 0)
     logits.index_put_((torch.from_numpy(rows).to(logits.device)[:, None], ids), values, accumulate=True)
 
 
-def _penalize(logits: torch.Tensor, slots: Slots, rows: npt.NDArray[Any], slot_ids: I32, positions: I32) -> None:
+def _penalize(logits: torch.Tensor, slots: Slots, rows: npt.NDArray[Any], slot_ids: I32, positions: I32, first: int) -> None:
     """Applies the penalties of `slot_ids` to `rows` of `logits`, in place.
 
     Repetition: divides positive and multiplies negative logits of tokens of prompt and output (CTRL, Keskar et al.
@@ -176,10 +191,38 @@ def _penalize(logits: torch.Tensor, slots: Slots, rows: npt.NDArray[Any], slot_i
     tokens = torch.where(torch.arange(longest, device=device) < lengths, tokens, tokens[:, :1])
     counts = slots.occurrences.rows[slots.occurrences.row_of_slot[at][:, None], tokens] & (IN_PROMPT - 1)
     repetition, presence, frequency = (p[at][:, None] for p in (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty))
+    if logits.shape[1] < slots.occurrences.rows.shape[1]:
+        here = (tokens >= first) & (tokens < first + logits.shape[1])
+        where, counts, repetition, presence, frequency = (
+            t.expand(here.shape)[here] for t in (where, counts, repetition, presence, frequency)
+        )  # fmt: skip
+        tokens = tokens[here] - first
     values = logits[where, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counts + presence * (counts > 0)
     logits[where, tokens] = values
+
+
+@dataclass(slots=True)
+class _Draws:
+    """How n rows that draw want it, on the host.
+
+    Attributes:
+        key0, key1: uint32 [n], of the noise.
+        temperature: float32 [n].
+        filters: (top-k, top-p, min-p) of each row.
+    """
+
+    key0: U32
+    key1: U32
+    temperature: F32
+    filters: list[tuple[int, float, float]]
+
+    @classmethod
+    def of(cls, slots: Slots, slot_ids: I32, positions: I32) -> _Draws:
+        at = torch.from_numpy(slot_ids).to(slots.device)
+        filters = zip(*(p[at].tolist() for p in (slots.top_k, slots.top_p, slots.min_p)), strict=True)
+        return cls(*gumbel_keys(slots.seeds[at].cpu().numpy(), positions), slots.temperature[at].cpu().numpy(), list(filters))
 
 
 def _draw(
@@ -189,25 +232,91 @@ def _draw(
 
     One row at a time: its arrays then stay in the core's cache, and a filtered row works on few tokens.
     """
-    at = torch.from_numpy(slot_ids).to(slots.device)
-    key0, key1 = gumbel_keys(slots.seeds[at].cpu().numpy(), positions)
-    temperature = slots.temperature[at].cpu().numpy()
-    filters = [p[at].tolist() for p in (slots.top_k, slots.top_p, slots.min_p)]
+    draws = _Draws.of(slots, slot_ids, positions)
     vocabulary = np.arange(scores.shape[1], dtype=np.uint32)
     chosen = np.empty(len(rows), np.int32)
     with np.errstate(over="ignore", invalid="ignore"):  # broken logits are found by their largest
-        for i, (row, top_k, top_p, min_p) in enumerate(zip(rows, *filters, strict=True)):
-            scaled = scores[row] / temperature[i]
+        for i, row in enumerate(rows):
+            scaled = scores[row] / draws.temperature[i]
             largest = float(scaled.max())
             if not math.isfinite(largest):
                 chosen[i] = -1
                 continue
             tokens = vocabulary
             if wishes[row] & FILTERED:
-                kept = filter_tokens(scaled, largest, top_k, top_p, min_p)
+                kept = filter_tokens(scaled, largest, *draws.filters[i])
                 tokens, scaled = vocabulary[kept], scaled[kept]
-            scaled += gumbel_noise(key0[i], key1[i], tokens)
+            scaled += gumbel_noise(draws.key0[i], draws.key1[i], tokens)
             chosen[i] = tokens[scaled.argmax()]
+    return chosen
+
+
+def _choose_together(
+    scores: F32, slots: Slots, wishes: npt.NDArray[np.uint8], slot_ids: I32, positions: I32, vocabulary: Vocabulary
+) -> npt.NDArray[np.int32]:
+    """Chooses a token for each row of `scores` float32 [S, held], together with the ranks that hold the others; returns int32 [S]."""
+    chosen = np.empty(len(scores), np.int32)
+    plain, filtered = np.flatnonzero(~wishes & FILTERED), np.flatnonzero(wishes & FILTERED)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if len(plain):
+            found = _best_of_share(scores[plain], wishes[plain], _Draws.of(slots, slot_ids[plain], positions[plain]), vocabulary.start)
+            best, tokens = gather(vocabulary.group, slots.device, *found)
+            winner = _argmax(best.T)
+            chosen[plain] = np.where(winner < 0, -1, tokens[winner, np.arange(len(plain))])
+        if len(filtered):
+            draws = _Draws.of(slots, slot_ids[filtered], positions[filtered])
+            chosen[filtered] = _draw_filtered_together(scores[filtered], draws, vocabulary, slots.device)
+    return chosen
+
+
+def _best_of_share(
+    scores: F32, wishes: npt.NDArray[np.uint8], draws: _Draws, first: int
+) -> tuple[F32, npt.NDArray[np.int32]]:  # fmt: skip
+    """Returns the best score of each row, noise included where it draws, and its token: float32 and int32 [n].
+
+    Without any token to choose the score is minus infinity; NaN or infinity if a logit is.
+    """
+    best, tokens = np.full(len(scores), -np.inf, np.float32), np.zeros(len(scores), np.int32)
+    ids = np.arange(first, first + scores.shape[1], dtype=np.uint32)
+    for i, scaled in enumerate(scores if len(ids) else ()):
+        if wishes[i] & RANDOM:
+            scaled = scaled / draws.temperature[i]
+            largest = scaled.max()
+            if not math.isfinite(largest):
+                best[i] = largest
+                continue
+            scaled += gumbel_noise(draws.key0[i], draws.key1[i], ids)
+        at = scaled.argmax()
+        best[i], tokens[i] = scaled[at], first + at
+    return best, tokens
+
+
+def _draw_filtered_together(scores: F32, draws: _Draws, vocabulary: Vocabulary, device: torch.device) -> npt.NDArray[np.int32]:
+    """Draws a token for each row, all with filters, from the ranks' candidates; returns int32 [n].
+
+    All ranks see alike for which rows there are too few, and repeat those with more, at last with all.
+    """
+    group = vocabulary.group
+    chosen = np.full(len(scores), -1, np.int32)
+    pending, count = list(range(len(scores))), CANDIDATES
+    while pending:
+        found = Candidates.empty(len(pending), min(count, vocabulary.share))
+        for at, i in enumerate(pending):
+            found.find(at, scores[i] / draws.temperature[i], vocabulary.start, draws.filters[i][1])
+        values, tokens, largest, mass = gather(group, device, found.values, found.tokens, found.largest, found.mass)
+        complete = np.array([vocabulary.held_by(rank) <= count for rank in range(group.size)])
+        unsettled = []
+        for at, i in enumerate(pending):
+            if not math.isfinite(largest[:, at].max()):
+                continue
+            candidates = Candidates(values[:, at], tokens[:, at], largest[:, at], mass[:, at])
+            kept = keep_candidates(candidates, complete, vocabulary.vocab_size, *draws.filters[i])
+            if kept is None:
+                unsettled.append(i)
+                continue
+            noisy = kept[0] + gumbel_noise(draws.key0[i], draws.key1[i], kept[1].astype(np.uint32))
+            chosen[i] = kept[1][noisy == noisy.max()].min()
+        pending, count = unsettled, count * MORE
     return chosen
 
 
@@ -245,22 +354,40 @@ def _top_p_border(kept: F32, largest: float, top_p: float) -> float:
     return -math.inf  # all of them, but for rounding
 
 
-def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, asking: npt.NDArray[np.intp], most: int) -> Sampled:
+def _with_logprobs(
+    tokens: torch.Tensor, logits: torch.Tensor, asking: npt.NDArray[np.intp], most: int, shared: Vocabulary | None
+) -> Sampled:
     """Adds the log-probabilities of the chosen tokens and of the `most` likeliest to the rows `asking`."""
     device = logits.device
     rows = torch.from_numpy(asking).to(device)
     wanted = logits[rows]
-    total = wanted.logsumexp(dim=-1, keepdim=True)
-    chosen = tokens[rows].long()
-    own = wanted.gather(1, chosen.clamp(min=0)[:, None]) - total
-    best = wanted.topk(min(most, logits.shape[1]), dim=-1)
+    chosen = tokens[rows].long().clamp(min=0)
+    if shared is None:
+        total = wanted.logsumexp(dim=-1, keepdim=True)
+        best = wanted.topk(min(most, logits.shape[1]), dim=-1)
+        own, top_tokens, top_logprobs = (wanted.gather(1, chosen[:, None]) - total)[:, 0], best.indices.int(), best.values - total
+    else:
+        own, top_tokens, top_logprobs = _shared_logprobs(wanted, chosen, most, shared)
     sampled = Sampled(
         tokens,
         torch.full((len(tokens),), math.nan, device=device),
-        torch.full((len(tokens), best.values.shape[1]), -1, dtype=torch.int32, device=device),
-        torch.full((len(tokens), best.values.shape[1]), math.nan, device=device),
+        torch.full((len(tokens), top_tokens.shape[1]), -1, dtype=torch.int32, device=device),
+        torch.full((len(tokens), top_tokens.shape[1]), math.nan, device=device),
     )
-    sampled.logprobs[rows] = own[:, 0]
-    sampled.top_tokens[rows] = best.indices.int()
-    sampled.top_logprobs[rows] = best.values - total
+    sampled.logprobs[rows] = own
+    sampled.top_tokens[rows] = top_tokens
+    sampled.top_logprobs[rows] = top_logprobs
     return sampled
+
+
+def _shared_logprobs(
+    wanted: torch.Tensor, chosen: torch.Tensor, most: int, vocabulary: Vocabulary
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what `merge_logprobs` does, for logits `wanted` float32 [n, held] and the chosen tokens int64 [n]."""
+    held, start = vocabulary.held, vocabulary.start
+    padded = torch.nn.functional.pad(wanted, (0, 1), value=-math.inf)  # for the tokens of others
+    column = torch.where((chosen >= start) & (chosen < start + held), chosen - start, held)
+    top = min(most, vocabulary.vocab_size)
+    best = wanted.topk(min(top, held), dim=-1)
+    own = padded.gather(1, column[:, None])[:, 0]
+    return merge_logprobs(vocabulary, (padded.logsumexp(dim=-1), own, best.values, best.indices.int() + start), top)

@@ -41,14 +41,14 @@ def test_no_kernel_is_compiled_while_serving(max_num_seqs: int, tmp_path: Path) 
     lengths = [1, 2, 3, 15, 16, 17, 127, 128, 129, 300] + [choice.randint(1, 200) for _ in range(400)]
     prompts = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
-        executor = llm.engine._executor
+        executor = llm.frontend.engines[0]._executor
         assert isinstance(executor, InlineExecutor)
         watch = executor._worker.compilations
         assert watch is not None
         for alone in prompts[:10]:
             llm.generate([alone], random_params(choice))
         llm.generate(prompts, [random_params(choice) for _ in prompts])
-        assert llm.engine.report.graph_bytes > 0
+        assert llm.frontend.engines[0].report.graph_bytes > 0
         assert watch.names == [], watch.names
         triton.jit(_left_out)[(1,)](torch.zeros(1, device="cuda"))  # made anew: one that a test before compiled would be at hand
         assert len(watch.names) == 1

@@ -78,10 +78,10 @@ def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
     }
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(str(model.folder), settings=merged, progress=False) as llm:
-        assert ("cpu" in llm.engine.report.device) == (device == "cpu")
+        assert ("cpu" in llm.frontend.engines[0].report.device) == (device == "cpu")
         yield llm
-        llm.engine.scheduler.check_integrity()
-        assert llm.engine.scheduler.pool.num_free == llm.engine.report.num_blocks
+        llm.frontend.engines[0].scheduler.check_integrity()
+        assert llm.frontend.engines[0].scheduler.pool.num_free == llm.frontend.engines[0].report.num_blocks
     gc.collect()
 
 
@@ -104,7 +104,7 @@ def llm(model: Model) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def prompts(model: Model, llm: LLM) -> list[list[int]]:
     """Twenty prompts: texts for a model that was trained, else random tokens."""
-    return [llm.engine.tokenizer.encode(text) for text in PROMPTS] if model.trained else model.random_prompts(20, 120, seed=1)
+    return [llm.frontend.tokenizer.encode(text) for text in PROMPTS] if model.trained else model.random_prompts(20, 120, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def check_preemption(model: Model, device: str, prompts: list[list[int]], expect
     longest = max(map(len, prompts)) + NEW_TOKENS
     with running(model, device, cache__block_size=16, cache__num_blocks=2 * -(-longest // 16), model__max_model_len=longest) as llm:
         outputs = llm.generate(prompts, GREEDY)
-        assert llm.engine.stats()["preemptions"] >= 3
+        assert llm.frontend.stats()["preemptions"] >= 3
     assert tokens_of(outputs) == expected
     assert any(output.completions[0].num_preemptions for output in outputs)
 
@@ -222,7 +222,7 @@ def check_prefix_cache(model: Model, device: str, plain: LLM, heads: list[list[i
     """Prompts that begin alike: the heads go first, so that every prompt finds its own in the cache."""
     prompts = [head + tail for head in heads for tail in tails]
     with running(model, device, cache__enable_prefix_caching=True) as llm:
-        block_size = llm.engine.report.block_size
+        block_size = llm.frontend.engines[0].report.block_size
         llm.generate(heads, GREEDY)
         first, again = (llm.generate(prompts, GREEDY) for _ in range(2))
     known = [len(head) // block_size * block_size for head in heads for _ in tails]

@@ -63,9 +63,9 @@ def test_every_way(folder: Path, prompts: list[list[int]], expected: list[list[i
     with LLM(str(folder), settings=defaults | settings, progress=False) as llm:
         outputs = llm.generate(prompts, GREEDY)
         if settings.get("cache.num_blocks"):
-            assert llm.engine.stats()["preemptions"] >= 2
-        assert "cpu" not in llm.engine.report.device
-        llm.engine.scheduler.check_integrity()
+            assert llm.frontend.stats()["preemptions"] >= 2
+        assert "cpu" not in llm.frontend.engines[0].report.device
+        llm.frontend.engines[0].scheduler.check_integrity()
     assert [output.token_ids for output in outputs] == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
 

@@ -16,7 +16,7 @@ from random_models import FIRST_CHARACTER, random_model
 
 from aioinfer import SamplingParams
 from aioinfer.config import load_config
-from aioinfer.engine.engine import Engine
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.generation import Generation
 from aioinfer.executor.inline import InlineExecutor
 
@@ -85,7 +85,7 @@ def random_wishes(count: int, rng: random.Random) -> list[Wish]:
     return wishes
 
 
-async def run_clients(engine: Engine, wishes: list[Wish], rng: random.Random) -> list[Generation]:
+async def run_clients(frontend: Frontend, wishes: list[Wish], rng: random.Random) -> list[Generation]:
     """Serves the wishes to `CLIENTS` clients and returns the generations, all ended.
 
     With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the middle of its prompt,
@@ -97,7 +97,7 @@ async def run_clients(engine: Engine, wishes: list[Wish], rng: random.Random) ->
 
     async def client() -> None:
         for wish in queue:
-            generation = await engine.submit(wish.prompt, wish.params)
+            generation = await frontend.submit(wish.prompt, wish.params)
             generations.append(generation)
             if wish.doomed:
                 doomed.append(generation)
@@ -113,16 +113,16 @@ async def run_clients(engine: Engine, wishes: list[Wish], rng: random.Random) ->
     return generations
 
 
-async def come_to_rest(engine: Engine) -> None:
+async def come_to_rest(frontend: Frontend) -> None:
     """Checks that nothing is left of what ran, and waits for the steps that were planned ahead of its end."""
-    assert (engine.stats()["running"], engine.stats()["waiting"]) == (0, 0)
-    assert engine.scheduler.is_idle
-    assert await engine.drain(0)
+    assert (frontend.stats()["running"], frontend.stats()["waiting"]) == (0, 0)
+    assert frontend.engines[0].scheduler.is_idle
+    assert await frontend.drain(0)
     async with asyncio.timeout(30):
-        while engine.scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
+        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
             await asyncio.sleep(0.001)
-    engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.num_free == engine.report.num_blocks
+    frontend.engines[0].scheduler.check_integrity()
+    assert frontend.engines[0].scheduler.pool.num_free == frontend.engines[0].report.num_blocks
 
 
 def check_ends(generations: list[Generation]) -> Counter[str]:
@@ -141,24 +141,24 @@ def check_ends(generations: list[Generation]) -> Counter[str]:
     return reasons
 
 
-async def measure_round(engine: Engine, wishes: list[Wish], rng: random.Random) -> tuple[Counter[str], set[tuple[int, ...]], int]:
+async def measure_round(frontend: Frontend, wishes: list[Wish], rng: random.Random) -> tuple[Counter[str], set[tuple[int, ...]], int]:
     """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU memory in use when it is over,
     apart from `bytes_by_demand`.
 
     The canary goes last and alone, so that what the worker keeps of its last step is the same after every round.
     """
-    generations = await run_clients(engine, wishes, rng)
-    await come_to_rest(engine)
-    generations += await run_clients(engine, [CANARY], rng)
-    await come_to_rest(engine)
+    generations = await run_clients(frontend, wishes, rng)
+    await come_to_rest(frontend)
+    generations += await run_clients(frontend, [CANARY], rng)
+    await come_to_rest(frontend)
     gc.collect()
     texts = {tuple(g.choices[0].request.tokens) for g in generations if g.params is CANARY.params}
-    return check_ends(generations), texts, torch.cuda.memory_allocated() - bytes_by_demand(engine)
+    return check_ends(generations), texts, torch.cuda.memory_allocated() - bytes_by_demand(frontend)
 
 
-def bytes_by_demand(engine: Engine) -> int:
+def bytes_by_demand(frontend: Frontend) -> int:
     """Returns the bytes of what grows with the widest bias and with the most penalized requests at a time, and stays."""
-    executor = engine._executor
+    executor = frontend.engines[0]._executor
     assert isinstance(executor, InlineExecutor)
     slots = executor._worker._runner.slots
     tensors = (slots.occurrences.rows, slots.bias.ids, slots.bias.values, slots.banned.ids, slots.banned.values)
@@ -179,20 +179,20 @@ async def serve_load(folder: Path, device: str, dtype: str, requests: int = REQU
     }
     rng = random.Random(dtype)
     wishes = random_wishes(requests, rng)
-    engine = await Engine.launch(load_config(None, settings))
+    frontend = await Frontend.launch(load_config(None, settings))
     try:
         reasons: Counter[str] = Counter()
         texts: set[tuple[int, ...]] = set()
         memory: list[int] = []
         for first in range(0, requests, requests // ROUNDS):
-            counted, seen, used = await measure_round(engine, wishes[first : first + requests // ROUNDS], rng)
+            counted, seen, used = await measure_round(frontend, wishes[first : first + requests // ROUNDS], rng)
             reasons += counted
             texts |= seen
-            if engine.stats()["steps"] >= first_measured_step:
+            if frontend.stats()["steps"] >= first_measured_step:
                 memory.append(used)
-        stats = engine.stats()
+        stats = frontend.stats()
     finally:
-        await engine.close()
+        await frontend.close()
     assert min(stats["preemptions"], stats["prefix_tokens_hit"], stats["wasted_rows"]) > 0, stats
     assert 0.25 < (reasons["abort"] + reasons["abort early"]) / reasons.total() < 0.4, reasons
     assert min(reasons.values()) > requests / 100, reasons

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+from aioinfer.kernels.mailbox import PeerBuffer
 from aioinfer.kernels.prepare import StepInputs
 
 from aioinfer.layers.attention import KVCache
@@ -14,11 +16,13 @@ from aioinfer.models.architecture import Architecture
 from aioinfer.models.llama_gpu import ChosenRows, GpuLlama
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
+from tests.kernels.peer_processes import run_ranks
 from tests.paged_model import make_metadata
 from tests.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
+HIDDEN = 128  # of the models that ranks share
 TABLES = [[3, 1], [0], [5, 2, 4]]
 
 
@@ -71,3 +75,45 @@ def test_the_last_layer_for_chosen_rows(family: str, rows: list[int], tmp_path: 
         expected = whole.forward(whole.plan(inputs, metadata.num_decodes))[last]
         torch.testing.assert_close(gpu.forward(gpu.plan(inputs, num_decodes, chosen)), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kv, whole_kv, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def rank_states(peers: PeerBuffer, folder: Path, pushed_rows: int) -> list[torch.Tensor]:
+    """Returns the hidden states of a prefill and two mixed steps on this rank."""
+    arch = Architecture.load(folder)
+    model = build_model(arch, ParallelGroup(peers.rank, peers.size), torch.float32, CPU)
+    load_weights(model, folder, "auto", 0, lambda done, total: None)
+    kv = torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, model.num_kv_heads, 64)
+    exchange = None
+    if peers.size > 1:
+        exchange = Exchange(peers, exchange_layout(peers.size, pushed_rows), HIDDEN, torch.float32)
+    gpu = GpuLlama(model, kv, dependent_launch=False, exchange=exchange, programs=3)
+    states = []
+    for starts, lengths in (([0, 0, 0], [9, 5, 18]), ([9, 5, 18], [1, 1, 5]), ([10, 6, 23], [1, 1, 1])):
+        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
+        tokens = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32, generator=torch.Generator().manual_seed(lengths[0]))
+        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]).int()
+        inputs = StepInputs(tokens, positions, metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables)
+        rows = [0, 1, 2] if metadata.num_decodes else [2, 1]
+        last = (metadata.query_starts[1:] - 1)[rows].int()
+        chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
+        states.append(gpu.forward(gpu.plan(inputs, metadata.num_decodes, chosen)))
+    return states
+
+
+def exchange_layout(size: int, pushed_rows: int) -> ExchangeLayout:
+    return ExchangeLayout.of(size, 32, HIDDEN, torch.float32, pushed_rows=pushed_rows)
+
+
+@pytest.mark.parametrize(("size", "family", "pushed_rows"), [(2, "qwen3", 4), (4, "llama", 64)])
+def test_ranks_over_peer_memory(size: int, family: str, pushed_rows: int, tmp_path: Path) -> None:
+    """Two ranks with exchanges of both kinds, and four that share two KV heads; biases are added once."""
+    extra = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    tiny_model(family, tmp_path, vocab_size=101, head_dim=64, num_attention_heads=4, num_key_value_heads=2, hidden_size=HIDDEN, **extra)
+    memory = torch.zeros(0, dtype=torch.uint8)
+    expected = rank_states(PeerBuffer(memory, torch.zeros(1, dtype=torch.int64), 0, 1), tmp_path, pushed_rows)
+    ranks = run_ranks(size, exchange_layout(size, pushed_rows).nbytes, rank_states, tmp_path, pushed_rows)
+    for states in ranks:
+        for state, of_first, of_one in zip(states, ranks[0], expected, strict=True):
+            torch.testing.assert_close(state, of_one, rtol=1e-4, atol=1e-4)
+            assert torch.equal(state, of_first), "the ranks must have the same bits"

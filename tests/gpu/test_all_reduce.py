@@ -1,0 +1,91 @@
+"""The ranks' sums on real GPUs: against NCCL for all sizes, and 100 000 rounds in which ranks come late at random."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from aioinfer.layers.parallel import ParallelGroup
+
+HIDDEN = 4096
+MAX_ROWS = 8192
+ROWS = [1, 2, 3, 4, 7, 8, 16, 31, 32, 48, 63, 64, 65, 66, 67, 100, 128, 200, 256, 511, 512, 513, 1000, 1056, 1057, 2048, 4097, 8192]
+EPS = 1e-6
+LATE_ROWS = 520
+ROUNDS = 100_000
+CHECKED = 64  # rows of a round are told apart by their number modulo this
+
+
+def join(rank: int, size: int, folder: Path) -> ParallelGroup:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(rank)
+    return ParallelGroup.connect(rank, size, dist.FileStore(str(folder / "store"), size), device)
+
+
+def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
+    from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+    from aioinfer.kernels.norm import rms_norm_reference
+
+    group = join(rank, size, folder)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)):
+        layout = ExchangeLayout.of(size, MAX_ROWS, HIDDEN, dtype)
+        exchange = Exchange(group.peer_buffer(layout.nbytes), layout, HIDDEN, dtype)
+        weight = torch.rand(HIDDEN, device="cuda").to(dtype)
+        dist.broadcast(weight, 0)
+        for number, rows in enumerate(ROWS):
+            partial, residual = exchange.partial[:rows], torch.randn(rows, HIDDEN, device="cuda").to(dtype)
+            partial.copy_(torch.randn(rows, HIDDEN, device="cuda"))
+            dist.broadcast(residual, 0)
+            is_first = number % 3 == 0
+            total = partial.double()
+            dist.all_reduce(total)
+            total += 0 if is_first else residual.double()
+            normed = exchange.add(partial, residual, weight, EPS, is_first=is_first)
+            assert normed is not None
+            for got, wanted in ((residual, total), (normed, rms_norm_reference(total, weight.double(), EPS))):
+                error = ((got.double() - wanted).norm() / wanted.norm()).item()
+                assert error < tolerance, (dtype, rows, error)
+                others = [torch.empty_like(got) for _ in range(size)]
+                dist.all_gather(others, got)
+                assert all(torch.equal(other, got) for other in others), (dtype, rows, "the ranks differ")
+    dist.destroy_process_group()
+
+
+def come_late(rank: int, size: int, folder: Path) -> None:
+    """Rounds of both kinds after random waits on the GPU; numbers are small integers, so that sums are exact."""
+    from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+
+    group = join(rank, size, folder)
+    layout = ExchangeLayout.of(size, LATE_ROWS, HIDDEN, torch.bfloat16)
+    exchange = Exchange(group.peer_buffer(layout.nbytes), layout, HIDDEN, torch.bfloat16)
+    rounds, waits = random.Random(0), random.Random(rank + 1)  # the same rows everywhere, other waits
+    pattern = torch.arange(HIDDEN + 256 + CHECKED, device="cuda").remainder(13).to(torch.bfloat16)
+    residual = torch.empty(LATE_ROWS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number in range(ROUNDS):
+        rows = rounds.choice((1, 1, 2, 5, 64, 65, 66, 130, 513, 520))
+        shift = number % CHECKED
+        values = pattern[shift : shift + HIDDEN].expand(rows, HIDDEN)
+        if waits.random() < 0.3:
+            torch.cuda._sleep(waits.randrange(60_000))  # cycles: up to 30 microseconds
+        torch.mul(values, rank + 1, out=exchange.partial[:rows])
+        exchange.add(exchange.partial[:rows], residual[:rows], None, EPS, is_first=True)
+        if number % 5 == 0:
+            wrong += (residual[:rows] != values * (size * (size + 1) // 2)).sum()
+    assert wrong.item() == 0
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("work", [sum_as_nccl_does, come_late])
+@pytest.mark.timeout(300)
+def test_all_reduce(work, size: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    torch.multiprocessing.spawn(work, args=(size, tmp_path), nprocs=size)

@@ -1,0 +1,177 @@
+"""Ranks that share the vocabulary choose the same token as one that has all of it: ranks are processes, peer memory is shared memory."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from aioinfer.kernels import logprobs, penalties, sampling
+from aioinfer.kernels.mailbox import Mailboxes, PeerBuffer
+from aioinfer.kernels.sampling import SamplingState, Share, sample_tokens
+from sampling_cases import allowed_tokens, make_state
+
+from aioinfer.layers.embedding import Vocabulary
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.architecture import Architecture
+from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
+from aioinfer.models.loader import load_weights
+from aioinfer.models.registry import build_model
+from aioinfer.worker.shares import merge_logprobs
+from tests.kernels.peer_processes import run_ranks
+from tests.tiny_models import tiny_model
+
+CHUNK = 64
+ROWS = 6
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "CHUNK", CHUNK)
+
+
+class GatheringGroup(ParallelGroup):
+    """Rank 0 of a group, which knows what the others would bring."""
+
+    def __init__(self, size: int):
+        super().__init__(0, size)
+        self.found: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def all_gather_last(self, values: torch.Tensor) -> torch.Tensor:
+        floats = [torch.cat([torch.stack(found[:2], 1), found[2]], 1) for found in self.found.values()]
+        parts = [torch.cat([mine.view(torch.int32), found[3]], 1) for mine, found in zip(floats, self.found.values(), strict=True)]
+        assert torch.equal(parts[0], values)
+        return torch.cat(parts, dim=-1)
+
+
+def sample_all(peers: PeerBuffer, calls: list[Call], state: SamplingState, epoch: int = 0) -> list[list[int]]:
+    """Chooses from a rank's columns of the logits of each call, at random moments; begins after `epoch` exchanges of each row."""
+    sampling.CHUNK = CHUNK
+    mailboxes, choice = Mailboxes(peers), random.Random(peers.rank)
+    mailboxes.epochs.fill_(epoch)
+    results = []
+    for logits, slots, positions in calls:
+        vocab_size = logits.shape[1]
+        width = -(-vocab_size // peers.size)
+        padded = torch.nn.functional.pad(logits, (0, peers.size * width - vocab_size), value=math.inf)  # which nobody may read
+        first = min(peers.rank * width, vocab_size)
+        mine = padded[:, peers.rank * width :][:, :width][:, : vocab_size - first]
+        time.sleep(choice.choice([0, 0, 0.05]))
+        results.append(sample_tokens(mine, slots, positions, state, share=Share(first, vocab_size, mailboxes)).tolist())
+    return results
+
+
+def sample_together(size: int, calls: list[Call], state: SamplingState, epoch: int = 0) -> list[list[int]]:
+    """Returns what `size` ranks agree on."""
+    ranks = run_ranks(size, Mailboxes.nbytes(ROWS, size), sample_all, calls, state, epoch)
+    assert all(rank == ranks[0] for rank in ranks)
+    return ranks[0]
+
+
+def make_call(vocab_size: int, slots: int, *, rounded: bool = False, rows: int = ROWS) -> Call:
+    """Returns random logits, of which many are equal if they are rounded, for random slots and positions."""
+    logits = torch.randn(rows, vocab_size) * 3
+    if rounded:
+        logits = logits.round()
+    draw = lambda high: torch.randint(0, high, (rows,), dtype=torch.int32)  # noqa: E731
+    return logits, draw(slots), draw(100_000)
+
+
+def broken_call(slot: int) -> Call:
+    """Returns rows that hold NaN, infinity or nothing, in different shares, one with a single token, and one that is sound."""
+    logits, slots, positions = make_call(200, 1)
+    logits[0, 198] = logits[1, 3] = math.nan
+    logits[2, 100] = math.inf
+    logits[3] = -math.inf
+    logits[4, :199] = -math.inf
+    return logits, slots + slot, positions
+
+
+def test_choices_are_those_of_one_rank() -> None:
+    state = make_state(40, "cpu")
+    calls = [make_call(400, 40, rounded=number % 2 == 0) for number in range(2)]
+    different = 0
+    for tokens, call in zip(sample_together(2, calls, state), calls, strict=True):
+        alone = sample_tokens(*call, state).tolist()
+        different += sum(ours != theirs for ours, theirs in zip(tokens, alone, strict=True))
+        for row, token in enumerate(tokens):
+            slot = int(call[1][row])
+            allowed, exact = allowed_tokens(call[0][row].numpy(), state, slot, int(call[2][row]))
+            assert token in allowed
+            if float(state.top_p[slot]) == 1:
+                assert token == exact
+    assert different <= 1, "only the rounding of a sum may move top-p's border"
+
+
+def test_unequal_shares_and_broken_rows() -> None:
+    """Three ranks: padded shares, one of no token at all, and rows that choose nothing without a rank waiting for it."""
+    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 3, 0.9, 0.0), (1.0, 0, 0.5, 0.1), (1.0, 0, 0.0, 0.0)]
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*kinds, strict=True))
+    state = SamplingState(torch.arange(len(kinds)), temperature, top_k.int(), top_p, min_p)
+    broken = [broken_call(slot) for slot in (0, 2, 4)]
+    small = [make_call(vocab_size, len(kinds), rows=4) for vocab_size in (4, 1)]
+    results = sample_together(3, [*broken, *small], state)
+    for tokens in results[: len(broken)]:
+        assert tokens[:5] == [-1, -1, -1, -1, 199]
+        assert tokens[5] >= 0
+    for tokens, call in zip(results, [*broken, *small], strict=True):
+        assert tokens == sample_tokens(*call, state).tolist()
+
+
+def test_many_rounds_through_the_same_mailboxes() -> None:
+    """So many that the epochs wrap around."""
+    state = make_state(20, "cpu")
+    calls = [make_call(30, 20, rows=rows) for rows in [1, 2, 1, 3] * 3]
+    for tokens, call in zip(sample_together(2, calls, state, 2**31 - 8), calls, strict=True):
+        for row, token in enumerate(tokens):
+            assert token in allowed_tokens(call[0][row].numpy(), state, int(call[1][row]), int(call[2][row]))[0]
+
+
+def test_more_rows_than_mailboxes_are_refused() -> None:
+    memory = torch.zeros(Mailboxes.nbytes(2, 2), dtype=torch.uint8)
+    share = Share(0, 20, Mailboxes(PeerBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2)))
+    with pytest.raises(ValueError, match="3 rows of logits, and mailboxes for 2"):
+        sample_tokens(*make_call(10, 4, rows=3), make_state(4, "cpu"), share=share)
+
+
+def test_log_probabilities_of_shares_make_those_of_the_whole() -> None:
+    logits, chosen, wanted = torch.randn(4, 101), torch.tensor([0, 60, 100, -1]).int(), torch.tensor([1, 1, 1, 0]).int()
+    logits[1, :60] = -math.inf
+    whole = logprobs.token_logprobs(logits, chosen, wanted, 20)
+    group = GatheringGroup(2)
+    for rank, first in enumerate((0, 51)):
+        group.found[rank] = logprobs.share_logprobs(logits[:, first : first + 51], chosen, wanted, 20, first)
+    merged = merge_logprobs(Vocabulary(101, group), group.found[0], 20)
+    assert torch.equal(merged[1], whole[1])
+    for ours, theirs in zip(merged[::2], whole[::2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_biases_of_other_ranks_tokens_are_skipped() -> None:
+    ids, values = torch.tensor([[5, 6, 14, 5]]), torch.tensor([[1.0, -2.0, 3.0, 0.0]])
+    whole, slots = torch.zeros(1, 15), torch.zeros(1, dtype=torch.int32)
+    penalties.add_biases(whole, slots, ids, values)
+    memory = torch.zeros(1, 3, 5)
+    for rank in range(3):
+        penalties.add_biases(memory[:, rank], slots, ids, values, first=5 * rank)
+    assert torch.equal(memory.flatten(1), whole)
+
+
+@pytest.mark.parametrize("rows", [2, SKINNY_ROWS + 1])
+@torch.inference_mode()
+def test_each_rank_scores_its_own_tokens(rows: int, tmp_path: Path) -> None:
+    tiny_model("llama", tmp_path, vocab_size=101, head_dim=64, num_attention_heads=4, hidden_size=64)
+    arch, hidden, parts = Architecture.load(tmp_path), torch.randn(rows, 64), []
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        model = build_model(arch, ParallelGroup(rank, size), torch.float32, torch.device("cpu"))
+        load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
+        kv = torch.zeros(2, arch.num_layers, 1, 16, model.num_kv_heads, 64)
+        out = torch.full((rows, model.vocabulary.share), math.nan)
+        logits = GpuLlama(model, kv, dependent_launch=False, programs=1).logits(hidden, out)
+        assert torch.equal(logits, out[:, : logits.shape[1]])
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts[1:], dim=1), parts[0], rtol=1e-4, atol=1e-4)
