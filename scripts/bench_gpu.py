@@ -1,7 +1,8 @@
-"""The marks on one GPU: models of random weights at their true shapes, beside what vLLM reaches on an H200.
+"""The marks on GPUs: models of random weights at their true shapes, beside what vLLM reaches on H200s.
 
     python scripts/bench_gpu.py --model FOLDER [--model FOLDER] --rounds 3 --json offline.jsonl
     python scripts/bench_gpu.py --model FOLDER --cases d1,d256,k64x2000
+    python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 --set parallel.tensor_parallel_size=2
     python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix --set scheduler.max_num_batched_tokens=4096
 
 A folder holds config.json and a tokenizer; weights in it are not read. Vocabularies and numbers of a case may be others.
@@ -14,8 +15,9 @@ Offline cases, through `aioinfer.LLM`, all in one engine (its text is made too, 
 k8x8000x192 is what vLLM did of k8x8000: its max_model_len ended the requests there, and so only the former has its figure.
 
 HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several client processes:
-    hN      N streams, 512 / 256, three requests a stream      mix     256 streams, 512 requests, 100-1024 / 100-1024
-    sN      N streams, 128 / 256, three requests a stream      h1      one request, 128 / 512
+    hN      N streams, 512 / 256, three requests a stream      mixN    N streams, two requests a stream, 100-1024 / 100-1024
+    sN      N streams, 128 / 256, three requests a stream      mix     mix256
+    h1      one request, 128 / 512
 
 Each case warms up with prompts of its own lengths, then runs `--rounds` times with fresh prompts; medians are reported.
 Prompts are token ids, end tokens are ignored, the prefix cache is off, 512 requests may run at a time. A case counts only
@@ -67,7 +69,7 @@ FILE_WIDTH = 200
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Returns the options, with `cases` and `models` as what they name; ends the process with status 2 where they are wrong."""
-    parser = argparse.ArgumentParser(description="Measures models of random weights on one GPU, beside vLLM's figures.")
+    parser = argparse.ArgumentParser(description="Measures models of random weights on GPUs, beside vLLM's figures.")
     parser.add_argument("--model", action="append", required=True, type=Path, metavar="FOLDER", help="with a tokenizer (repeatable)")
     parser.add_argument("--cases", help=f"default: {','.join(OFFLINE_CASES)}; with --http: {','.join(HTTP_CASES)}")
     parser.add_argument("--rounds", type=int, default=1, help="medians of so many (default: %(default)s)")
@@ -81,7 +83,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     names = options.cases.split(",") if options.cases else HTTP_CASES if options.http else OFFLINE_CASES
     try:
         options.cases = [Case.parse(name, options.http) for name in names]
-        options.models = [Model.load(folder) for folder in options.model]
+        parallel = load_config(None, ["model.path=none", *options.set]).parallel
+        num_gpus = parallel.tensor_parallel_size if parallel.data_parallel_size == 1 else 0
+        options.models = [Model.load(folder, num_gpus) for folder in options.model]
         for model in options.models:
             load_config(None, make_settings(options, model))
     except (OSError, ValueError, ConfigError) as error:
@@ -113,7 +117,7 @@ def run_offline(options: argparse.Namespace, model: Model, config: Config, rows:
     begin = perf_counter()
     with LLM(settings=settings, progress=False) as llm:
         seconds = perf_counter() - begin
-        report = llm.engine.report
+        report = llm.frontend.engines[0].report
         rows.add(model, "startup", {"seconds": seconds, **asdict(report), "phases": dict(report.phases)})
         for case in options.cases:
             rows.add(model, case.name, _or_error(measure_offline, llm, case, options.rounds, model.vocab_size))
@@ -146,12 +150,12 @@ def run_batch(llm: LLM, case: Case, prompts: list[list[int]], most: int | None =
 
     wanted = [output if most is None else min(output, most) for _, output in case.lengths()]
     params = [SamplingParams(temperature=case.temperature, ignore_eos=True, max_tokens=count) for count in wanted]
-    before = llm.engine.stats()
+    before = llm.frontend.stats()
     begin = perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = perf_counter() - begin
     _require_counts([len(output.token_ids) for output in outputs], wanted)
-    return seconds, {name: value - before[name] for name, value in llm.engine.stats().items()}
+    return seconds, {name: value - before[name] for name, value in llm.frontend.stats().items()}
 
 
 # ---------------------------------------------------------------- HTTP

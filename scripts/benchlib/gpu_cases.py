@@ -31,7 +31,7 @@ class Model:
 
     Attributes:
         max_len: the most tokens of a sequence that it was made for.
-        figures: vLLM's, by case; none for shapes that were not measured.
+        figures: vLLM's, by case; none for shapes and numbers of GPUs that were not measured.
     """
 
     folder: Path
@@ -40,11 +40,11 @@ class Model:
     figures: dict[str, Figures]
 
     @classmethod
-    def load(cls, folder: Path) -> Model:
+    def load(cls, folder: Path, num_gpus: int = 1) -> Model:
         """Raises `ValueError` if config.json is not one of a language model, `OSError` if it cannot be read."""
         fields = json.loads((folder / "config.json").read_text("utf-8"))
         try:
-            shape = fields["hidden_size"], fields["num_hidden_layers"]
+            shape = fields["hidden_size"], fields["num_hidden_layers"], num_gpus
             return cls(folder.resolve(), fields["vocab_size"], fields["max_position_embeddings"], VLLM_H200.get(shape, {}))
         except (LookupError, TypeError) as error:
             raise ValueError(f"{folder}/config.json describes no language model: {error!r}") from error
@@ -93,8 +93,9 @@ class Case:
 
     @classmethod
     def _parse_http(cls, name: str) -> Case | None:
-        if name == "mix":
-            return cls(name, True, 256, 512, _MIXED, _MIXED)
+        if match := re.fullmatch(r"mix(\d*)", name):
+            streams = int(match[1] or 256)
+            return cls(name, True, streams, 2 * streams, _MIXED, _MIXED)
         if name == "h1":
             return cls(name, True, 1, 1, IntRange(128, 128), IntRange(512, 512))
         if match := re.fullmatch(r"([hs])(\d+)", name):

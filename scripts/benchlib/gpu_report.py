@@ -65,7 +65,7 @@ def compare(row: dict[str, Any], known: Figures) -> dict[str, Any]:
 
 def show(rows: Sequence[dict[str, Any]], http: bool, console: Console) -> None:
     """Prints the table of all rows."""
-    table = Table("model", "case", "s", "tokens/s out", "tokens/s in", title="aioinfer, and vLLM 0.25.1 on one H200", title_justify="left")
+    table = Table("model", "case", "s", "tokens/s out", "tokens/s in", title="aioinfer, and vLLM 0.25.1 on H200s", title_justify="left")
     own = ["TTFT mean / p99 ms", "vLLM's", "ITL p50 / p99 ms", "vLLM's", "chunks/token", "client's CPU"] if http else ["steps", "step ms"]
     for name in (*own, "vLLM", "mark", "ratio"):
         table.add_column(name)

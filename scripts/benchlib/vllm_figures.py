@@ -1,8 +1,8 @@
 """What vLLM reaches in the cases of `bench_gpu.py`, and what aioinfer is to reach.
 
-vLLM 0.25.1 from its wheel on one NVIDIA H200 (torch 2.11 for CUDA 13.0; FlashAttention 3, CUDA graphs, torch.compile, asynchronous
-scheduling), random weights in bfloat16 at the shapes of Qwen3, `max_model_len` 8192, no prefix cache, one run after a
-warm-up. Over HTTP: streamed `/v1/completions`, 8 client processes.
+vLLM 0.25.1 from its wheel on one NVIDIA H200, or two that share the model (torch 2.11 for CUDA 13.0; FlashAttention 3,
+CUDA graphs, torch.compile, asynchronous scheduling), random weights in bfloat16 at the shapes of Qwen3, `max_model_len` 8192,
+no prefix cache, one run after a warm-up. Over HTTP: streamed `/v1/completions`, 8 client processes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Figures:
     itl_p99_mark: float | None = None
 
 
-#: By (hidden size, layers) of the model, then by case.
-VLLM_H200: dict[tuple[int, int], dict[str, Figures]] = {
+#: By (hidden size, layers) of the model and the GPUs that share it, then by case.
+VLLM_H200: dict[tuple[int, int, int], dict[str, Figures]] = {
     # Qwen3-0.6B
-    (1024, 28): {
+    (1024, 28, 1): {
         "startup": Figures(vllm=48, unit="s"),
         "d1": Figures(vllm=619, mark=1000),
         "d32": Figures(vllm=15_607),
@@ -50,7 +50,7 @@ VLLM_H200: dict[tuple[int, int], dict[str, Figures]] = {
         "mix": Figures(vllm=24_384, ttft=(348, 472), itl=(8.3, 20)),
     },
     # Qwen3-8B
-    (4096, 36): {
+    (4096, 36, 1): {
         "startup": Figures(vllm=57, mark=15, unit="s"),
         "d1": Figures(vllm=191.5, mark=240),
         "d32": Figures(vllm=5_220),
@@ -68,4 +68,13 @@ VLLM_H200: dict[tuple[int, int], dict[str, Figures]] = {
         "h256": Figures(vllm=9_641, mark=10_800, ttft=(993, 3157), itl=(14.8, 194), itl_p99_mark=60),
         "mix": Figures(vllm=9_987, mark=11_200, ttft=(938, 3464), itl=(15.9, 66), itl_p99_mark=60),
     },
+    (4096, 36, 2): {
+        "startup": Figures(vllm=57, mark=20, unit="s"),
+        "d1": Figures(vllm=264.7, mark=330),
+        "d32": Figures(vllm=7_156),
+        "d256": Figures(vllm=26_855, mark=30_000),
+        "p16": Figures(vllm=67_599, mark=70_000, unit="in"),
+        "nano": Figures(vllm=14_013),
+    },
+    (4096, 36, 4): {"d1": Figures(mark=450)},
 }
