@@ -24,7 +24,7 @@ import triton.language as tl
 from aioinfer.kernels.mailbox import PeerBuffer
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: Up to so many rows are pushed: twice the bytes, half the latency (docs/kernels-notes.md).
+#: Up to so many rows are pushed to one other rank, and fewer to more: twice the bytes, half the latency (docs/kernels-notes.md).
 PUSHED_ROWS = 64
 #: Programs of the two-shot kernel: enough rows in flight to fill the link, few enough that all run at a time.
 MAX_PROGRAMS = 528
@@ -53,10 +53,11 @@ class ExchangeLayout:
     @classmethod
     def of(
         cls, size: int, max_rows: int, hidden: int, dtype: torch.dtype, *,
-        pushed_rows: int = PUSHED_ROWS, programs: int = MAX_PROGRAMS,
+        pushed_rows: int | None = None, programs: int = MAX_PROGRAMS,
     ) -> ExchangeLayout:  # fmt: skip
         """Returns the layout for steps of up to `max_rows` tokens."""
         row = hidden * dtype.itemsize
+        pushed_rows = 2 * PUSHED_ROWS // size if pushed_rows is None else pushed_rows
         parts = [pushed_rows * 2 * size * (row // 4) * 8, programs * 2 * size * 4, max_rows * row, max_rows * row]
         starts = [0]
         for nbytes in parts:
@@ -211,12 +212,16 @@ def _push_kernel(
 
 @triton.jit
 def _signal(addresses, flags_at, stage: tl.constexpr, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tells every other rank's program of this number that this one has come to `stage`, with all that it wrote before."""
+    """Tells every other rank's program of this number that this one has come to `stage`, with all that it wrote before.
+
+    A thread for each of them: a release waits until what was written has arrived, and they need not do so one after the other.
+    """
     tl.debug_barrier()
     place = flags_at + ((tl.program_id(0) * 2 + stage) * SIZE + RANK) * 4
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            tl.atomic_xchg((tl.load(addresses + peer) + place).to(tl.pointer_type(tl.int32)), epoch, sem="release", scope="sys")
+    peer = tl.arange(0, triton.next_power_of_2(SIZE))
+    other = (peer < SIZE) & (peer != RANK)
+    flags = (tl.load(addresses + peer, peer < SIZE, 0) + place).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags, tl.zeros_like(peer) + epoch, other, sem="release", scope="sys")
 
 
 @triton.jit

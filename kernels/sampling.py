@@ -299,7 +299,9 @@ def _choose_filtered(
 
 @triton.jit(
     do_not_specialize=["first", "rank"],
-    do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out"],
+    do_not_specialize_on_alignment=[
+        "slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out", "addresses", "epochs",
+    ],
 )
 def _choose_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores, best_tokens, maxima, sums, chunks, out,
