@@ -300,7 +300,16 @@ def _choose_filtered(
 @triton.jit(
     do_not_specialize=["first", "rank"],
     do_not_specialize_on_alignment=[
-        "slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums", "chunks", "out", "addresses", "epochs",
+        "slot_ids",
+        "positions",
+        "best_scores",
+        "best_tokens",
+        "maxima",
+        "sums",
+        "chunks",
+        "out",
+        "addresses",
+        "epochs",
     ],
 )
 def _choose_kernel(
