@@ -20,7 +20,7 @@ serve: $(VENV)/.run-time
 	@exec $(BIN)/python -m aioinfer --config configs/smollm2.toml $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

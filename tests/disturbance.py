@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
-def worker_pids() -> list[int]:
-    """Returns the process ids of this process's workers, in the order of engines and ranks (ten at most)."""
+def worker_pids(besides: Sequence[int] = ()) -> list[int]:
+    """Returns the process ids of this process's workers, in the order of engines and ranks (ten at most), without those given."""
     workers = [process for process in multiprocessing.active_children() if process.name.startswith("aioinfer-worker-")]
-    return [process.pid or 0 for process in sorted(workers, key=lambda process: process.name)]
+    pids = [process.pid or 0 for process in sorted(workers, key=lambda process: process.name)]
+    return [pid for pid in pids if pid not in besides]
 
 
 @contextmanager

@@ -38,9 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"))
 
 
+OTHERS: list[psutil.Process] = []
+
+
 def workers(parent: psutil.Process | None = None) -> list[psutil.Process]:
-    """Returns the spawned workers below a process (this one), zombies included, in the order of their ranks."""
-    children = (parent or psutil.Process()).children(recursive=True)
+    """Returns the spawned workers below a process (this one), zombies included, in the order of their ranks.
+
+    Those of servers that other tests share, which were there before the test began, are left out.
+    """
+    children = [child for child in (parent or psutil.Process()).children(recursive=True) if child not in OTHERS]
     found = [c for c in children if c.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(c.cmdline())]
     return sorted(found, key=lambda process: process.pid)
 
@@ -56,12 +62,13 @@ def open_files() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test: no worker, no zombie, no shared memory."""
-    shared = set(os.listdir("/dev/shm"))
+    monkeypatch.setattr(sys.modules[__name__], "OTHERS", psutil.Process().children(recursive=True))
+    children, shared = multiprocessing.active_children(), set(os.listdir("/dev/shm"))
     yield
     assert workers() == []
-    assert multiprocessing.active_children() == []
+    assert multiprocessing.active_children() == children
     assert set(os.listdir("/dev/shm")) - shared == set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -25,9 +26,10 @@ def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts
     message = (
         r"parallel\.tensor_parallel_size = 2 does not divide this model \(9 heads, 3 KV heads, intermediate size 1536\); these do: 1, 3$"
     )
+    others = multiprocessing.active_children()  # of servers that other tests share
     with pytest.raises(ConfigError, match=message):
         LLM(MODEL, settings={"parallel.tensor_parallel_size": 2}, progress=False)
-    assert multiprocessing.active_children() == []
+    assert multiprocessing.active_children() == others
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -50,9 +52,10 @@ def test_ranks_that_are_out_of_step_choose_the_same_tokens(tmp_path: Path, size:
         "cache.enable_prefix_caching": False,
         "scheduler.max_num_batched_tokens": 64,
     }
+    others = worker_pids()
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params)]
-        workers = worker_pids()
+        workers = worker_pids(others)
         with disturbed(workers, seed=size, longest_s=0.02) as stopped:
             outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == expected
@@ -73,7 +76,7 @@ def test_a_stopped_rank_ends_the_server_within_ten_seconds(tmp_path: Path) -> No
         stopped_at = time.monotonic()
         error = json.loads(events(response)[-1])["error"]
         assert error["code"] == "engine_dead"
-        assert "worker 1 has not run for 6 s: it is stopped, as by SIGSTOP: rank 1 was " in error["message"]
+        assert re.search(r"worker 1 has not run for \d s: it is stopped, as by SIGSTOP: rank 1 was ", error["message"])
         assert time.monotonic() - stopped_at < 10
         assert process.end(timeout=5) == 1
         assert process.popen.stderr is not None
