@@ -20,7 +20,8 @@ def run_ranks(size: int, nbytes: int, work: Callable[..., Any], *arguments: Any)
     """
     parts = [torch.zeros(nbytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     with TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run, (parts, Path(folder), work, arguments), nprocs=size)
+        # Forked: importing torch and Triton anew takes each process longer than most of what the tests do.
+        multiprocessing.start_processes(_run, (parts, Path(folder), work, arguments), nprocs=size, start_method="fork")
         return [torch.load(Path(folder, str(rank))) for rank in range(size)]
 
 
