@@ -5,8 +5,9 @@ reads 16 bytes of weights at a time; for more rows a tensor-core product with th
 16 to 64 rows are output features.
 
 What surrounds the product in a transformer can be done in it: the gate of the MLP or the residual add after, and for
-one row RMSNorm of the input before (by scaling the sums). With programmatic dependent launch a program asks for its weights before
-it waits for the kernel before.
+one row RMSNorm of the input before (by scaling the sums). The rows of a gated weight are interleaved, as
+`gated_product.interleave` orders them. With programmatic dependent launch a program asks for its weights before it
+waits for the kernel before.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.activation import GATE_RUN, silu_mul_reference
 from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -68,12 +70,13 @@ def _finish(total, out, residual, rows, columns, mask, out_stride, residual_stri
 def _vector_kernel(
     x, weight, norm, residual, out, features, weight_stride, eps,
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
-    place = weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    up_place = place + features.to(tl.int64) * weight_stride
+    line = n + n // RUN * RUN if GATED else n
+    place = weight + line.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    up_place = place + RUN * weight_stride
     mask = (n < features)[:, None] & (k < INPUTS)[None, :]
     w = tl.load(place, mask, 0.0)
     if GATED:
@@ -113,13 +116,14 @@ def _vector_kernel(
 def _tensor_kernel(
     x, weight, residual, out, rows, features, x_stride, weight_stride, residual_stride, out_stride,
     ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
     row = tl.arange(0, ROWS_PAD)
-    place = weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    up_place = place + features.to(tl.int64) * weight_stride
+    line = n + n // RUN * RUN if GATED else n
+    place = weight + line.to(tl.int64)[:, None] * weight_stride + k[None, :]
+    up_place = place + RUN * weight_stride
     held = (n < features)[:, None]
     if PDL:
         gdc_wait()
@@ -155,10 +159,11 @@ def skinny_linear(
 
     Args:
         x: [M, K], M <= 16; bf16, fp16 or fp32; rows may be strided.
-        weight: [N, K], as nn.Linear holds it, or [2 * N, K] with `gated`; of x's dtype.
+        weight: [N, K], as nn.Linear holds it; with `gated` [2 * N, K], interleaved, N a multiple of 8; of x's dtype.
         norm_weight: [K]; x is first divided by its root mean square (with `eps`) and multiplied with this.
         residual: [M, N], added to the product; may be `out`.
-        gated: weight holds the gate's N rows, then the N of the other; returns silu(x @ gate.T) * (x @ other.T).
+        gated: weight holds two projections: eight rows of the gate, then their eight of up, and so on; returns
+            silu(x @ gate.T) * (x @ up.T).
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is read before that
             kernel ends, so it must not be what writes it.
@@ -168,12 +173,14 @@ def skinny_linear(
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     if not 0 < rows <= MAX_ROWS or weight.shape[1] != inputs or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"x must be [1 .. {MAX_ROWS}, K] and weight [N, K], contiguous, not {tuple(x.shape)} and {tuple(weight.shape)}")
+    if gated and weight.shape[0] % (2 * GATE_RUN):
+        raise ValueError(f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {weight.shape[0]}")
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if norm_weight is not None and rows > 1:  # in the product it would be repeated by every program
         x = rms_norm(x, norm_weight, eps, pdl=pdl)
     added = x if residual is None else residual
     config = config or linear_config(rows, features, inputs, normed=norm_weight is not None, gated=gated, itemsize=weight.element_size())
-    flags = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "PDL": pdl}
+    flags = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN, "PDL": pdl}
     grid = (triton.cdiv(features, config.features),)
     if rows == 1:
         norm = weight if norm_weight is None else norm_weight
@@ -204,6 +211,5 @@ def skinny_linear_reference(
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
     product = x @ weight.T
     if gated:
-        gate, up = product.chunk(2, dim=-1)
-        product = torch.nn.functional.silu(gate) * up
+        product = silu_mul_reference(product)
     return product if residual is None else product + residual

@@ -11,12 +11,29 @@ import math
 
 import torch
 from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, launch_decode
-from aioinfer.kernels.prefill_attention import launch_prefill
-from aioinfer.kernels.prefill_hopper import PrefillPlan, launch_prefill_hopper, supports
+from aioinfer.kernels.prefill_attention import launch_prefill, prefill_config
+from aioinfer.kernels.prefill_hopper import ROWS as HOPPER_ROWS
+from aioinfer.kernels.prefill_hopper import launch_prefill_hopper, supports
+from aioinfer.kernels.prefill_plan import PrefillPlan
 
 LOG2_E = 1.4426950408889634
 HEAD_SIZES = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def make_prefill_plan(
+    rows: int, tokens: int, num_q_heads: int, dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor, *, hopper: bool = True
+) -> PrefillPlan:
+    """Returns room for the plan of the kernel that will serve queries of `dtype` with `num_q_heads` heads over these caches.
+
+    Args:
+        rows, tokens: the most of a step's rows of several tokens.
+        hopper: whether the kernel for Hopper may be it.
+    """
+    _, _, kv_heads, head_size = k_cache.shape
+    hopper = hopper and supports(dtype, k_cache, v_cache)
+    tile_rows = HOPPER_ROWS if hopper else prefill_config(head_size, dtype.itemsize).rows
+    return PrefillPlan.empty(rows, tokens, num_q_heads // kv_heads, tile_rows, k_cache.device, hopper=hopper)
 
 
 def paged_attention(
@@ -27,7 +44,7 @@ def paged_attention(
     query_starts: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    num_decodes: int,
+    num_decodes: int | None,
     workspace: DecodeWorkspace,
     prefill_plan: PrefillPlan | None = None,
     scale: float | None = None,
@@ -49,11 +66,11 @@ def paged_attention(
         block_tables: int32 [R, max_blocks]; entries past a row's length are not read.
         query_starts: int32 [R + 1], the first token of each row.
         seq_lens: int32 [R], the keys of each row; 0 (with no tokens or, among the decodes, one) is padding.
-        num_decodes: how many of the first rows have exactly one token.
-        workspace: from `DecodeWorkspace.create`; it holds the layer's sliding window, and, if there are decodes,
+        num_decodes: how many of the first rows have exactly one token. None if that is for the plans to say, so that a
+            graph may be replayed for any number: both kernels are launched then.
+        workspace: from `DecodeWorkspace.create`; it holds the layer's sliding window, and, unless there are no decodes,
             `plan_decode` has divided this step's `seq_lens[:num_decodes]`.
-        prefill_plan: from `plan_prefill`, for this step's `query_starts[num_decodes:]`. Without it longer rows go to the
-            plain kernel on every GPU.
+        prefill_plan: from `make_prefill_plan`, filled by `plan_prefill` for this step's longer rows; not needed without such.
         scale: of the products; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
         k_scale, v_scale: the cache's values times these are the keys and values (fp8 caches).
@@ -73,18 +90,20 @@ def paged_attention(
         raise ValueError("heads must be contiguous")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     log2_scale = (1.0 / math.sqrt(head_size) if scale is None else scale) * k_scale * LOG2_E
-    if num_decodes:
+    if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
             scale=log2_scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, projection=projection, pdl=pdl,
         )  # fmt: skip
-    if num_decodes < seq_lens.shape[0]:
-        tables, starts, lens = block_tables[num_decodes:], query_starts[num_decodes:], seq_lens[num_decodes:]
+    if num_decodes is None or num_decodes < seq_lens.shape[0]:
+        if prefill_plan is None:
+            raise ValueError("rows of several tokens need a plan")
+        arguments = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, prefill_plan)
         wants = {"scale": log2_scale, "window": workspace.window, "soft_cap": soft_cap, "v_scale": v_scale}
-        if prefill_plan is not None and supports(q, k_cache, v_cache):
-            launch_prefill_hopper(q, k_cache, v_cache, tables, starts, lens, out, prefill_plan, **wants)
+        if prefill_plan.hopper:
+            launch_prefill_hopper(*arguments, **wants)
         else:
-            launch_prefill(q, k_cache, v_cache, tables, starts, lens, out, **wants, pdl=pdl)
+            launch_prefill(*arguments, **wants, pdl=pdl)
     return out
 
 

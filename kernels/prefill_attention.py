@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import load_tile, softmax_step
+from aioinfer.kernels.prefill_plan import PrefillPlan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-MIN_ROWS_PAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,35 +34,22 @@ def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
     return PrefillConfig(64, 32, 4, 2) if head_size > 128 else PrefillConfig(128, 64, 8, 2)
 
 
-@triton.jit
-def find_tile(query_starts, num_rows, index, GROUP: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr):
-    """Returns the row that query tile `index` of a step belongs to, and which of the row's tiles it is, last one first.
-
-    The last tiles of a causal row see the most keys; they go first, so that no long tile is left for the end.
-    """
-    r = tl.arange(0, ROWS_PAD)
-    lengths = tl.load(query_starts + r + 1, r < num_rows, 0) - tl.load(query_starts + r, r < num_rows, 0)
-    tiles = (lengths * GROUP + ROWS - 1) // ROWS
-    row = tl.sum((tl.cumsum(tiles) <= index).to(tl.int32))
-    before = tl.sum(tl.where(r < row, tiles, 0))
-    here = tl.sum(tl.where(r == row, tiles, 0))
-    return row, here - 1 - (index - before)
-
-
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
+@triton.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
-    q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, num_rows, scale, soft_cap, v_scale,
+    q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
     q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROWS_PAD: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row, tile = find_tile(query_starts, num_rows, tl.program_id(0), GROUP, ROWS, ROWS_PAD)
-    if row >= num_rows:
+    index = tl.program_id(0)
+    if index >= tl.load(plan):
         return
+    row = tl.load(plan + 2 + 2 * index)
+    tile = tl.load(plan + 3 + 2 * index)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
     seq_len = tl.load(seq_lens + row)
@@ -106,6 +92,7 @@ def launch_prefill(
     query_starts: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
+    plan: PrefillPlan,
     *,
     scale: float,
     window: int,
@@ -115,14 +102,12 @@ def launch_prefill(
     config: PrefillConfig | None = None,
 ) -> None:
     """Launches the plain kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
-    rows, (_, block_size, kv_heads, head_size) = seq_lens.shape[0], k_cache.shape
-    group = q.shape[1] // kv_heads
+    _, block_size, kv_heads, head_size = k_cache.shape
     config = config or prefill_config(head_size, q.element_size())
-    grid = (q.shape[0] * group // config.rows + rows, kv_heads)
-    _prefill_kernel[grid](
-        q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, rows, scale, soft_cap, v_scale,
+    _prefill_kernel[(plan.capacity, kv_heads)](
+        q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan.tiles, scale, soft_cap, v_scale,
         q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, ROWS=config.rows,
-        TILE=config.tile, WINDOW=window, SOFT_CAP=soft_cap > 0, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), PDL=pdl,
+        GROUP=plan.group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, ROWS=config.rows,
+        TILE=config.tile, WINDOW=window, SOFT_CAP=soft_cap > 0, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -10,12 +10,8 @@ while the consumers write a tile's output, the loads of the next tile are under 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
-import triton.language as tl
-from aioinfer.kernels.prefill_attention import MIN_ROWS_PAD, find_tile
+from aioinfer.kernels.prefill_plan import PrefillPlan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -27,26 +23,18 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def supports(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether this kernel serves these tensors: Hopper, bf16 or fp16, head size 64, 128 or 256, whole blocks loadable by TMA."""
+def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether this kernel serves queries of `dtype`: Hopper, bf16 or fp16, head size 64, 128 or 256, whole blocks loadable by TMA."""
     _, block_size, _, head_size = k_cache.shape
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and q.dtype in TORCH_DTYPES
-        and k_cache.dtype == v_cache.dtype == q.dtype
+        k_cache.is_cuda
+        and torch.cuda.get_device_capability(k_cache.device)[0] == 9
+        and dtype in TORCH_DTYPES
+        and k_cache.dtype == v_cache.dtype == dtype
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
         and ((head_size in (64, 128) and block_size in (64, 128)) or (head_size == 256 and block_size == 64))
     )
-
-
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts"])
-def _plan_kernel(query_starts, plan, num_rows, GROUP: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr):
-    index = tl.program_id(0)
-    row, tile = find_tile(query_starts, num_rows, index, GROUP, ROWS, ROWS_PAD)
-    tl.store(plan + 2 * index, tl.where(row < num_rows, row, -1))
-    tl.store(plan + 2 * index + 1, tile)
 
 
 @gluon.jit
@@ -55,8 +43,8 @@ def _work(
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Returns of work item `item`: tile, first token and tokens of its row, context, and the KV tiles begin .. end - 1 it sees."""
-    row = gl.load(plan + item // KV_HEADS * 2)
-    tile = gl.load(plan + item // KV_HEADS * 2 + 1)
+    row = gl.load(plan + 2 + item // KV_HEADS * 2)
+    tile = gl.load(plan + 3 + item // KV_HEADS * 2)
     start = gl.load(query_starts + row)
     length = gl.load(query_starts + row + 1) - start
     context = gl.load(seq_lens + row) - length
@@ -77,24 +65,22 @@ def _produce(
     """Loads the KV blocks of every work item, last block first, as stages of the ring become free."""
     loaded = gl.program_id(0) * 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        row = gl.load(plan + item // KV_HEADS * 2)
-        if row >= 0:
-            _, _, _, _, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
-            column = item % KV_HEADS * HEAD_SIZE
-            table = block_tables + row.to(gl.int64) * table_stride
-            block = gl.load(table + end - 1)
-            for index in range(end - begin):
-                stage = loaded % STAGES
-                phase = (loaded // STAGES) & 1
-                following = gl.load(table + gl.maximum(end - 2 - index, begin))
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), keys.block_type.nbytes)
-                tma.async_copy_global_to_shared(keys, [block * TILE, column], k_full.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
-                tma.async_copy_global_to_shared(values, [block * TILE, column], v_full.index(stage), v_smem.index(stage))
-                block = following
-                loaded += 1
+        _, _, _, _, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
+        column = item % KV_HEADS * HEAD_SIZE
+        table = block_tables + gl.load(plan + 2 + item // KV_HEADS * 2).to(gl.int64) * table_stride
+        block = gl.load(table + end - 1)
+        for index in range(end - begin):
+            stage = loaded % STAGES
+            phase = (loaded // STAGES) & 1
+            following = gl.load(table + gl.maximum(end - 2 - index, begin))
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), keys.block_type.nbytes)
+            tma.async_copy_global_to_shared(keys, [block * TILE, column], k_full.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
+            tma.async_copy_global_to_shared(values, [block * TILE, column], v_full.index(stage), v_smem.index(stage))
+            block = following
+            loaded += 1
 
 
 @gluon.jit
@@ -243,36 +229,36 @@ def _consume(
     columns = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))[None, :]
     used = gl.program_id(0) * 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        if gl.load(plan + item // KV_HEADS * 2) >= 0:
-            tile, start, length, context, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
-            first = tile * ROWS + WARPGROUP * HALF
-            packed = first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
-            token = packed // GROUP
-            held = (token < length)[:, None]
-            column = (item % KV_HEADS * GROUP + packed % GROUP)[:, None] * HEAD_SIZE + columns
-            q_smem.store(gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, held, 0.0))
-            fence_async_shared()
-            limit = context + (first + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))) // GROUP
-            whole = gl.maximum((context + tile * ROWS // GROUP + 1) // TILE, begin)
-            if WINDOW > 0:
-                whole = begin
-            result = _attend(
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit, context + length,
-                scale, soft_cap, v_scale, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, s_layout, wide,
-            )  # fmt: skip
-            used += end - begin
-            place = out + (start + token).to(gl.int64)[:, None] * out_stride + column
-            gl.store(place, gl.convert_layout(result.to(q.dtype.element_ty), wide), held)
+        tile, start, length, context, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
+        first = tile * ROWS + WARPGROUP * HALF
+        packed = first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
+        token = packed // GROUP
+        held = (token < length)[:, None]
+        column = (item % KV_HEADS * GROUP + packed % GROUP)[:, None] * HEAD_SIZE + columns
+        q_smem.store(gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, held, 0.0))
+        fence_async_shared()
+        limit = context + (first + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))) // GROUP
+        whole = gl.maximum((context + tile * ROWS // GROUP + 1) // TILE, begin)
+        if WINDOW > 0:
+            whole = begin
+        result = _attend(
+            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit, context + length,
+            scale, soft_cap, v_scale, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, s_layout, wide,
+        )  # fmt: skip
+        used += end - begin
+        place = out + (start + token).to(gl.int64)[:, None] * out_stride + column
+        gl.store(place, gl.convert_layout(result.to(q.dtype.element_ty), wide), held)
 
 
-@gluon.jit(do_not_specialize=["num_items"], do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
+@gluon.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
-    q, keys, values, out, block_tables, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale,
+    q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
     q_stride, out_stride, table_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
     TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
+    num_items = gl.load(plan) * KV_HEADS
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_SIZE], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_SIZE], q_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], keys.layout)
@@ -310,36 +296,6 @@ def pipeline_stages(head_size: int, block_size: int) -> int:
     return min(4, 160 * 1024 // (4 * head_size * block_size))
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """The query tiles of a step: which row each belongs to, made once a step for all layers.
-
-    Attributes:
-        tiles: int32 [N, 2], row (-1 past the last tile) and tile within the row.
-        count: N, a bound on the tiles that the host knows.
-    """
-
-    tiles: torch.Tensor
-    count: int
-
-
-def plan_prefill(query_starts: torch.Tensor, num_tokens: int, group: int) -> PrefillPlan:
-    """Lists the query tiles of a step's rows.
-
-    Args:
-        query_starts: int32 [R + 1], of the rows of several tokens.
-        num_tokens: at least the tokens of these rows.
-        group: query heads a KV head.
-    """
-    rows = query_starts.shape[0] - 1
-    count = num_tokens * group // ROWS + rows
-    tiles = torch.empty(count, 2, dtype=torch.int32, device=query_starts.device)
-    _plan_kernel[(count,)](
-        query_starts, tiles, rows, GROUP=group, ROWS=ROWS, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), num_warps=4
-    )
-    return PrefillPlan(tiles, count)
-
-
 def launch_prefill_hopper(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -364,10 +320,9 @@ def launch_prefill_hopper(
             cache, [blocks * block_size, kv_heads * head_size], [kv_heads * head_size, 1], [block_size, head_size], layout
         )
 
-    num_items = plan.count * kv_heads
-    programs = min(num_items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    programs = min(plan.capacity * kv_heads, torch.cuda.get_device_properties(q.device).multi_processor_count)
     _prefill_kernel[(programs,)](
-        q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens, plan.tiles, num_items,
+        q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens, plan.tiles,
         scale, soft_cap, v_scale, q.stride(0), out.stride(0), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window, SOFT_CAP=soft_cap > 0,
         TILE=block_size, ROWS=ROWS, STAGES=pipeline_stages(head_size, block_size), num_warps=4,

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer.kernels.activation import silu_mul
 from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_config, launch_decode, plan_decode
+from aioinfer.kernels.gated_product import TILE_TIMES, GatedConfig, gated_config, gated_product, gated_product_reference
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.logprobs import token_logprobs
 from aioinfer.kernels.norm import add_rms_norm
 from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config
-from aioinfer.kernels.prefill_hopper import launch_prefill_hopper, plan_prefill
+from aioinfer.kernels.prefill_hopper import ROWS, launch_prefill_hopper
+from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.prepare import StepInputs, prepare_inputs
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
@@ -178,10 +180,12 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                     continue
                 out = torch.full_like(q, float("nan"))
                 wants = {"scale": 128**-0.5 * LOG2_E, "window": 0, "soft_cap": 0.0, "v_scale": 1.0}
-                arguments = (q, k, v, tables, starts, lens, out)
+                tile_rows = ROWS if config is None else config.rows
+                plan = PrefillPlan.empty(len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None)
+                plan_prefill(plan, starts, 0, len(q))
+                arguments = (q, k, v, tables, starts, lens, out, plan)
                 if config is None:
-                    plan = plan_prefill(starts, len(q), 4)
-                    run: Callable[[], None] = lambda a=arguments, p=plan, w=wants: launch_prefill_hopper(*a, p, **w)  # noqa: E731
+                    run: Callable[[], None] = lambda a=arguments, w=wants: launch_prefill_hopper(*a, **w)  # noqa: E731
                 else:
                     run = lambda a=arguments, c=config, w=wants: launch_prefill(*a, config=c, **w)  # noqa: E731
 
@@ -240,6 +244,49 @@ def linear_cases(tune: bool) -> Iterator[Case]:
                     return float((run(w).double() - expected).norm() / expected.norm())
 
                 yield Case("linear", f"{name} x{rows}", variant, [lambda w=w, run=run: run(w) for w in weights], size, check=check)
+
+
+#: Outputs and inputs of gated products; the 8B's also as one of two ranks has it.
+GATED = {"8B": (12288, 4096), "8B / 2": (6144, 4096), "0.6B": (3072, 1024)}
+
+
+def gated_configs(tokens: int, features: int, tune: bool) -> dict[str, GatedConfig]:
+    """Returns the table's configuration and, to tune, all others, and the table's with other groups of token tiles."""
+    best = gated_config(tokens, features, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    configs = [best]
+    if tune:
+        configs += [config for config in TILE_TIMES if config != best]
+        configs += [replace(best, group=group) for group in (4, 16) if tokens > 4 * best.tokens]
+    return {f"t{c.tokens} c{c.consumers} s{c.stages} g{c.group}": c for c in configs}
+
+
+def gated_cases(tune: bool) -> Iterator[Case]:
+    """The gated product as one kernel, beside torch's product followed by `silu_mul`."""
+    for name, (features, inputs) in GATED.items():
+        copies = max(1, int(3e8 / (4 * features * inputs)))
+        weights = [random_tensor(2 * features, inputs, scale=inputs**-0.5) for _ in range(copies)]
+        for rows in (33, 64, 100, 128, 192, 256, 300, 512, 1024, 2048, 8192):
+            x, product, out = (random_tensor(rows, n) for n in (inputs, 2 * features, features))
+            last = slice(max(0, rows - 200), rows)
+            expected = gated_product_reference(x[last].double(), weights[0].double())
+            size, flops = weights[0].nbytes + x.nbytes + out.nbytes, 4.0 * rows * features * inputs
+
+            def apart(w, x=x, product=product, out=out) -> None:
+                silu_mul(torch.mm(x, w.t(), out=product), out=out)
+
+            yield Case("gated", f"{name} x{rows}", "torch and silu_mul", [lambda w=w, f=apart: f(w) for w in weights], size, flops)
+            for variant, config in gated_configs(rows, features, tune).items():
+                for pdl in (False, True):
+
+                    def run(w, x=x, out=out, config=config, pdl=pdl) -> None:
+                        gated_product(x, w, out=out, config=config, pdl=pdl)
+
+                    def check(run=run, w=weights[0], out=out, last=last, expected=expected) -> float:
+                        run(w)
+                        return float((out[last] - expected).norm() / expected.norm())
+
+                    runs = [lambda w=w, run=run: run(w) for w in weights]
+                    yield Case("gated", f"{name} x{rows}", variant + " pdl" * pdl, runs, size, flops, check)
 
 
 def chain_cases(tune: bool) -> Iterator[Case]:
@@ -338,6 +385,7 @@ FAMILIES = {
     "decode": decode_cases,
     "prefill": prefill_cases,
     "linear": linear_cases,
+    "gated": gated_cases,
     "chain": chain_cases,
     "sampling": sampling_cases,
     "small": small_cases,

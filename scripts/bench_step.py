@@ -1,12 +1,15 @@
-"""What a decode step costs: the worker's host time, the GPU's time, and the gap between two steps on the GPU.
+"""What a step costs: the worker's host time, the GPU's time, and the gap between two decode steps on the GPU.
 
     python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--trace FILE]
+    python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512
 
 Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two are in flight, the
 third is launched when the first has come back. Needs a GPU with kernels for the model; weights are random (the folder
 needs a config.json only). Events before and behind each graph give the gap: from the end of a step's graph to
 the beginning of the next one's, the copy of the plan between them included. The host's time is from a plan's bytes to
 the launch of the copy of its results. `--trace` writes the start and end of every step in microseconds, as JSON.
+With `--prompts NxT`, steps of each number of streams beside N prompts of T tokens each, which begin anew in every step;
+"GPU ms" is then the time in which some kernel ran, by torch's profiler, in a few steps more.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import statistics
 import sys
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +29,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -40,6 +46,8 @@ if TYPE_CHECKING:
 
 STEPS = 200
 IN_FLIGHT = 2
+MIXED_STEPS = 40
+PROFILED_STEPS = 5
 
 
 class TimedGraph:
@@ -98,13 +106,9 @@ def fill(worker: Worker, rows: int, context: int, blocks: int) -> None:
             begun += length
 
 
-def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> dict[str, object]:
-    """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace."""
-    slots = np.arange(rows, dtype=np.int32)
-    size = next(size for size in sorted(runner._graphs) if size >= rows)
-    timed = TimedGraph(runner._graphs[size])
-    runner._graphs[size] = timed  # type: ignore[assignment]
-    messages = [b"".join(make_plan(step, slots, context + step, 1, 1).encode()) for step in range(STEPS)]
+def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]]:
+    """Executes plans as a worker's process does. Returns the seconds of all, and the host's for each."""
+    messages = [b"".join(plan.encode()) for plan in plans]
     pending: deque[PendingGpuResult] = deque()
     host: list[float] = []
     torch.cuda.synchronize()
@@ -117,8 +121,45 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> d
         host.append(perf_counter() - at)
     while pending:
         pending.popleft().wait()
-    wall = perf_counter() - began
-    runner._graphs[size] = timed.graph
+    return perf_counter() - began, host
+
+
+def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> dict[str, object]:
+    """Executes steps of `rows` decodes beside `prompts` prompts in the slots behind theirs; returns the figures."""
+    none = np.empty(0, np.int32)
+    starts = np.repeat(np.array([context, 0], np.int32), [rows, prompts])
+    lengths = np.repeat(np.array([1, length], np.int32), [rows, prompts])
+    slots = np.arange(rows + prompts, dtype=np.int32)
+    plans = [StepPlan(step, slots, starts, lengths, np.ones_like(slots), none, none, none, none, none) for step in range(MIXED_STEPS)]
+    drive(worker, plans[:IN_FLIGHT])
+    wall, host = drive(worker, plans)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        drive(worker, plans[:PROFILED_STEPS])
+        torch.cuda.synchronize()
+    ran = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    busy, last = 0.0, 0.0
+    for span in sorted(ran, key=lambda span: span.start):
+        busy += max(0.0, span.end - max(span.start, last))
+        last = max(last, span.end)
+    return {
+        "rows": rows,
+        "context": context,
+        "prompts": f"{prompts} x {length}",
+        "step_ms": wall / len(plans) * 1e3,
+        "gpu_ms": busy / PROFILED_STEPS / 1e3,
+        "host_us": statistics.median(host) * 1e6,
+    }
+
+
+def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> dict[str, object]:
+    """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace."""
+    slots = np.arange(rows, dtype=np.int32)
+    graphs = runner._decode_graphs.graphs
+    size = runner._decode_graphs.fit(rows)
+    timed = TimedGraph(graphs[size])
+    graphs[size] = timed  # type: ignore[assignment]
+    wall, host = drive(worker, [make_plan(step, slots, context + step, 1, 1) for step in range(STEPS)])
+    graphs[size] = timed.graph
     torch.cuda.synchronize()
     origin = timed.events[0][0]
     trace = [(origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3) for begin, end in timed.events]
@@ -136,27 +177,44 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> d
     }
 
 
+COLUMNS = {
+    "streams": ("rows", "{}"), "prompts": ("prompts", "{}"), "step ms": ("step_ms", "{:.3f}"), "GPU ms": ("gpu_ms", "{:.3f}"),
+    "gap us": ("gap_us", "{:.1f}"), "largest gap us": ("gap_max_us", "{:.1f}"), "GPU idle": ("idle_share", "{:.2%}"),
+    "host us": ("host_us", "{:.0f}"),
+}  # fmt: skip
+
+
+def show(title: str, results: Sequence[dict[str, object]]) -> None:
+    """Prints a table of what `decode` or `mix` returned."""
+    columns = {name: column for name, column in COLUMNS.items() if column[0] in results[0]}
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(*(form.format(result[key]) for key, form in columns.values()))
+    Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures decode steps of a worker on a GPU.")
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="with a config.json")
     parser.add_argument("--rows", default="1,64,256", help="numbers of streams (default: %(default)s)")
     parser.add_argument("--context", type=int, default=512, help="tokens in each stream at first (default: %(default)s)")
+    parser.add_argument("--prompts", metavar="NxT,...", help="mixed steps instead: so many prompts of so many tokens beside the streams")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for the figures with the start and end of every step")
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.rows.split(",")]
-    longest = arguments.context + STEPS + 1
-    worker, runner = start_worker(arguments.model, max(numbers), longest)
-    fill(worker, max(numbers), arguments.context, -(-longest // worker.block_size))
-    results = [decode(worker, runner, rows, arguments.context) for rows in numbers]
-    table = Table(title=f"{arguments.model.name}: decode steps, {arguments.context} tokens of context", title_justify="left")
-    for name in ("streams", "step ms", "GPU ms", "gap us", "largest gap us", "GPU idle", "host us"):
-        table.add_column(name, justify="right")
-    for result in results:
-        table.add_row(
-            f"{result['rows']}", f"{result['step_ms']:.3f}", f"{result['gpu_ms']:.3f}", f"{result['gap_us']:.1f}",
-            f"{result['gap_max_us']:.1f}", f"{result['idle_share']:.2%}", f"{result['host_us']:.0f}",
-        )  # fmt: skip
-    Console(width=120).print(table)
+    prompts = [tuple(map(int, text.split("x"))) for text in arguments.prompts.split(",")] if arguments.prompts else []
+    context = arguments.context
+    longest = max([context + STEPS + 1, *(length + 1 for _, length in prompts)])
+    slots = max(numbers) + max([0, *(number for number, _ in prompts)])
+    worker, runner = start_worker(arguments.model, slots, longest)
+    fill(worker, slots, context, -(-longest // worker.block_size))
+    if prompts:
+        results = [mix(worker, rows, context, number, length) for rows in numbers for number, length in prompts]
+    else:
+        results = [decode(worker, runner, rows, context) for rows in numbers]
+    show(f"{arguments.model.name}, {context} tokens of context", results)
     if arguments.trace:
         arguments.trace.write_text(json.dumps(results), "utf-8")
 

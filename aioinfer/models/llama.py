@@ -70,7 +70,12 @@ class Attention:
 
 
 class MLP:
-    """The gated MLP: this rank's share of the intermediate channels."""
+    """The gated MLP: this rank's share of the intermediate channels.
+
+    Attributes:
+        gate_up: both projections, the gate's rows first.
+        interleaved: whether the rows are in the order of the GPU kernels instead (`llama_gpu`), who alone can use them then.
+    """
 
     def __init__(self, arch: Architecture, group: ParallelGroup, dtype: torch.dtype, device: torch.device):
         self._size = arch.intermediate_size
@@ -78,8 +83,10 @@ class MLP:
         self._start = group.rank * self._share
         self.gate_up = Linear(arch.hidden_size, 2 * self._share, bias=arch.mlp_bias, dtype=dtype, device=device)
         self.down = RowParallelLinear(arch.intermediate_size, arch.hidden_size, group, bias=arch.mlp_bias, dtype=dtype, device=device)
+        self.interleaved = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert not self.interleaved
         return self.down(silu_mul(self.gate_up(x)))
 
     def targets(self, prefix: str) -> NamedTargets:

@@ -16,20 +16,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from aioinfer.kernels.activation import silu_mul
+from aioinfer.kernels.activation import GATE_RUN, silu_mul
 from aioinfer.kernels.all_reduce import Exchange
 from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
+from aioinfer.kernels.gated_product import ROWS_FROM, gated_product, interleave
+from aioinfer.kernels.gated_product import supports as supports_gated_product
 from aioinfer.kernels.linear import skinny_linear
 from aioinfer.kernels.norm import rms_norm
-from aioinfer.kernels.paged_attention import BLOCK_SIZES, HEAD_SIZES, paged_attention
-from aioinfer.kernels.prefill_hopper import PrefillPlan, plan_prefill
+from aioinfer.kernels.paged_attention import BLOCK_SIZES, HEAD_SIZES, make_prefill_plan, paged_attention
+from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.prepare import StepInputs, embed
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.layers.attention import KVCache
 from aioinfer.layers.linear import Linear
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama import Attention, Layer, LlamaModel
+from aioinfer.models.llama import MLP, Attention, Layer, LlamaModel
 
 #: Up to so many rows the own products beat cuBLAS where nothing but a residual sum goes with them (docs/kernels-notes.md).
 SKINNY_ROWS = 8
@@ -60,13 +62,14 @@ class GpuStep:
 
     Attributes:
         inputs: the rows, decodes first.
-        num_decodes: rows of one token at the beginning; each has to be among the chosen, if there are such.
+        num_decodes: rows of one token at the beginning; each has to be among the chosen, if there are such. None: the plans on
+            the GPU say it, so that a graph may be replayed for any number.
         prefill: the query tiles of the other rows.
         chosen: if given, the step's hidden states are of the last tokens of these rows; else of all tokens.
     """
 
     inputs: StepInputs
-    num_decodes: int
+    num_decodes: int | None
     prefill: PrefillPlan | None = None
     chosen: ChosenRows | None = None
 
@@ -88,7 +91,7 @@ class GpuLlama:
     """A `LlamaModel` with its KV cache, computed by kernels.
 
     Args:
-        model: loaded and finalized, on the GPU.
+        model: loaded and finalized, on the GPU. Its MLPs' weights are put in the kernels' order, if they are not yet.
         kv: [2, layers, num_blocks, block_size, kv_heads, head_size].
         dependent_launch: launch kernels as programmatic dependents (Hopper and later).
         exchange: the sums over the ranks; None if there is one.
@@ -99,47 +102,70 @@ class GpuLlama:
         self, model: LlamaModel, kv: torch.Tensor, *, dependent_launch: bool, exchange: Exchange | None = None, programs: int | None = None
     ):
         self.model = model
+        for layer in model.layers:
+            _interleave(layer.mlp)
         self._exchange = exchange
         self._pdl = dependent_launch
         self._caches = [KVCache(keys, values) for keys, values in zip(kv[0], kv[1], strict=True)]
         self._cos_sin = model.rotary.cos_sin()
         self._group = model.vocabulary.group
         attend = model.layers[0].attention.attend
-        self._group_size = attend.num_heads // attend.num_kv_heads
         windows = {layer.attention.attend.sliding_window or 0 for layer in model.layers}
         self._workspaces = {
             window: DecodeWorkspace.create(attend.num_heads, kv[0, 0], window=window, programs=programs) for window in windows
         }
 
     @staticmethod
-    def supports(arch: Architecture, block_size: int) -> bool:
-        """Whether the kernels have the model's head size and the cache's block size."""
-        return arch.head_size in HEAD_SIZES and block_size in BLOCK_SIZES
+    def supports(arch: Architecture, block_size: int, num_ranks: int) -> bool:
+        """Whether the kernels have the model's head size, the cache's block size, and a rank's share of the MLPs' channels."""
+        return arch.head_size in HEAD_SIZES and block_size in BLOCK_SIZES and arch.intermediate_size // num_ranks % GATE_RUN == 0
 
-    def plan(self, inputs: StepInputs, num_decodes: int, chosen: ChosenRows | None = None) -> GpuStep:
-        """Divides a step's attention among programs, on the GPU. To be called once its inputs are prepared; see `GpuStep`."""
-        if num_decodes:
-            for workspace in self._workspaces.values():
-                plan_decode(workspace, inputs.seq_lens[:num_decodes])
-        if num_decodes == len(inputs.seq_lens):
-            return GpuStep(inputs, num_decodes, chosen=chosen)
-        prefill = plan_prefill(inputs.query_starts[num_decodes:], len(inputs.input_ids), self._group_size)
+    def make_prefill_plan(self, rows: int, tokens: int) -> PrefillPlan:
+        """Returns room for the query tiles of steps of up to so many rows and tokens."""
+        attend, cache = self.model.layers[0].attention.attend, self._caches[0]
+        return make_prefill_plan(rows, tokens, attend.num_heads, cache.keys.dtype, cache.keys, cache.values)
+
+    def plan(self, inputs: StepInputs, num_decodes: int, chosen: ChosenRows | None = None, prefill: PrefillPlan | None = None) -> GpuStep:
+        """Divides a step's attention among programs, on the GPU. To be called once its inputs are prepared; see `GpuStep`.
+
+        Args:
+            prefill: to be filled. By default one is made for this step, if there are rows of several tokens.
+        """
+        rows, tokens = len(inputs.seq_lens), len(inputs.input_ids)
+        for workspace in self._workspaces.values():
+            plan_decode(workspace, inputs.seq_lens[:num_decodes])
+        if prefill is None and num_decodes < rows:
+            prefill = self.make_prefill_plan(rows, tokens)
+        if prefill is not None:
+            plan_prefill(prefill, inputs.query_starts, num_decodes, tokens)
         return GpuStep(inputs, num_decodes, prefill, chosen)
 
     def forward(self, step: GpuStep) -> torch.Tensor:
         """Returns hidden states [T or S, hidden_size] after the last layer, before the last norm (see `GpuStep`); writes the KV cache."""
+        return self.finish(step, self.begin(step))
+
+    def begin(self, step: GpuStep, out: torch.Tensor | None = None) -> Residual:
+        """Computes all layers but the last. With `num_decodes` None this depends on the number of tokens only, so that a graph may hold it.
+
+        Args:
+            out: [T, hidden_size] to write to; by default a new tensor.
+        """
         layers = self.model.layers
-        residual = self._embed(step.inputs.input_ids)
-        for number, (layer, cache) in enumerate(zip(layers, self._caches, strict=True)):
-            is_last = number == len(layers) - 1
-            if is_last and step.chosen is not None:
-                residual = self._last_attention(layer, residual, cache, step, step.chosen)
-                if not len(residual.sum):
-                    break
-            else:
-                self._attention(layer, residual, cache, step)
-            gated = self._normed_product(residual, layer.mlp_norm, layer.mlp.gate_up, gated=True)
-            self._add_product(residual, gated, layer.mlp.down, None if is_last else layers[number + 1].attention_norm)
+        residual = self._embed(step.inputs.input_ids, out)
+        for number, layer in enumerate(layers[:-1]):
+            self._attention(layer, residual, self._caches[number], step)
+            self._mlp(layer, residual, layers[number + 1].attention_norm)
+        return residual
+
+    def finish(self, step: GpuStep, residual: Residual) -> torch.Tensor:
+        """Computes the last layer and returns what `forward` does; `residual` is what `begin` returned, or its sum alone."""
+        layer, cache = self.model.layers[-1], self._caches[-1]
+        if step.chosen is not None:
+            residual = self._last_attention(layer, residual, cache, step, step.chosen)
+        else:
+            self._attention(layer, residual, cache, step)
+        if len(residual.sum):
+            self._mlp(layer, residual, None)
         return residual.sum
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -156,29 +182,35 @@ class GpuLlama:
             scores = torch.mm(self._norm(hidden, norm), head.t(), out=out)
         return scores[:, : self.model.vocabulary.held]
 
-    def _embed(self, input_ids: torch.Tensor) -> Residual:
-        """Returns the embeddings of input_ids int32 [T]."""
+    def _embed(self, input_ids: torch.Tensor, out: torch.Tensor | None) -> Residual:
+        """Returns the embeddings of input_ids int32 [T], in `out` if it is given."""
         vocabulary, weight = self.model.vocabulary, self.model.embedding.weight
         if self._exchange is None:
-            return Residual(embed(input_ids, weight, first=vocabulary.start, pdl=self._pdl))
+            return Residual(embed(input_ids, weight, first=vocabulary.start, out=out, pdl=self._pdl))
         partial = self._exchange.partial[: len(input_ids)]
         embed(input_ids, weight, first=vocabulary.start, out=partial, pdl=self._pdl)
-        total, norm = torch.empty_like(partial), self.model.layers[0].attention_norm
+        total, norm = torch.empty_like(partial) if out is None else out, self.model.layers[0].attention_norm
         return Residual(total, self._exchange.add(partial, total, norm.weight, norm.eps, is_first=True, pdl=self._pdl))
 
     def _attention(self, layer: Layer, residual: Residual, cache: KVCache, step: GpuStep) -> None:
         """Adds a layer's attention to the residual stream."""
-        part, inputs, first = layer.attention, step.inputs, step.num_decodes
+        part, inputs = layer.attention, step.inputs
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
         queries = self._queries(part, qkv)
+        first = step.num_decodes or 0  # decode attention caches its own keys; where their number is unknown, it does so again
         if first < len(qkv):
             queries = self._turn_and_cache(part, qkv, cache, inputs, first)
         attended = paged_attention(
             queries, cache.keys, cache.values, inputs.block_tables, inputs.query_starts, inputs.seq_lens,
-            num_decodes=first, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
+            num_decodes=step.num_decodes, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
             scale=part.attend.scale, projection=Projection(qkv, self._cos_sin, **_norms(part)), pdl=self._pdl,
         )  # fmt: skip
         self._add_product(residual, attended.flatten(1), part.output, layer.mlp_norm)
+
+    def _mlp(self, layer: Layer, residual: Residual, norm: RMSNorm | None) -> None:
+        """Adds a layer's MLP to the residual stream; `norm` is the one that comes next, if it is known."""
+        gated = self._normed_product(residual, layer.mlp_norm, layer.mlp.gate_up, gated=True)
+        self._add_product(residual, gated, layer.mlp.down, norm)
 
     def _last_attention(self, layer: Layer, residual: Residual, cache: KVCache, step: GpuStep, chosen: ChosenRows) -> Residual:
         """Returns what the last layer's attention makes of the residual stream for the chosen rows: [S, hidden_size].
@@ -191,6 +223,7 @@ class GpuLlama:
         if rows:
             plan_decode(workspace, chosen.seq_lens)
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
+        assert step.num_decodes is not None
         if step.num_decodes < len(qkv):
             self._turn_and_cache(part, qkv, cache, inputs, step.num_decodes)
         residual = Residual(residual.sum.index_select(0, chosen.last))
@@ -223,13 +256,16 @@ class GpuLlama:
         return rms_norm(x, norm.weight, norm.eps, pdl=self._pdl)
 
     def _normed_product(self, residual: Residual, norm: RMSNorm, linear: Linear, *, gated: bool = False) -> torch.Tensor:
-        """Returns the product of the normed stream [T, hidden_size]; with `gated`, silu of its first half times its second."""
+        """Returns the product of the normed stream [T, hidden_size]; with `gated`, silu of the gate's columns times the others."""
         assert linear.weight is not None
         x = residual.sum if residual.normed is None else residual.normed
         if len(x) == 1 and linear.bias is None:
             weight = norm.weight if residual.normed is None else None
             return skinny_linear(x, linear.weight, norm_weight=weight, eps=norm.eps, gated=gated, pdl=self._pdl)
-        product = F.linear(self._norm(x, norm) if residual.normed is None else x, linear.weight, linear.bias)
+        normed = self._norm(x, norm) if residual.normed is None else x
+        if gated and len(x) >= ROWS_FROM and linear.bias is None and supports_gated_product(normed, linear.weight):
+            return gated_product(normed, linear.weight, pdl=self._pdl)
+        product = F.linear(normed, linear.weight, linear.bias)
         return silu_mul(product, pdl=self._pdl) if gated else product
 
     def _add_product(self, residual: Residual, x: torch.Tensor, linear: Linear, norm: RMSNorm | None) -> None:
@@ -259,6 +295,15 @@ class GpuLlama:
             partial += bias
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         residual.normed = exchange.add(partial, residual.sum, norm_weight, eps, pdl=self._pdl)
+
+
+def _interleave(mlp: MLP) -> None:
+    """Puts the rows of gate and up in the order that all kernels take them in: see `gated_product`."""
+    if not mlp.interleaved:
+        for parameter in (mlp.gate_up.weight, mlp.gate_up.bias):
+            if parameter is not None:
+                parameter.copy_(interleave(parameter))
+        mlp.interleaved = True
 
 
 def _norms(part: Attention) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """One step of the model on a GPU: a plan goes in with one copy, kernels do the rest, the tokens come out with another.
 
-The counterpart of `model_runner` for devices with Triton kernels. A step that only decodes is one CUDA graph, from
-the growth of block tables to the chosen tokens, replayed for the next larger number of rows on a ladder; other
-steps launch the same kernels one by one. The host waits for nothing: it stages a plan in pinned memory (`staging`), launches, and has
-the tokens copied back by a stream of their own, so that the next step can be launched behind this one.
+The counterpart of `model_runner` for devices with Triton kernels. A step that only decodes is one CUDA graph, from the
+growth of block tables to the chosen tokens, replayed for the next larger number of rows on a ladder. Of a step with
+prompts the layers are a graph, all but the last, for the next larger number of tokens on a ladder of its own: launched
+one by one, their kernels cost the host more time than a small model's cost the GPU. The host waits for nothing: it stages
+a plan in pinned memory (`staging`), launches, and has the tokens copied back by a stream of their own, so that the next
+step can be launched behind this one.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalt
 from aioinfer.kernels.prepare import StepInputs, append_tokens, prepare_inputs
 from aioinfer.kernels.sampling import SamplingState, Share, sample_tokens
 from aioinfer.kernels.slots import RECORD_FIELDS, SlotTensors, admit_requests, grow_tables
-from aioinfer.models.llama_gpu import SKINNY_ROWS, ChosenRows, GpuLlama
+from aioinfer.models.llama_gpu import SKINNY_ROWS, ChosenRows, GpuLlama, GpuStep, Residual
 from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
+from aioinfer.worker.graphs import GraphLadder, decode_sizes, mixed_sizes
 from aioinfer.worker.shares import merge_logprobs
 from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots, banned_until, numbers_of
 from aioinfer.worker.staging import TURNS, Staging
@@ -32,6 +35,9 @@ _MIXED_ROW = 1024
 
 #: Tokens of prompts in a rehearsed step, beside one for each row: more than the own products take.
 MIXED_TOKENS = 16
+
+#: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each kernel takes longer than its launch.
+MIXED_GRAPH_TOKENS = 4096
 
 
 @dataclass(slots=True)
@@ -144,8 +150,10 @@ class GpuModelRunner:
         self._sampling = SamplingState(slots.seeds, slots.temperature, slots.top_k, slots.top_p, slots.min_p)
         self._share = self._share_vocabulary(rows)
         self._copies = torch.cuda.Stream(device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._ladder = np.empty(0, np.int64)
+        self._prefill = model.make_prefill_plan(rows, len(self._inputs.input_ids))
+        self._decode_graphs = GraphLadder()
+        self._mixed_graphs = GraphLadder()
+        self._stream = torch.empty(0, model.model.embedding.weight.shape[1], dtype=kv.dtype, device=device)
 
     def _share_vocabulary(self, rows: int) -> Share | None:
         """Returns what choosing tokens together takes, for steps of up to `rows` rows; None for one rank."""
@@ -170,7 +178,7 @@ class GpuModelRunner:
         """Whether the step does nothing but decode."""
         rows = len(plan.slots)
         return (
-            0 < rows <= (self._ladder[-1] if len(self._ladder) else 0)
+            0 < rows <= self._decode_graphs.fit(rows)
             and not plan.admissions
             and not len(plan.copy_sources)
             and len(plan.table_slots) <= self._plan.capacity
@@ -182,7 +190,7 @@ class GpuModelRunner:
         """Replays the graph of a step; what few requests wish is done behind it, with the graph's logits."""
         rows = len(plan.slots)
         self._plan.fill(plan, turn, self._staging.host_buffer(len(self._plan.device)))
-        self._graphs[int(self._ladder[np.searchsorted(self._ladder, rows)])].replay()
+        self._decode_graphs.replay(self._decode_graphs.fit(rows))
         positions = plan.starts + plan.lengths
         if not self.slots.current_wishes(plan.slots, positions).max() & (BIASED | BANNED | PENALIZED | LOGPROBS):
             return rows, ()
@@ -212,10 +220,7 @@ class GpuModelRunner:
         others = np.flatnonzero((plan.lengths > 1) | (plan.samples == 0))
         num_decodes = int(others[0]) if len(others) else len(plan.slots)
         slot_ids, starts, lengths = rows
-        hidden = self._forward(
-            slot_ids, starts, lengths, plan.num_tokens, num_decodes, max_length=max(_MIXED_ROW, int(plan.lengths.max())),
-            chosen=(places[0], places[1]) if len(sampling) < plan.num_tokens else None,
-        )  # fmt: skip
+        hidden = self._mix(slot_ids, starts, lengths, plan.num_tokens, num_decodes, (places[0], places[1]), longest=int(plan.lengths.max()))
         if not len(sampling):
             return 0, ()
         logits = self.model.logits(hidden, self._logits[: len(sampling)])
@@ -236,23 +241,42 @@ class GpuModelRunner:
         if len(plan.copy_sources):  # all sources are read before any target is written
             self.kv.index_copy_(2, copies[1].long(), self.kv.index_select(2, copies[0]))
 
-    def _forward(
-        self, slot_ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, num_decodes: int, *,
-        max_length: int, chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    def _mix(
+        self, slot_ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, num_decodes: int,
+        chosen: tuple[torch.Tensor, torch.Tensor], *, longest: int,
     ) -> torch.Tensor:  # fmt: skip
-        """Returns the hidden states [T, hidden_size] of rows, each int32 [R]; T may exceed the lengths' sum.
+        """Returns the hidden states [S, hidden_size] of the chosen rows, of a step of any rows, each int32 [R].
 
-        If `chosen` gives some of the rows and the last token of each, int32 [S], those alone: [S, hidden_size].
+        Args:
+            chosen: some of the rows and the last token of each, int32 [S].
+            longest: at least the tokens of each row.
         """
-        slots, rows, whole = self.slots, len(slot_ids), self._inputs
-        inputs = StepInputs(
+        size = self._mixed_graphs.fit(num_tokens)
+        self._prepare(slot_ids, starts, lengths, size or num_tokens, max_length=max(_MIXED_ROW, longest))
+        inputs = self._views(num_tokens, len(slot_ids))
+        step = self.model.plan(inputs, num_decodes, ChosenRows.of(inputs, *chosen), self._prefill)
+        if not size:
+            return self.model.forward(step)
+        self._mixed_graphs.replay(size)
+        return self.model.finish(step, Residual(self._stream[:num_tokens]))
+
+    def _views(self, num_tokens: int, rows: int) -> StepInputs:
+        """Returns the beginnings of the buffers of a step's inputs."""
+        whole = self._inputs
+        return StepInputs(
             whole.input_ids[:num_tokens], whole.positions[:num_tokens], whole.slot_mapping[:num_tokens],
             whole.query_starts[: rows + 1], whole.seq_lens[:rows], whole.block_tables[:rows],
         )  # fmt: skip
+
+    def _prepare(
+        self, slot_ids: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, *, max_length: int
+    ) -> StepInputs:
+        """Prepares and returns the inputs of rows, each int32 [R]; what `num_tokens` exceeds the lengths' sum becomes padding."""
+        slots, inputs = self.slots, self._views(num_tokens, len(slot_ids))
         prepare_inputs(
             slot_ids, starts, lengths, slots.tokens, slots.block_table, inputs, block_size=slots.block_size, max_length=max_length
         )
-        return self.model.forward(self.model.plan(inputs, num_decodes, None if chosen is None else ChosenRows.of(inputs, *chosen)))
+        return inputs
 
     # ---------------------------------------------------------------- choosing tokens
 
@@ -313,26 +337,29 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures the decode steps of all sizes, the largest first, so that smaller ones fit into its memory.
+        """Captures decode steps, and the layers of steps with prompts.
 
         For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's, for thousands it is
         slower. Where a process prefers it from the start (it cannot be asked for later without a warning), that ends here.
         """
         before = torch.cuda.mem_get_info(self.slots.device)[0]
-        sizes = decode_ladder(self._plan.capacity)
+        capacity = self._plan.capacity
         pool = torch.cuda.graph_pool_handle()
-        self._plan.section(4, self._plan.capacity).fill_(-1)
-        for rows in reversed(sizes):
-            self._decode(rows)  # compiles what is missing, and lets cuBLAS choose, which cannot be captured
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._decode(rows)
-            self._graphs[rows] = graph
+        self._plan.section(4, capacity).fill_(-1)
+        self._decode_graphs.capture(decode_sizes(capacity), self._decode, pool, run_each=True)
         torch.backends.cuda.preferred_blas_library("cublas")
-        self._ladder = np.array(sizes)
+        sizes = mixed_sizes(min(len(self._inputs.input_ids), MIXED_GRAPH_TOKENS + capacity))
+        self._stream = self._stream.new_empty(sizes[-1], self._stream.shape[1])
+        self._inputs.slot_mapping.fill_(-1)
+        self._prefill.tiles.zero_()
+        self._mixed_graphs.capture(sizes, self._begin_mixed, pool, run_each=False)
         torch.cuda.synchronize()
         self.graph_bytes = before - torch.cuda.mem_get_info(self.slots.device)[0]
+
+    def _begin_mixed(self, tokens: int) -> None:
+        """Launches all layers but the last for `tokens` tokens, as the plans on the GPU say: what a graph holds."""
+        step = GpuStep(self._views(tokens, self._plan.capacity), None, self._prefill)
+        self.model.begin(step, self._stream[:tokens])
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -345,26 +372,21 @@ class GpuModelRunner:
             section = self._plan.section(0, rows)
             if rows + MIXED_TOKENS <= len(self._inputs.input_ids):
                 tokens = rows + MIXED_TOKENS
-                self._forward(section, section, section, tokens, rows // 2, max_length=_MIXED_ROW, chosen=(section, section))
+                self._mix(section, section, section, tokens, rows // 2, (section, section), longest=1)
 
     def _decode(self, rows: int) -> None:
         """Launches a decode step of `rows` rows from the plan buffer: what a graph holds."""
         plan, slots = self._plan, self.slots
         capacity = plan.capacity
         grow_tables(plan.section(4, capacity), plan.section(5, capacity), plan.section(6, capacity), slots.block_table)
-        hidden = self._forward(plan.section(0, rows), plan.section(1, rows), plan.section(2, rows), rows, rows, max_length=1)
+        inputs = self._prepare(plan.section(0, rows), plan.section(1, rows), plan.section(2, rows), rows, max_length=1)
+        hidden = self.model.forward(self.model.plan(inputs, rows))
         logits = self.model.logits(hidden, self._logits[:rows])
         tokens = sample_tokens(logits, plan.section(0, rows), self._inputs.seq_lens[:rows], self._sampling, share=self._share)
         append_tokens(
             tokens, plan.section(0, rows), self._inputs.seq_lens[:rows], plan.section(3, rows), slots.tokens,
             results=self._results, turn=plan.turn,
         )  # fmt: skip
-
-
-def decode_ladder(capacity: int) -> list[int]:
-    """Returns the numbers of rows for which decode steps are captured, up to `capacity`: steps of at most an eighth."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, capacity, 32)]
-    return [size for size in sizes if size < capacity] + [capacity]
 
 
 def _pack_admissions(admissions: Sequence[Admission]) -> tuple[I32, I32]:

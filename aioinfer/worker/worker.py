@@ -195,7 +195,7 @@ class Worker:
         from aioinfer.models.llama_gpu import GpuLlama
         from aioinfer.worker.gpu_runner import GpuModelRunner
 
-        if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(self._arch, self.block_size):
+        if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(self._arch, self.block_size, self._group.size):
             return ModelRunner(self._model, kv, slots)  # plain torch, for shapes that the kernels lack
         is_hopper = torch.cuda.get_device_capability(self.device)[0] >= 9
         model = GpuLlama(self._model, kv, dependent_launch=is_hopper, exchange=self._join_exchange())

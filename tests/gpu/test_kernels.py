@@ -11,16 +11,31 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
+from aioinfer.kernels.gated_product import TILE_TIMES, GatedConfig, gated_product, gated_product_reference, supports
+from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
 from aioinfer.kernels.prepare import StepInputs, append_tokens, embed, embed_reference, prepare_inputs, prepare_inputs_reference
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
-from cases import AttentionCase, activation, attention, error, linear, norm, projected_attention, qk_norm_rope, random_rows
+from cases import (
+    AttentionCase,
+    activation,
+    attention,
+    error,
+    linear,
+    norm,
+    normal,
+    poisoned,
+    projected_attention,
+    qk_norm_rope,
+    random_rows,
+)
 from sampling_cases import make_state, sample_and_judge, uniforms_agree
 
 DEVICE = "cuda"
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def check_attention(rows: list[tuple[int, int]], *shape: int, dtype: torch.dtype, limit: float | None = None, **options: object) -> None:
@@ -66,7 +81,7 @@ def test_attention_over_an_fp8_cache() -> None:
     check_attention(rows, 8, 2, 128, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_size", "block_size"), [(64, 64), (64, 128), (128, 64), (128, 128), (256, 64)])
 def test_hopper_prefill(head_size: int, block_size: int, dtype: torch.dtype) -> None:
@@ -77,7 +92,7 @@ def test_hopper_prefill(head_size: int, block_size: int, dtype: torch.dtype) -> 
     check_attention([(1, 9), (4096, 4096), (129, 3000), (2, 2)], 10, 2, head_size, block_size, dtype=dtype, hopper=True)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@needs_hopper
 def test_hopper_prefill_with_window_and_soft_cap() -> None:
     rng = random.Random(4)
     for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
@@ -140,9 +155,80 @@ def test_rotation_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
-    for rows, features, inputs in ((1, 4096, 4096), (1, 576, 1536), (2, 37, 12288), (4, 1000, 1024), (5, 4096, 1024), (16, 100, 3072)):
+    few, some = (40, 104) if gated else (37, 100)
+    for rows, features, inputs in ((1, 4096, 4096), (1, 576, 1536), (2, few, 12288), (4, 1000, 1024), (5, 4096, 1024), (16, some, 3072)):
         for normed in (True, False):
             assert error(linear(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated)) < LIMIT[dtype], (rows, features, inputs)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", TILE_TIMES)
+def test_gated_product(config: GatedConfig, dtype: torch.dtype) -> None:
+    """Tiles clipped at every edge; x is a part of wider rows; nothing beyond the output is written."""
+    for features, inputs in ((8, 64), (104, 512), (3080, 1024), (1000, 4096)):
+        wide = poisoned(2048, inputs + 8, dtype=dtype, device=DEVICE)
+        x = wide[:, :inputs].normal_()
+        weight = (torch.randn(2 * features, inputs, device=DEVICE) * inputs**-0.5).to(dtype)
+        reference = gated_product_reference(x.double(), weight.double())
+        for rows in (1, 2, 63, 64, 100, 128, 129, 200, 256, 257, 511, 700, 2048):
+            buffer = poisoned(rows + 3, features + 8, dtype=dtype, device=DEVICE)
+            gated_product(x[:rows], weight, out=buffer[:rows, :features], config=config)
+            worst = (buffer[:rows, :features] - reference[:rows]).norm(dim=1) / reference[:rows].norm(dim=1)
+            assert worst.max() < LIMIT[dtype], (rows, features, inputs)
+            assert buffer[rows:].isnan().all()
+            assert buffer[:, features:].isnan().all()
+
+
+@needs_hopper
+def test_gated_product_in_a_graph() -> None:
+    x, weight = normal(300, 512, dtype=torch.bfloat16, device=DEVICE), normal(2 * 1000, 512, dtype=torch.bfloat16, device=DEVICE) * 0.05
+    out = gated_product(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gated_product(x, weight, out=out)
+    for _ in range(3):
+        x.normal_()
+        out.fill_(float("nan"))
+        graph.replay()
+        assert error((out, gated_product_reference(x.double(), weight.double()))) < 1e-2
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [3, 200, 2048])
+def test_gated_products_as_dependents(rows: int) -> None:
+    """Each reads what the kernel right before has written, into memory that the one before that has read."""
+    weights = [(torch.randn(2048, 1024, device=DEVICE) / 32).bfloat16() for _ in range(8)]
+    norm_weight = normal(1024, dtype=torch.bfloat16, device=DEVICE)
+    first = normal(rows, 1024, dtype=torch.bfloat16, device=DEVICE)
+
+    def chain(pdl: bool) -> torch.Tensor:
+        hidden = first
+        for weight in weights:
+            hidden = gated_product(rms_norm(hidden, norm_weight, 1e-6, pdl=pdl), weight, pdl=pdl)
+        return hidden
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(True)
+    for _ in range(20):
+        first.normal_()
+        graph.replay()
+        assert torch.equal(out, chain(False))
+
+
+@needs_hopper
+def test_gated_product_refuses_what_it_cannot_load() -> None:
+    x, weight = (torch.zeros(n, 128, dtype=torch.bfloat16, device=DEVICE) for n in (4, 32))
+    assert supports(x, weight)
+    assert not supports(x[:, :96], weight[:, :96].contiguous())
+    assert not supports(x[:, 4:68], weight[:, :64].contiguous())
+    assert not supports(x, weight[:24])
+    assert not supports(x.float(), weight.float())
+    assert gated_product(x[:0], weight).shape == (0, 16)
+    with pytest.raises(ValueError, match="out must be"):
+        gated_product(x, weight, out=torch.zeros(4, 20, dtype=torch.bfloat16, device=DEVICE)[:, 4:])
 
 
 def test_input_preparation() -> None:

@@ -14,8 +14,8 @@ from aioinfer.kernels.activation import silu_mul, silu_mul_reference
 from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
-from aioinfer.kernels.prefill_hopper import plan_prefill
+from aioinfer.kernels.paged_attention import make_prefill_plan, paged_attention, paged_attention_reference
+from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, qk_norm_rope_cache_reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -87,7 +87,9 @@ def attention(case: AttentionCase) -> Pair:
         buffer.fill_(NAN)
     if decodes:
         plan_decode(workspace, lens[:decodes])
-    prefill_plan = plan_prefill(starts[decodes:], len(q), case.q_heads // case.kv_heads) if case.hopper else None
+    prefill_plan = make_prefill_plan(len(rows), len(q), case.q_heads, case.dtype, k_cache, v_cache, hopper=case.hopper)
+    prefill_plan.tiles.fill_(-1)
+    plan_prefill(prefill_plan, starts, decodes, len(q))
     out = paged_attention(
         q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace, prefill_plan=prefill_plan,
         soft_cap=case.soft_cap, k_scale=k_scale, v_scale=v_scale, out=poisoned(*q.shape, dtype=q.dtype, device=device),
@@ -141,7 +143,7 @@ def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
 
 
 def activation(rows: int, width: int, dtype: torch.dtype, device: str) -> Pair:
-    """Runs `silu_mul`."""
+    """Runs `silu_mul`; `width` is a multiple of 8."""
     gate_up = normal(rows, 2 * width, dtype=dtype, device=device)
     return silu_mul(gate_up, out=poisoned(rows, width, dtype=dtype, device=device)), silu_mul_reference(gate_up.double())
 
@@ -174,7 +176,7 @@ def qk_norm_rope(
 def linear(
     rows: int, features: int, inputs: int, dtype: torch.dtype, device: str, *, normed: bool, gated: bool, config: LinearConfig | None = None
 ) -> Pair:
-    """Runs `skinny_linear` with a residual, if it is not gated."""
+    """Runs `skinny_linear` with a residual, if it is not gated; `features` is a multiple of 8, if it is."""
     x = normal(rows, inputs, dtype=dtype, device=device)
     weight = (torch.randn(features * (1 + gated), inputs, device=device) * inputs**-0.5).to(dtype)
     norm_weight = normal(inputs, dtype=dtype, device=device) if normed else None

@@ -33,8 +33,9 @@ def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
     extra = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {}, "mistral": {"sliding_window": 6}}[family]
     tiny_model(family, tmp_path, vocab_size=100, head_dim=64, num_attention_heads=4, hidden_size=256, **extra)
     arch = Architecture.load(tmp_path)
-    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
-    load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
+    model, plain = (build_model(arch, ParallelGroup.single(), torch.float32, CPU) for _ in range(2))
+    for each in (model, plain):
+        load_weights(each, tmp_path, "auto", 0, lambda done, total: None)
     kv = torch.full((2, arch.num_layers, 6, BLOCK_SIZE, 2, 64), torch.nan)
     plain_kv = kv.clone()
     gpu = GpuLlama(model, kv, dependent_launch=False, programs=3)
@@ -46,7 +47,7 @@ def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
         inputs = StepInputs(
             tokens.int(), positions.int(), metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables
         )
-        expected = model.logits(model.forward(tokens, positions, caches, metadata))
+        expected = plain.logits(plain.forward(tokens, positions, caches, metadata))
         hidden = gpu.forward(gpu.plan(inputs, metadata.num_decodes))
         for rows in (8, 1):
             torch.testing.assert_close(gpu.logits(hidden[:rows]), expected[:rows], rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from aioinfer.kernels.activation import silu_mul
 from aioinfer.kernels.linear import LinearConfig, skinny_linear
 from cases import activation, error, linear, norm, qk_norm_rope
 
@@ -15,7 +16,7 @@ def test_norms(dtype: torch.dtype) -> None:
 
 
 def test_silu_mul() -> None:
-    assert error(activation(3, 1100, torch.float32, "cpu")) < 1e-5
+    assert error(activation(3, 1104, torch.float32, "cpu")) < 1e-5
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -30,9 +31,17 @@ def test_rotation_and_kv_write(heads: tuple[int, int], head_size: int, rotary: i
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 def test_skinny_linear(rows: int, gated: bool, normed: bool) -> None:
     config = LinearConfig(4, 64, 4) if rows == 1 else LinearConfig(16, 32, 2, 2)
-    assert error(linear(rows, 21, 90, torch.float32, "cpu", normed=normed, gated=gated, config=config)) < 1e-5
+    features = 24 if gated else 21
+    assert error(linear(rows, features, 90, torch.float32, "cpu", normed=normed, gated=gated, config=config)) < 1e-5
 
 
 def test_skinny_linear_refuses_many_rows() -> None:
     with pytest.raises(ValueError, match="x must be"):
         skinny_linear(torch.zeros(17, 8), torch.zeros(4, 8))
+
+
+def test_half_a_run_of_gate_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        skinny_linear(torch.zeros(1, 8), torch.zeros(24, 8), gated=True)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        silu_mul(torch.zeros(1, 24))

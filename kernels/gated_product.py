@@ -1,0 +1,311 @@
+"""The gated product of Llama's and Qwen's MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on Hopper GPUs, in Triton's Gluon dialect.
+
+Called by the MLP of the models on GPUs for `ROWS_FROM` rows and more, where `supports` says so; fewer rows take
+`skinny_linear` or cuBLAS and `silu_mul`. All of them read the weight in the order that `interleave` makes, which is the
+only one: eight rows of the gate, then the eight rows of the other projection that they meet, and so on. wgmma gives
+rows r and r + 8 of sixteen to the same thread, so SiLU and the product happen in the registers of the accumulator.
+
+The weight is the left operand: a tile of the output is 64 weight rows for each consumer warpgroup, times the tile's
+tokens as columns. One warp loads both through a ring of shared-memory stages with TMA, which fills what lies over the
+edges of x and weight with zeros and leaves out what lies over those of the output, so tiles need not divide anything.
+Programs are persistent: while the consumers write a tile, the loads of the next one are under way. The order of the tiles
+keeps the weights that a group of token tiles shares in the L2 cache (Tillet et al., "Triton", 2019). The schedule is
+CUTLASS's cooperative one (Thakkar et al., 2023).
+"""
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not unpack tuples)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aioinfer.kernels.activation import GATE_RUN, silu_mul_reference
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: The least rows for which this is faster than cuBLAS and `silu_mul` (Qwen3-8B's weight, H200).
+ROWS_FROM = 192
+WEIGHT_ROWS = 64  # of a consumer warpgroup, gate and up together: what one wgmma multiplies
+STEP = 64  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma
+LOG2_E = gl.constexpr(1.4426950408889634)
+TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class GatedConfig:
+    """How the kernel is compiled.
+
+    Attributes:
+        tokens: columns of a tile: 64, 128 or 256.
+        consumers: warpgroups that multiply, each 64 weight rows of the tile: 2 or 3.
+        stages: of the ring; each holds 64 inputs of the tile's tokens and weight rows.
+        group: token tiles that take turns on a weight tile before the next one comes.
+    """
+
+    tokens: int
+    consumers: int
+    stages: int
+    group: int = 8
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread: what remains of 64 Ki beside the producer, in the steps that setmaxnreg takes."""
+        return 160 if self.consumers == 3 else 240
+
+
+#: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one (H200): measured for 256 tokens; for
+#: fewer predicted: 128 by their share of the operations and 5 % more, 64 by what they read from the L2 cache.
+TILE_TIMES = {
+    GatedConfig(256, 3, 3): 76.1,
+    GatedConfig(256, 2, 4): 52.4,
+    GatedConfig(128, 3, 5): 40.0,
+    GatedConfig(128, 2, 6): 27.6,
+    GatedConfig(64, 3, 6): 28.0,
+    GatedConfig(64, 2, 9): 20.5,
+}
+
+
+def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
+    """Returns the configuration that needs the least time for `features` outputs of `tokens` rows, if every tile takes `TILE_TIMES`.
+
+    The programs take their tiles in turns, and a last turn that few of them have work for takes as long as the others.
+    """
+
+    def time(config: GatedConfig) -> float:
+        tiles = -(-tokens // config.tokens) * -(-2 * features // (WEIGHT_ROWS * config.consumers))
+        return -(-tiles // programs) * TILE_TIMES[config]
+
+    return min(TILE_TIMES, key=time)
+
+
+@gluon.jit
+def _place(item, token_tiles, weight_tiles, GROUP: gl.constexpr):
+    """Returns the token tile and the weight tile of work item `item`."""
+    first = item // (GROUP * weight_tiles) * GROUP
+    size = gl.minimum(token_tiles - first, GROUP)
+    rest = item % (GROUP * weight_tiles)
+    return first + rest % size, rest // size
+
+
+@gluon.jit
+def _load_weights(weight, w_smem, full, stage, row, k, pred, CONSUMERS: gl.constexpr):
+    """Loads each consumer's weight rows, from `row` on, into a stage."""
+    ROWS: gl.constexpr = weight.block_type.shape[0]
+    for part in gl.static_range(CONSUMERS):
+        place = [row + part * ROWS, k]
+        tma.async_copy_global_to_shared(weight, place, full.index(stage), w_smem.index(stage * CONSUMERS + part), pred=pred)
+
+
+@gluon.jit
+def _produce(
+    PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+):  # fmt: skip
+    """Loads the stages of every work item as they become free; with PDL the first weights before x is known to be complete.
+
+    The consumers need not wait for the kernel before: they write nothing before they have multiplied an x that was
+    loaded after the wait.
+    """
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    STEP: gl.constexpr = x_smem.shape[2]
+    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = CONSUMERS * weight.block_type.shape[0]
+    NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
+    early = gl.program_id(0) * 0
+    if PDL:
+        early = gl.minimum(steps, STAGES)
+        _, weight_tile = _place(gl.program_id(0), token_tiles, weight_tiles, GROUP)
+        for stage in range(early):
+            mbarrier.expect(full.index(stage), NBYTES)
+            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True, CONSUMERS)
+        gdc_wait()
+    loaded = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        for index in range(steps):
+            stage = loaded % STAGES
+            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
+            tma.async_copy_global_to_shared(x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage))
+            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early, CONSUMERS)
+            loaded += 1
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, GROUP: gl.constexpr, out, staging, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+):  # fmt: skip
+    """Computes the part of every work item that consumer `PART` has: 64 weight rows, 32 outputs of each token."""
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = w_smem.shape[1]
+    OUTPUTS: gl.constexpr = ROWS // 2
+    # With 512 threads the kernel is assembled for 128 registers, too few for a wgmma of 256 columns: two of 128 then.
+    COLUMNS: gl.constexpr = TOKENS if CONSUMERS == 2 or TOKENS < 128 else 128
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    mine = staging.index(PART)
+    used = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
+        for index in range(steps):
+            stage = used % STAGES
+            mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=index > 0)
+            acc = warpgroup_mma(w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            used += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
+        gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+        value = (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS]).to(out.dtype)
+        tma.store_wait(0)  # of the tile before
+        gl.thread_barrier()
+        mine.permute((1, 0)).store(value)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(out, [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS], mine)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "steps"])
+def _gated_kernel(
+    x, weight, out, items, token_tiles, weight_tiles, steps,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
+    w_smem = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), CONSUMERS)
+    fence_async_shared()
+    gl.thread_barrier()
+    ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, out, staging) + ring),
+                (_consume, (1, GROUP, out, staging) + ring),
+                (_produce, (PDL, GROUP, x, weight) + ring),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, out, staging) + ring),
+                (_consume, (1, GROUP, out, staging) + ring),
+                (_consume, (2, GROUP, out, staging) + ring),
+                (_produce, (PDL, GROUP, x, weight) + ring),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this kernel serves x [T, K] and weight [2 * N, K]: Hopper, bf16 or fp16, K a multiple of 64, N of 8.
+
+    TMA wants the rows of x contiguous, and their beginnings at multiples of 16 bytes.
+    """
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in TORCH_DTYPES
+        and weight.dtype == x.dtype
+        and x.shape[1] % STEP == 0
+        and weight.shape[0] % (2 * GATE_RUN) == 0
+        and weight.is_contiguous()
+        and _rows_are_aligned(x)
+    )
+
+
+def _rows_are_aligned(t: torch.Tensor) -> bool:
+    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def gated_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: GatedConfig | None = None,
+) -> torch.Tensor:
+    """Returns silu(x @ gate.T) * (x @ up.T), accumulated in float32.
+
+    Args:
+        x: [T, K], bf16 or fp16; rows may be strided.
+        weight: [2 * N, K], gate and up as `interleave` orders them; of x's dtype.
+        out: [T, N] to write to; rows may be strided by multiples of 16 bytes; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before; `weight` is read before that kernel ends, so it must
+            not be what writes it.
+        config: instead of the table's (for tests and tuning).
+
+    Raises:
+        ValueError: for tensors whose shapes do not fit or that `supports` refuses.
+    """
+    (rows, inputs), features = x.shape, weight.shape[0] // 2
+    if weight.shape[1] != inputs or not supports(x, weight):
+        raise ValueError(f"x must be [T, K] and weight [2 * N, K] as supports() has them, not {tuple(x.shape)} and {tuple(weight.shape)}")
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    if out.shape != (rows, features) or out.dtype != x.dtype or not _rows_are_aligned(out):
+        raise ValueError(f"out must be [{rows}, {features}] of {x.dtype} with aligned rows, not {tuple(out.shape)} of {out.dtype}")
+    if not rows:
+        return out
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    config = config or gated_config(rows, features, programs)
+    token_tiles, weight_tiles = -(-rows // config.tokens), -(-2 * features // (WEIGHT_ROWS * config.consumers))
+    items = token_tiles * weight_tiles
+    _gated_kernel[(min(items, programs),)](
+        _descriptor(x, [config.tokens, STEP]), _descriptor(weight, [WEIGHT_ROWS, STEP]),
+        _descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
+        items, token_tiles, weight_tiles, inputs // STEP, CONSUMERS=config.consumers, STAGES=config.stages, GROUP=config.group,
+        REGISTERS=config.registers, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, gl.NVMMASharedLayout.get_default_for(block, TORCH_DTYPES[t.dtype]))
+
+
+def interleave(weight: torch.Tensor) -> torch.Tensor:
+    """Returns the gate's rows and the other projection's, eight of the one and eight of the other in turn.
+
+    Args:
+        weight: [2 * N, ...], the gate's N rows first (or its bias [2 * N]); N a multiple of 8.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if weight.shape[0] % (2 * GATE_RUN):
+        raise ValueError(f"weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {weight.shape[0]}")
+    return weight.unflatten(0, (2, -1, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def separate(weight: torch.Tensor) -> torch.Tensor:
+    """Undoes `interleave`."""
+    return weight.unflatten(0, (-1, 2, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def gated_product_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`gated_product` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
+    return silu_mul_reference(x @ weight.T)

@@ -1,0 +1,100 @@
+"""Steps with prompts: replayed from graphs they leave the same keys, values and logits as launched kernel by kernel."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_models import random_model
+
+from aioinfer.config import load_config
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.plan import Admission, StepPlan
+from aioinfer.worker.gpu_runner import GpuModelRunner
+from aioinfer.worker.graphs import GraphLadder
+from aioinfer.worker.worker import Worker
+
+VOCAB_SIZE = 1024
+SLOTS = 48
+LONGEST = 400
+NONE = np.empty(0, np.int32)
+
+
+def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
+    settings = [
+        f"model.path={folder}", f"model.dtype={dtype}", f"scheduler.max_num_seqs={SLOTS}", "scheduler.max_num_batched_tokens=2048",
+        "parallel.device=cuda", "cache.num_blocks=400",
+    ]  # fmt: skip
+    worker = Worker(load_config(None, settings), folder, ParallelGroup.single())
+    report = worker.load(lambda done, total: None)
+    worker.allocate(report.max_blocks, LONGEST)
+    worker.warm_up()
+    runner = worker._runner
+    assert isinstance(runner, GpuModelRunner)
+    return worker, runner
+
+
+def admit(worker: Worker, choice: random.Random) -> None:
+    """Gives every slot a prompt and its KV blocks; nothing is computed yet."""
+    blocks = -(-LONGEST // worker.block_size)
+    slots = np.repeat(np.arange(SLOTS, dtype=np.int32), blocks)
+    admissions = [
+        Admission(
+            slot, np.array([choice.randrange(3, VOCAB_SIZE) for _ in range(LONGEST - 1)], np.int32), 5, SamplingParams(temperature=0), 0
+        )
+        for slot in range(SLOTS)
+    ]
+    indices, each = np.tile(np.arange(blocks, dtype=np.int32), SLOTS), np.arange(SLOTS * blocks, dtype=np.int32)
+    worker.execute(StepPlan(0, NONE, NONE, NONE, NONE, slots, indices, each, NONE, NONE, admissions)).wait()
+
+
+def random_plan(step: int, choice: random.Random, computed: list[int]) -> StepPlan:
+    """Returns a step of some decodes before some chunks of prompts, of which some choose a token."""
+    slots = choice.sample(range(SLOTS), choice.randint(1, SLOTS))
+    lengths = [1 if choice.random() < 0.6 else choice.randint(1, 130) for _ in slots]
+    lengths = [min(length, LONGEST - 2 - computed[slot]) for slot, length in zip(slots, lengths, strict=True)]
+    rows = [(slot, computed[slot], length, int(length == 1 or choice.random() < 0.5)) for slot, length in zip(slots, lengths, strict=True)]
+    rows = sorted((row for row in rows if row[2] > 0), key=lambda row: row[2] != 1)
+    for slot, _, length, _ in rows:
+        computed[slot] += length
+    fields = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
+    return StepPlan(step, *fields, NONE, NONE, NONE, NONE, NONE)
+
+
+def error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "bound"), [("float32", 64, 1e-5), ("bfloat16", 64, 1e-2), ("bfloat16", 128, 1e-2)])
+def test_graphs_compute_what_launches_do(dtype: str, head_dim: int, bound: float, tmp_path: Path) -> None:
+    random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=head_dim, num_hidden_layers=3)
+    worker, runner = start(tmp_path, dtype)
+    graphs, none = runner._mixed_graphs, GraphLadder()
+    choice = random.Random(0)
+    admit(worker, choice)
+    computed, sizes = [0] * SLOTS, set()
+    for step in range(1, 40):
+        plan = random_plan(step, choice, computed)
+        if not len(plan.slots):
+            break
+        before, tokens = runner.kv.clone(), runner.slots.tokens.clone()
+        sizes.add(graphs.fit(plan.num_tokens))
+        found = []
+        for ladder in (none, graphs):
+            runner.kv.copy_(before)
+            runner.slots.tokens.copy_(tokens)
+            runner._mixed_graphs = ladder
+            runner._logits.fill_(torch.nan)
+            worker.execute(plan).wait()
+            found.append((runner.kv.clone(), runner._logits[: int(plan.samples.sum())].clone()))
+        (kv, logits), (graph_kv, graph_logits) = found
+        assert error(graph_kv, kv) < bound
+        assert error(graph_logits, logits) < bound
+        written, graph_written = ((cache != before).flatten(4).any(-1) for cache in (kv, graph_kv))
+        assert torch.equal(graph_written, written), "padding must not reach the cache"
+    assert len(sizes) > 8
+    assert 0 not in sizes
