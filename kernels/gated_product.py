@@ -1,6 +1,6 @@
 """The gated product of Llama's and Qwen's MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on Hopper GPUs, in Triton's Gluon dialect.
 
-Called by the MLP of the models on GPUs for `ROWS_FROM` rows and more, where `supports` says so; fewer rows take
+Called by the MLP of the models on GPUs for the numbers of rows for which it `pays`, where `supports` says so; others take
 `skinny_linear` or cuBLAS and `silu_mul`. All of them read the weight in the order that `interleave` makes, which is the
 only one: eight rows of the gate, then the eight rows of the other projection that they meet, and so on. wgmma gives
 rows r and r + 8 of sixteen to the same thread, so SiLU and the product happen in the registers of the accumulator.
@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: The least rows for which this is faster than cuBLAS and `silu_mul` (Qwen3-8B's weight, H200).
-ROWS_FROM = 192
 WEIGHT_ROWS = 64  # of a consumer warpgroup, gate and up together: what one wgmma multiplies
+CONSUMERS = gl.constexpr(3)  # warpgroups that multiply; the tile is as wide as their registers allow
+REGISTERS = 160  # of a consumer's thread: a third of what remains of 64 Ki beside the producer, in the steps that setmaxnreg takes
 STEP = 64  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma
 LOG2_E = gl.constexpr(1.4426950408889634)
 TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -47,32 +47,19 @@ class GatedConfig:
 
     Attributes:
         tokens: columns of a tile: 64, 128 or 256.
-        consumers: warpgroups that multiply, each 64 weight rows of the tile: 2 or 3.
         stages: of the ring; each holds 64 inputs of the tile's tokens and weight rows.
         group: token tiles that take turns on a weight tile before the next one comes.
     """
 
     tokens: int
-    consumers: int
     stages: int
     group: int = 8
 
-    @property
-    def registers(self) -> int:
-        """Of a consumer's thread: what remains of 64 Ki beside the producer, in the steps that setmaxnreg takes."""
-        return 160 if self.consumers == 3 else 240
 
-
-#: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one (H200): measured for 256 tokens; for
-#: fewer predicted: 128 by their share of the operations and 5 % more, 64 by what they read from the L2 cache.
-TILE_TIMES = {
-    GatedConfig(256, 3, 3): 76.1,
-    GatedConfig(256, 2, 4): 52.4,
-    GatedConfig(128, 3, 5): 40.0,
-    GatedConfig(128, 2, 6): 27.6,
-    GatedConfig(64, 3, 6): 28.0,
-    GatedConfig(64, 2, 9): 20.5,
-}
+#: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one: measured on an H200 with 256 rows
+#: and more of Qwen3-8B's weight, where the operations decide (with fewer the bytes of the weight do).
+TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
+SMALL_WEIGHT = 32 * 2**20  # bytes
 
 
 def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
@@ -82,10 +69,22 @@ def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
     """
 
     def time(config: GatedConfig) -> float:
-        tiles = -(-tokens // config.tokens) * -(-2 * features // (WEIGHT_ROWS * config.consumers))
-        return -(-tiles // programs) * TILE_TIMES[config]
+        return -(-_count_tiles(tokens, features, config) // programs) * TILE_TIMES[config]
 
     return min(TILE_TIMES, key=time)
+
+
+def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
+    return -(-tokens // config.tokens) * -(-2 * features // (WEIGHT_ROWS * CONSUMERS.value))
+
+
+def pays(rows: int, weight: torch.Tensor) -> bool:
+    """Whether the kernel is faster than cuBLAS's product followed by `silu_mul` (H200, Qwen3-0.6B and 8B, the latter on one and two ranks).
+
+    With a small weight it always is, since it begins while the kernel before is still running. A large one takes as long to read
+    either way for few rows; and for little more than 256 its programs have a second turn that cuBLAS's smaller tiles spare.
+    """
+    return rows > 1 if weight.nbytes <= SMALL_WEIGHT else 48 <= rows <= 256 or rows > 320
 
 
 @gluon.jit
@@ -98,7 +97,7 @@ def _place(item, token_tiles, weight_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load_weights(weight, w_smem, full, stage, row, k, pred, CONSUMERS: gl.constexpr):
+def _load_weights(weight, w_smem, full, stage, row, k, pred):
     """Loads each consumer's weight rows, from `row` on, into a stage."""
     ROWS: gl.constexpr = weight.block_type.shape[0]
     for part in gl.static_range(CONSUMERS):
@@ -118,7 +117,6 @@ def _produce(
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     STEP: gl.constexpr = x_smem.shape[2]
-    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
     ROWS: gl.constexpr = CONSUMERS * weight.block_type.shape[0]
     NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
     early = gl.program_id(0) * 0
@@ -127,7 +125,7 @@ def _produce(
         _, weight_tile = _place(gl.program_id(0), token_tiles, weight_tiles, GROUP)
         for stage in range(early):
             mbarrier.expect(full.index(stage), NBYTES)
-            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True, CONSUMERS)
+            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True)
         gdc_wait()
     loaded = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -137,7 +135,7 @@ def _produce(
             mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
             tma.async_copy_global_to_shared(x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage))
-            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early, CONSUMERS)
+            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early)
             loaded += 1
     if PDL:
         gdc_launch_dependents()
@@ -150,11 +148,10 @@ def _consume(
     """Computes the part of every work item that consumer `PART` has: 64 weight rows, 32 outputs of each token."""
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
-    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
     ROWS: gl.constexpr = w_smem.shape[1]
     OUTPUTS: gl.constexpr = ROWS // 2
     # With 512 threads the kernel is assembled for 128 registers, too few for a wgmma of 256 columns: two of 128 then.
-    COLUMNS: gl.constexpr = TOKENS if CONSUMERS == 2 or TOKENS < 128 else 128
+    COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     mine = staging.index(PART)
     used = gl.program_id(0) * 0
@@ -184,7 +181,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "steps"])
 def _gated_kernel(
     x, weight, out, items, token_tiles, weight_tiles, steps,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     w_smem = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
@@ -197,27 +194,16 @@ def _gated_kernel(
     fence_async_shared()
     gl.thread_barrier()
     ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, GROUP, out, staging) + ring),
-                (_consume, (1, GROUP, out, staging) + ring),
-                (_produce, (PDL, GROUP, x, weight) + ring),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, GROUP, out, staging) + ring),
-                (_consume, (1, GROUP, out, staging) + ring),
-                (_consume, (2, GROUP, out, staging) + ring),
-                (_produce, (PDL, GROUP, x, weight) + ring),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (0, GROUP, out, staging) + ring),
+            (_consume, (1, GROUP, out, staging) + ring),
+            (_consume, (2, GROUP, out, staging) + ring),
+            (_produce, (PDL, GROUP, x, weight) + ring),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -272,13 +258,12 @@ def gated_product(
         return out
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     config = config or gated_config(rows, features, programs)
-    token_tiles, weight_tiles = -(-rows // config.tokens), -(-2 * features // (WEIGHT_ROWS * config.consumers))
-    items = token_tiles * weight_tiles
+    items, token_tiles = _count_tiles(rows, features, config), -(-rows // config.tokens)
     _gated_kernel[(min(items, programs),)](
         _descriptor(x, [config.tokens, STEP]), _descriptor(weight, [WEIGHT_ROWS, STEP]),
         _descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
-        items, token_tiles, weight_tiles, inputs // STEP, CONSUMERS=config.consumers, STAGES=config.stages, GROUP=config.group,
-        REGISTERS=config.registers, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        items, token_tiles, items // token_tiles, inputs // STEP, STAGES=config.stages, GROUP=config.group,
+        REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -257,7 +257,7 @@ def gated_configs(tokens: int, features: int, tune: bool) -> dict[str, GatedConf
     if tune:
         configs += [config for config in TILE_TIMES if config != best]
         configs += [replace(best, group=group) for group in (4, 16) if tokens > 4 * best.tokens]
-    return {f"t{c.tokens} c{c.consumers} s{c.stages} g{c.group}": c for c in configs}
+    return {f"t{c.tokens} s{c.stages} g{c.group}": c for c in configs}
 
 
 def gated_cases(tune: bool) -> Iterator[Case]:
@@ -265,7 +265,7 @@ def gated_cases(tune: bool) -> Iterator[Case]:
     for name, (features, inputs) in GATED.items():
         copies = max(1, int(3e8 / (4 * features * inputs)))
         weights = [random_tensor(2 * features, inputs, scale=inputs**-0.5) for _ in range(copies)]
-        for rows in (33, 64, 100, 128, 192, 256, 300, 512, 1024, 2048, 8192):
+        for rows in (9, 16, 24, 33, 64, 100, 128, 192, 256, 300, 512, 1024, 2048, 8192):
             x, product, out = (random_tensor(rows, n) for n in (inputs, 2 * features, features))
             last = slice(max(0, rows - 200), rows)
             expected = gated_product_reference(x[last].double(), weights[0].double())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from aioinfer.kernels.activation import GATE_RUN, silu_mul
 from aioinfer.kernels.all_reduce import Exchange
 from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
-from aioinfer.kernels.gated_product import ROWS_FROM, gated_product, interleave
+from aioinfer.kernels.gated_product import TILE_TIMES, gated_product, interleave, pays
 from aioinfer.kernels.gated_product import supports as supports_gated_product
 from aioinfer.kernels.linear import skinny_linear
 from aioinfer.kernels.norm import rms_norm
@@ -104,6 +104,9 @@ class GpuLlama:
         self.model = model
         for layer in model.layers:
             _interleave(layer.mlp)
+        gate_up, embedding = model.layers[0].mlp.gate_up, model.embedding.weight
+        assert gate_up.weight is not None
+        self._has_gated_product = gate_up.bias is None and supports_gated_product(embedding, gate_up.weight)
         self._exchange = exchange
         self._pdl = dependent_launch
         self._caches = [KVCache(keys, values) for keys, values in zip(kv[0], kv[1], strict=True)]
@@ -119,6 +122,13 @@ class GpuLlama:
     def supports(arch: Architecture, block_size: int, num_ranks: int) -> bool:
         """Whether the kernels have the model's head size, the cache's block size, and a rank's share of the MLPs' channels."""
         return arch.head_size in HEAD_SIZES and block_size in BLOCK_SIZES and arch.intermediate_size // num_ranks % GATE_RUN == 0
+
+    def rehearse(self) -> None:
+        """Launches what the number of a step's tokens chooses among, so that all of it is compiled."""
+        gate_up = self.model.layers[0].mlp.gate_up.weight
+        if self._has_gated_product and gate_up is not None:
+            for config in TILE_TIMES:
+                gated_product(gate_up[: config.tokens], gate_up, pdl=self._pdl, config=config)
 
     def make_prefill_plan(self, rows: int, tokens: int) -> PrefillPlan:
         """Returns room for the query tiles of steps of up to so many rows and tokens."""
@@ -263,7 +273,7 @@ class GpuLlama:
             weight = norm.weight if residual.normed is None else None
             return skinny_linear(x, linear.weight, norm_weight=weight, eps=norm.eps, gated=gated, pdl=self._pdl)
         normed = self._norm(x, norm) if residual.normed is None else x
-        if gated and len(x) >= ROWS_FROM and linear.bias is None and supports_gated_product(normed, linear.weight):
+        if gated and self._has_gated_product and pays(len(x), linear.weight):
             return gated_product(normed, linear.weight, pdl=self._pdl)
         product = F.linear(normed, linear.weight, linear.bias)
         return silu_mul(product, pdl=self._pdl) if gated else product

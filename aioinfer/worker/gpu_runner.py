@@ -364,6 +364,7 @@ class GpuModelRunner:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Launches steps of all sizes for which kernels are compiled differently: see `compile_only`."""
+        self.model.rehearse()
         capacity = self._plan.capacity
         ordinary = [rows for rows in (1, 2, SKINNY_ROWS + 1) if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]  # the kernels' powers of two
