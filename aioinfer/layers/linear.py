@@ -94,6 +94,7 @@ class PackedWeight:
     reader in torch is a batched product, which gives each thread a part of the batch: the weight is cut into as
     many parts as there are threads. Wide weights are cut along the output, as they are; others along the input,
     transposed, and the parts' results are summed. That reads a sixth faster than oneDNN, for the weight's size once more.
+    With one thread there is the layout for several rows only.
 
     Args:
         weight: float32 [out, in].
@@ -104,6 +105,8 @@ class PackedWeight:
         self._blocks: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._by_output = in_features > out_features
         self._parts = math.gcd(torch.get_num_threads(), out_features if self._by_output else in_features)
+        if self._parts == 1:  # one thread: nothing to divide
+            return
         if self._by_output:
             self._row_layout = weight.view(self._parts, -1, in_features).transpose(1, 2)
         else:
