@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -25,6 +27,8 @@ from aioinfer.startup import StartupDisplay
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+#: Prompts that are encoded side by side and then admitted at once: enough to fill the first step.
+_TOGETHER = 64
 
 
 @dataclass(slots=True)
@@ -144,9 +148,13 @@ class LLM:
             task = progress.add_task("generating", total=len(prompts))
             async with asyncio.TaskGroup() as group:
                 tasks = []
-                for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
-                    generation = await self.frontend.submit(prompt, wanted, priority=priority)
-                    tasks.append(group.create_task(_collect(generation, progress, task)))
+                requests = zip(prompts, params, priorities, strict=True)
+                while some := list(islice(requests, _TOGETHER)):
+                    arrived = time.perf_counter()
+                    prepared = await asyncio.gather(*(self.frontend.prepare(prompt) for prompt, _, _ in some))
+                    for prompt, (_, wanted, priority) in zip(prepared, some, strict=True):
+                        generation = self.frontend.admit(prompt, wanted, priority=priority, arrived=arrived)
+                        tasks.append(group.create_task(_collect(generation, progress, task)))
         return [t.result() for t in tasks]
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

@@ -59,7 +59,7 @@ class GatedConfig:
 #: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one: measured on an H200 with 256 rows
 #: and more of Qwen3-8B's weight, where the operations decide (with fewer the bytes of the weight do).
 TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
-SMALL_WEIGHT = 32 * 2**20  # bytes
+SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `pays`
 
 
 def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
@@ -79,12 +79,18 @@ def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
 
 
 def pays(rows: int, weight: torch.Tensor) -> bool:
-    """Whether the kernel is faster than cuBLAS's product followed by `silu_mul` (H200, Qwen3-0.6B and 8B, the latter on one and two ranks).
+    """Whether the kernel is faster than cuBLAS's product followed by `silu_mul`: as measured on an H200 for the weights of Qwen3-0.6B
+    (12 MB), and of Qwen3-8B on two GPUs (100 MB) and on one (201 MB).
 
     With a small weight it always is, since it begins while the kernel before is still running. A large one takes as long to read
-    either way for few rows; and for little more than 256 its programs have a second turn that cuBLAS's smaller tiles spare.
+    either way for few rows; a little more than 256 rows need a last turn that few programs have work for, which cuBLAS's smaller
+    tiles spare; and where the small tiles of 64 tokens would have to serve the largest weight, cuBLAS's are as good.
     """
-    return rows > 1 if weight.nbytes <= SMALL_WEIGHT else 48 <= rows <= 256 or rows > 320
+    if weight.nbytes <= SMALL_WEIGHT:
+        return rows > 1
+    if weight.nbytes <= LARGE_WEIGHT:
+        return 64 <= rows <= 256 or rows > 320
+    return 48 <= rows <= 128 or 240 <= rows <= 256 or rows > 320
 
 
 @gluon.jit

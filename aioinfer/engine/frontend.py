@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,21 @@ _SHORT_PROMPT = 1024
 
 def _no_progress(phase: str, done: int, total: int) -> None:
     """Tells nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt that was looked through.
+
+    Attributes:
+        token_ids: of the prompt.
+        tokens: the same, as int32.
+        hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
+    """
+
+    token_ids: list[int]
+    tokens: array[int]
+    hashes: list[bytes]
 
 
 class Frontend:
@@ -195,31 +211,40 @@ class Frontend:
         """
         arrived = time.perf_counter()
         self._require_alive()
+        prepared = await self.prepare(prompt, add_special_tokens)
+        return self.admit(prepared, params, priority=priority, request_id=request_id, arrived=arrived)
+
+    async def prepare(self, prompt: str | Sequence[int], add_special_tokens: bool = True) -> PreparedPrompt:
+        """Does what of `submit` takes long, if it does in a thread. Raises `RequestError`."""
+        token_ids = await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        if len(token_ids) <= _SHORT_PROMPT:
+            return self._prepare_prompt(token_ids)
+        return await self._in_thread(lambda: self._prepare_prompt(token_ids))
+
+    def admit(
+        self, prompt: PreparedPrompt, params: SamplingParams, *, priority: int = 0, request_id: str | None = None, arrived: float
+    ) -> Generation:
+        """Does the rest of `submit`. What is admitted without a wait in between shares a step.
+
+        Args:
+            arrived: when the request did, of `time.perf_counter`.
+        """
+        self._require_alive()
         if priority and self.config.scheduler.policy != "priority":
             raise RequestError("priority needs the server's scheduler.policy to be 'priority'", param="priority")
-        token_ids = await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        prepare = self._prepare_prompt
-        tokens, hashes = prepare(token_ids) if len(token_ids) <= _SHORT_PROMPT else await self._in_thread(lambda: prepare(token_ids))
-        self._require_alive()
-        max_len = self._check_lengths(len(tokens), params)
+        max_len = self._check_lengths(len(prompt.tokens), params)
         self._check_token_ids(params)
-        # from here on nothing waits: the loads by which the engine is chosen are those that the request finds
-        route = self._router.route(len(tokens), hashes, params.n)
+        # nothing waits from here on: the loads by which the engine is chosen are those that the request finds
+        route = self._router.route(len(prompt.tokens), prompt.hashes, params.n)
         engine = self.engines[route.engine]
-        generation = Generation(
-            request_id or f"request-{next(self._request_numbers)}",
-            token_ids if isinstance(token_ids, list) else list(token_ids),
-            params,
-            engine.abort,
-        )
-        self._make_choices(generation, tokens, hashes, max_len, priority, route.num_tokens)
+        generation = Generation(request_id or f"request-{next(self._request_numbers)}", prompt.token_ids, params, engine.abort)
+        self._make_choices(generation, prompt, max_len, priority, route.num_tokens)
         self._router.promise(route, generation.choices[0].request)
         engine.add(generation, arrived)
         self.loop_lag.watch()
         return generation
 
-    def _prepare_prompt(self, token_ids: Sequence[int]) -> tuple[array[int], list[bytes]]:
-        """Returns a prompt as an int32 array, checked, with its block hashes, which are the same on every engine."""
+    def _prepare_prompt(self, token_ids: Sequence[int]) -> PreparedPrompt:
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         try:
@@ -232,7 +257,7 @@ class Frontend:
         hashes: list[bytes] = []
         if self.config.cache.enable_prefix_caching:
             extend_hashes(hashes, tokens, self.engines[0].report.block_size, root_hash())
-        return tokens, hashes
+        return PreparedPrompt(token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes)
 
     def _check_lengths(self, prompt_len: int, params: SamplingParams) -> int:
         """Returns the length at which a request ends. Raises `RequestError` if it could never fit."""
@@ -259,11 +284,9 @@ class Frontend:
             if any(not 0 <= token < self.vocab_size for token in ids):
                 raise RequestError(f"{name} holds a token id outside of 0 to {self.vocab_size - 1}", param=name)
 
-    def _make_choices(
-        self, generation: Generation, tokens: array[int], hashes: list[bytes], max_len: int, priority: int, num_expected: int
-    ) -> None:
+    def _make_choices(self, generation: Generation, prompt: PreparedPrompt, max_len: int, priority: int, num_expected: int) -> None:
         """Makes the n requests of a generation; `num_expected` tokens of the prompt are likely to be in the cache."""
-        params = generation.params
+        params, tokens = generation.params, prompt.tokens
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids))
         group = ForkGroup() if params.n > 1 else None
@@ -277,7 +300,7 @@ class Frontend:
                 (seed + index) % 2**64,
                 end_tokens,
                 priority,
-                hashes[:],
+                prompt.hashes[:],
                 group=group,
                 num_expected=num_expected if index == 0 else len(tokens) - 1,  # the first computes the prompt for all
             )

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import triton
+from triton.runtime import driver
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 _log = logging.getLogger(__name__)
@@ -23,19 +25,33 @@ _log = logging.getLogger(__name__)
 def compile_only() -> Iterator[None]:
     """Within, launched kernels are compiled, side by side, and do not run; at the end all of them are compiled.
 
-    Triton can compile asynchronously, but only kernels that are not launched; so launches become its `warmup` here.
+    Triton can compile asynchronously, but only kernels that are not launched; so launches become its `warmup` here. It also
+    has a C compiler make a launcher for each kernel, but at its first launch, one after the other: they are made here, too.
     """
     run = JITFunction.run
+    kernels: dict[int, Any] = {}
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernels[id(kernel)] = kernel
+        return kernel
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, triton.AsyncCompileMode(threads):
-        JITFunction.run = compile_instead
-        try:
-            yield
-        finally:
-            JITFunction.run = run
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        with triton.AsyncCompileMode(threads):
+            JITFunction.run = compile_instead
+            try:
+                yield
+            finally:
+                JITFunction.run = run
+        list(threads.map(_make_launcher, kernels.values()))
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Puts the launcher of a compiled kernel into Triton's cache, where the first launch will look for it."""
+    if isinstance(kernel, FutureKernel):
+        kernel = kernel.result()
+    if kernel is not None and kernel.module is None:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 class CompilationWatch:
