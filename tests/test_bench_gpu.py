@@ -25,6 +25,8 @@ TINY = [
     "--set",
     "parallel.device=cpu",
     "--set",
+    "parallel.cpu_threads=1",
+    "--set",
     "cache.num_blocks=256",
     "--set",
     "scheduler.max_num_seqs=8",
@@ -32,10 +34,9 @@ TINY = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = tmp_path_factory.mktemp("bench_gpu")
-    folder = tiny_model("qwen3", cache / "tiny", vocab_size=49_152)
-    shutil.copytree(smollm2_folder(cache), folder, dirs_exist_ok=True)
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path) -> Path:
+    folder = tiny_model("qwen3", tmp_path_factory.mktemp("bench_gpu") / "tiny", vocab_size=49_152)
+    shutil.copytree(smollm2_folder(tokenizer_cache), folder, dirs_exist_ok=True)
     for file in folder.glob("*.safetensors"):  # the weights are random ones anyway
         file.unlink()
     return folder

@@ -41,15 +41,10 @@ EVERYTHING = """\
 """
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tokenizers"
-
-
 @pytest.fixture
-def plain_folder(cache: Path, tmp_path: Path) -> Path:
+def plain_folder(tokenizer_cache: Path, tmp_path: Path) -> Path:
     """A tokenizer without a template."""
-    folder = shutil.copytree(smollm2_folder(cache), tmp_path / "model")
+    folder = shutil.copytree(smollm2_folder(tokenizer_cache), tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     return folder
 
@@ -63,8 +58,8 @@ def load_both(folder: Path) -> Pair:
 
 
 @pytest.fixture(scope="session", params=FOLDERS)
-def real_pair(request: pytest.FixtureRequest, cache: Path) -> Pair:
-    return load_both(FOLDERS[request.param](cache))
+def real_pair(request: pytest.FixtureRequest, tokenizer_cache: Path) -> Pair:
+    return load_both(FOLDERS[request.param](tokenizer_cache))
 
 
 def render_both(pair: Pair, messages: list[dict[str, Any]], template_kwargs: dict[str, Any] | None = None, **options: Any) -> str:
@@ -99,9 +94,9 @@ def test_what_transformers_offers_templates(plain_folder: Path):
     assert text.startswith("<|im_start|>|<|im_end|>|True|")
 
 
-def test_the_last_message_is_left_open(cache: Path):
+def test_the_last_message_is_left_open(tokenizer_cache: Path):
     text = render_both(
-        load_both(smollm2_folder(cache)),
+        load_both(smollm2_folder(tokenizer_cache)),
         [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two"}],
         add_generation_prompt=False,
         continue_final_message=True,
@@ -128,20 +123,20 @@ def test_templates_in_the_config(plain_folder: Path):
     assert render_both(load_both(plain_folder), CONVERSATION, tools=[TOOL]) == "tools"
 
 
-def test_a_template_of_the_configuration_goes_first(cache: Path, tmp_path: Path):
+def test_a_template_of_the_configuration_goes_first(tokenizer_cache: Path, tmp_path: Path):
     file = tmp_path / "mine.jinja"
     file.write_text("mine: {{ messages[-1].content }}{{ eos_token }}", "utf-8")
-    tokenizer = Tokenizer.load(smollm2_folder(cache), str(file))
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache), str(file))
     assert tokenizer.render_chat(CONVERSATION) == "mine: Who are you?<|im_end|>"
 
 
-def test_a_template_that_is_missing_or_wrong_ends_the_start(cache: Path, tmp_path: Path):
+def test_a_template_that_is_missing_or_wrong_ends_the_start(tokenizer_cache: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"missing\.jinja cannot be read"):
-        Tokenizer.load(smollm2_folder(cache), tmp_path / "missing.jinja")
+        Tokenizer.load(smollm2_folder(tokenizer_cache), tmp_path / "missing.jinja")
     wrong = tmp_path / "wrong.jinja"
     wrong.write_text("{% for m in messages %}\n{{ m. }}\n{% endfor %}", "utf-8")
     with pytest.raises(ConfigError, match="not valid Jinja: line 2"):
-        Tokenizer.load(smollm2_folder(cache), wrong)
+        Tokenizer.load(smollm2_folder(tokenizer_cache), wrong)
 
 
 @pytest.mark.parametrize(
@@ -154,27 +149,27 @@ def test_a_template_that_is_missing_or_wrong_ends_the_start(cache: Path, tmp_pat
     ],
     ids=["refused", "undefined", "empty", "number"],
 )
-def test_messages_that_a_template_cannot_take(cache: Path, tmp_path: Path, messages: list[dict[str, Any]], message: str):
+def test_messages_that_a_template_cannot_take(tokenizer_cache: Path, tmp_path: Path, messages: list[dict[str, Any]], message: str):
     strict = tmp_path / "strict.jinja"
     strict.write_text(
         "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only user and assistant roles') }}{% endif %}"
         "{{ '[' + m.content + ']' }}{% endfor %}"
     )
-    tokenizer = Tokenizer.load(smollm2_folder(cache), strict)
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache), strict)
     with pytest.raises(RequestError, match=message) as caught:
         tokenizer.encode_chat(messages)
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation", "add_generation_prompt", "return_tensors"])
-def test_a_request_cannot_change_how_its_prompt_is_rendered(cache: Path, name: str):
-    tokenizer = Tokenizer.load(smollm2_folder(cache))
+def test_a_request_cannot_change_how_its_prompt_is_rendered(tokenizer_cache: Path, name: str):
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     with pytest.raises(RequestError, match=name) as caught:
         tokenizer.encode_chat(CONVERSATION, template_kwargs={name: "{{ 1 }}"})
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_a_prompt_cannot_both_go_on_and_begin_anew(cache: Path):
+def test_a_prompt_cannot_both_go_on_and_begin_anew(tokenizer_cache: Path):
     with pytest.raises(RequestError) as caught:
-        Tokenizer.load(smollm2_folder(cache)).encode_chat(CONVERSATION, continue_final_message=True)
+        Tokenizer.load(smollm2_folder(tokenizer_cache)).encode_chat(CONVERSATION, continue_final_message=True)
     assert caught.value.param == "continue_final_message"

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -22,9 +23,8 @@ FOLDERS = {"qwen": qwen_folder, "smollm2": smollm2_folder, "mistral": mistral_fo
 
 
 @pytest.fixture(scope="session")
-def all_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    cache = tmp_path_factory.getbasetemp() / "tokenizers"
-    return {name: Tokenizer.load(folder(cache)) for name, folder in FOLDERS.items()}
+def all_tokenizers(tokenizer_cache: Path) -> dict[str, Tokenizer]:
+    return {name: Tokenizer.load(folder(tokenizer_cache)) for name, folder in FOLDERS.items()}
 
 
 @pytest.fixture(params=FOLDERS, scope="session")
@@ -33,10 +33,9 @@ def tokenizer(request: pytest.FixtureRequest, all_tokenizers: dict[str, Tokenize
 
 
 @pytest.fixture(scope="session")
-def library(all_tokenizers: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tokenizers.Tokenizer]:
+def library(all_tokenizers: dict[str, Tokenizer], tokenizer_cache: Path) -> dict[str, tokenizers.Tokenizer]:
     """The byte-level vocabularies as the library `tokenizers` has them."""
-    cache = tmp_path_factory.getbasetemp() / "tokenizers"
-    return {name: tokenizers.Tokenizer.from_file(str(FOLDERS[name](cache) / "tokenizer.json")) for name in ("qwen", "smollm2")}
+    return {name: tokenizers.Tokenizer.from_file(str(FOLDERS[name](tokenizer_cache) / "tokenizer.json")) for name in ("qwen", "smollm2")}
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from tests.real_tokenizers import qwen_folder
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(qwen_folder(Path(tmp_path_factory.mktemp("tokenizers"))))
+def tokenizer(tokenizer_cache: Path) -> Tokenizer:
+    return Tokenizer.load(qwen_folder(tokenizer_cache))
 
 
 def make_generation(n: int = 1) -> tuple[Generation, list[Generation]]:

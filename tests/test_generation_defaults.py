@@ -47,8 +47,8 @@ def test_a_request_goes_before_the_defaults(tmp_path: Path):
         defaults.sampling_params(top_k=-7)
 
 
-def test_end_tokens_from_where_they_are_named(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
-    tokenizer = Tokenizer.load(smollm2_folder(tmp_path_factory.getbasetemp() / "tokenizers"))
+def test_end_tokens_from_where_they_are_named(tmp_path: Path, tokenizer_cache: Path):
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults((), {})
     assert GenerationDefaults.load(tmp_path, tokenizer).eos_token_ids == (2,)
     assert GenerationDefaults.load(write(tmp_path, config={"eos_token_id": [7, 8]}), tokenizer).eos_token_ids == (7, 8)

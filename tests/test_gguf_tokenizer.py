@@ -38,11 +38,6 @@ CONTROL, USER_DEFINED = "<|begin▁of text|>", "<think>"
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tokenizers"
-
-
-@pytest.fixture(scope="session")
 def ranks() -> dict[bytes, int]:
     """The first 2000 tokens of Qwen's vocabulary: enough for merges of every kind, few enough to be quick."""
     return {token: rank for token, rank in tiktoken_ranks(qwen_ranks_file()).items() if rank < 2000}
@@ -88,10 +83,10 @@ def write_byte_level(file: Path, ranks: Mapping[bytes, int], pre: str, **fields:
     return write_gguf(file, "gpt2", tokens, types, **(given | fields))
 
 
-def test_smollm2_is_as_transformers_converts_it(cache: Path):
+def test_smollm2_is_as_transformers_converts_it(tokenizer_cache: Path):
     file = smollm2_gguf()
     reference = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer = Tokenizer.load(smollm2_folder(cache))
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     source = random.Random(2)
     texts = TEXTS + ["".join(source.choice("ab é世\n\t.,-'<|>") for _ in range(40)) for _ in range(300)]
     for text in texts:
@@ -103,8 +98,8 @@ def test_smollm2_is_as_transformers_converts_it(cache: Path):
     assert tokenizer.special_ids == set(range(17))
 
 
-def test_smollm2_splits_digits_off_the_space_before_them(cache: Path):
-    tokenizer = Tokenizer.load(smollm2_folder(cache))
+def test_smollm2_splits_digits_off_the_space_before_them(tokenizer_cache: Path):
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     # The published tokenizer takes digits (of any script) apart first, so that the spaces before one stay together.
     # Transformers' conversion does not know this pre-tokenizer, and gives [81, 216, 216, 33] for the first text.
     assert tokenizer.encode("a  1") == [81, 256, 33]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,8 @@ from tests.real_tokenizers import qwen_folder
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(qwen_folder(tmp_path_factory.mktemp("tokenizers")))
+def tokenizer(tokenizer_cache: Path) -> Tokenizer:
+    return Tokenizer.load(qwen_folder(tokenizer_cache))
 
 
 def test_a_chat_lists_the_likeliest_with_each_token(tokenizer: Tokenizer) -> None:

@@ -124,13 +124,17 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
 
 
 async def test_an_idle_executor_uses_no_cpu(run: Run) -> None:
+    """In one of three spans at least: what ticks would tick in each, but what came before may have left something to do."""
     await run.start()
     await greedy(run, 2)
     processes = [psutil.Process(), *workers()]
-    before = [sum(process.cpu_times()[:2]) for process in processes]
-    await asyncio.sleep(2)
-    used = [sum(process.cpu_times()[:2]) - begin for process, begin in zip(processes, before, strict=True)]
-    assert max(used) < 0.025  # 1 %, in the kernel's units of 10 ms
+    spans: list[float] = []
+    while len(spans) < 3 and min(spans, default=1.0) >= 0.025:  # 1 %, in the kernel's units of 10 ms
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        await asyncio.sleep(2)
+        used = [sum(process.cpu_times()[:2]) - begin for process, begin in zip(processes, before, strict=True)]
+        spans.append(max(used))
+    assert min(spans) < 0.025, spans
 
 
 async def test_a_step_that_fails_ends_all(run: Run) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from aioinfer.layers.parallel import ParallelGroup
 from tests.paged_model import PagedModel, load_model
+from tests.rank_processes import run_ranks
 
 VOCAB = 211  # no number of ranks divides it
 TEXTS = [[(11 * i * i + 3 * i + 7 * text) % VOCAB for i in range(length)] for text, length in enumerate((29, 14, 1))]
@@ -53,8 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
     """What each of several ranks saved."""
-    torch.multiprocessing.spawn(run_rank, args=(request.param, folder), nprocs=request.param)
-    return [torch.load(folder / f"rank-{rank}-of-{request.param}") for rank in range(request.param)]
+    return run_ranks(run_rank, request.param, folder)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
@@ -20,6 +19,7 @@ from aioinfer.scheduler.plan import Admission, StepPlan
 from aioinfer.worker.sampler import filter_tokens, sample
 from aioinfer.worker.shares import Candidates, keep_candidates
 from aioinfer.worker.slots import Slots
+from tests.rank_processes import run_ranks
 
 NONE = np.empty(0, np.int32)
 VOCAB = 3001
@@ -125,9 +125,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of several ranks saved."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, args=(request.param, folder), nprocs=request.param)
-    return [torch.load(folder / f"rank-{rank}-of-{request.param}") for rank in range(request.param)]
+    return run_ranks(run_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)

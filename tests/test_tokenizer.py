@@ -25,14 +25,9 @@ FOLDERS = {
 }
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "tokenizers"
-
-
 @pytest.fixture(scope="session", params=FOLDERS)
-def folder(request: pytest.FixtureRequest, cache: Path) -> Path:
-    return FOLDERS[request.param](cache)
+def folder(request: pytest.FixtureRequest, tokenizer_cache: Path) -> Path:
+    return FOLDERS[request.param](tokenizer_cache)
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +75,8 @@ def test_decoding_is_that_of_transformers(tokenizer, reference):
                 assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
 
 
-def test_bos_follows_the_config(cache: Path, tmp_path: Path):
-    folder = mistral_folder(cache)
+def test_bos_follows_the_config(tokenizer_cache: Path, tmp_path: Path):
+    folder = mistral_folder(tokenizer_cache)
     assert Tokenizer.load(folder).encode("Hello") == [1, 22557]
     without = copy_with_config(folder, tmp_path / "without", add_bos_token=False)
     assert Tokenizer.load(without).encode("Hello") == AutoTokenizer.from_pretrained(without)("Hello").input_ids == [22557]
@@ -105,8 +100,8 @@ def test_text_and_bytes_of_single_tokens(tokenizer: Tokenizer):
         assert all(text == data.decode() for text, data in pieces if "\ufffd" not in text)
 
 
-def test_single_tokens_of_each_kind(cache: Path):
-    qwen, mistral = Tokenizer.load(qwen_folder(cache)), Tokenizer.load(mistral_folder(cache))
+def test_single_tokens_of_each_kind(tokenizer_cache: Path):
+    qwen, mistral = Tokenizer.load(qwen_folder(tokenizer_cache)), Tokenizer.load(mistral_folder(tokenizer_cache))
     assert qwen.token_text(1879) == (" world", b" world")
     assert qwen.token_text(qwen.encode("😀🦜")[-1])[1] == "🦜".encode()[-1:]
     assert qwen.token_text(151645) == ("<|im_end|>", b"<|im_end|>")
@@ -123,8 +118,8 @@ def test_text_that_is_no_text_is_refused(tokenizer: Tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\x00b")) == "a\x00b"
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(cache: Path):
-    tokenizer = Tokenizer.load(qwen_folder(cache))
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer_cache: Path):
+    tokenizer = Tokenizer.load(qwen_folder(tokenizer_cache))
     text = " ".join(TEXTS) * 1500
     ready, done = threading.Event(), threading.Event()
 
@@ -151,44 +146,46 @@ def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer):
         assert list(pool.map(tokenizer.decode, expected)) == [tokenizer.decode(ids) for ids in expected]
 
 
-def test_truncation_and_padding_of_the_file_do_not_count(cache: Path, tmp_path: Path):
-    folder = shutil.copytree(smollm2_folder(cache), tmp_path / "smollm2")
+def test_truncation_and_padding_of_the_file_do_not_count(tokenizer_cache: Path, tmp_path: Path):
+    folder = shutil.copytree(smollm2_folder(tokenizer_cache), tmp_path / "smollm2")
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(4)
     backend.enable_padding(length=16)
     backend.save(str(folder / "tokenizer.json"))
-    assert Tokenizer.load(folder).encode("one two three four five six") == Tokenizer.load(smollm2_folder(cache)).encode(
+    assert Tokenizer.load(folder).encode("one two three four five six") == Tokenizer.load(smollm2_folder(tokenizer_cache)).encode(
         "one two three four five six"
     )
 
 
-def test_tokens_that_only_the_config_adds(cache: Path, tmp_path: Path):
+def test_tokens_that_only_the_config_adds(tokenizer_cache: Path, tmp_path: Path):
     think = {"content": "<think>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": False}
-    folder = copy_with_config(smollm2_folder(cache), tmp_path / "smollm2", added_tokens_decoder={"49152": think})
+    folder = copy_with_config(smollm2_folder(tokenizer_cache), tmp_path / "smollm2", added_tokens_decoder={"49152": think})
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("a<think>b") == AutoTokenizer.from_pretrained(folder)("a<think>b").input_ids == [81, 49152, 82]
     assert tokenizer.decode([81, 49152, 82]) == "a<think>b"
     assert tokenizer.vocab_size == 49153
 
 
-def test_special_tokens_may_be_dicts_or_lie_in_a_file_of_their_own(cache: Path, tmp_path: Path):
-    as_dict = copy_with_config(smollm2_folder(cache), tmp_path / "dict", eos_token={"__type": "AddedToken", "content": "<|im_start|>"})
+def test_special_tokens_may_be_dicts_or_lie_in_a_file_of_their_own(tokenizer_cache: Path, tmp_path: Path):
+    as_dict = copy_with_config(
+        smollm2_folder(tokenizer_cache), tmp_path / "dict", eos_token={"__type": "AddedToken", "content": "<|im_start|>"}
+    )
     assert Tokenizer.load(as_dict).eos_token_id == 1
-    apart = shutil.copytree(smollm2_folder(cache), tmp_path / "apart")
+    apart = shutil.copytree(smollm2_folder(tokenizer_cache), tmp_path / "apart")
     (apart / "tokenizer_config.json").unlink()
     assert Tokenizer.load(apart).eos_token_id is None
     (apart / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
     assert Tokenizer.load(apart).eos_token_id == 2
 
 
-def test_spaces_are_not_cleaned_up(cache: Path, tmp_path: Path):
-    folder = copy_with_config(smollm2_folder(cache), tmp_path / "smollm2", clean_up_tokenization_spaces=True)
+def test_spaces_are_not_cleaned_up(tokenizer_cache: Path, tmp_path: Path):
+    folder = copy_with_config(smollm2_folder(tokenizer_cache), tmp_path / "smollm2", clean_up_tokenization_spaces=True)
     text = "Hello , world . It 's ?"
     ids = Tokenizer.load(folder).encode(text)
     assert Tokenizer.load(folder).decode(ids) == AutoTokenizer.from_pretrained(folder).decode(ids) == text
 
 
-def test_a_folder_without_a_usable_tokenizer(cache: Path, tmp_path: Path):
+def test_a_folder_without_a_usable_tokenizer(tokenizer_cache: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json and no tokenizer\.model: let model\.tokenizer"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
@@ -210,15 +207,15 @@ def test_a_vocabulary_of_an_unknown_kind_is_refused(tmp_path: Path):
         Tokenizer.load(tmp_path)
 
 
-def test_chat_is_encoded_without_a_second_bos(cache: Path):
-    tokenizer = Tokenizer.load(mistral_folder(cache))
+def test_chat_is_encoded_without_a_second_bos(tokenizer_cache: Path):
+    tokenizer = Tokenizer.load(mistral_folder(tokenizer_cache))
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
     assert ids.count(1) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>[INST] Hello [/INST]"
 
 
-def test_chat_without_a_template(cache: Path, tmp_path: Path):
-    folder = shutil.copytree(smollm2_folder(cache), tmp_path / "smollm2")
+def test_chat_without_a_template(tokenizer_cache: Path, tmp_path: Path):
+    folder = shutil.copytree(smollm2_folder(tokenizer_cache), tmp_path / "smollm2")
     (folder / "chat_template.jinja").unlink()
     tokenizer = Tokenizer.load(folder)
     assert not tokenizer.has_chat_template
@@ -227,8 +224,8 @@ def test_chat_without_a_template(cache: Path, tmp_path: Path):
     assert caught.value.param == "messages"
 
 
-def test_chat_that_is_no_text_is_refused(cache: Path):
-    tokenizer = Tokenizer.load(smollm2_folder(cache))
+def test_chat_that_is_no_text_is_refused(tokenizer_cache: Path):
+    tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     with pytest.raises(RequestError, match="surrogate") as caught:
         tokenizer.encode_chat([{"role": "user", "content": "\ud800"}])
     assert caught.value.param == "messages"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
-_BATCH = 10
+_SHORT = 64
 
 
 class Reference:
@@ -28,11 +29,14 @@ class Reference:
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Returns each prompt's new tokens, an end token included. Prompts of about equal length go together, padded on the left."""
+        """Returns each prompt's new tokens, an end token included. Prompts of about equal length go together, padded on the left.
+
+        A step reads the weights once for all prompts of a batch, so short and long ones are the only batches.
+        """
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         outputs: dict[int, list[int]] = {}
-        for first in range(0, len(order), _BATCH):
-            batch = order[first : first + _BATCH]
+        for _, group in groupby(order, key=lambda i: len(prompts[i]) > _SHORT):
+            batch = list(group)
             outputs.update(zip(batch, self._generate([prompts[i] for i in batch], max_new_tokens), strict=True))
         return [outputs[i] for i in range(len(prompts))]
 

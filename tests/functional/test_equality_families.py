@@ -33,11 +33,10 @@ class Family:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path) -> Family:
     name = request.param
-    cache = tmp_path_factory.mktemp(name)
-    tokenizer, vocab_size = (mistral_folder(cache), 32_000) if name == "llama" else (qwen_folder(cache), 151_936)
-    folder = tiny_model(name, cache / "model", vocab_size=vocab_size)
+    tokenizer, vocab_size = (mistral_folder(tokenizer_cache), 32_000) if name == "llama" else (qwen_folder(tokenizer_cache), 151_936)
+    folder = tiny_model(name, tmp_path_factory.mktemp(name) / "model", vocab_size=vocab_size)
     for file in tokenizer.iterdir():
         shutil.copy(file, folder)
     reference = Reference(folder)
@@ -46,7 +45,13 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def generate(family: Family, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    defaults = {"parallel__executor": "inline", "scheduler__max_num_seqs": 32, "cache__num_blocks": 200, "model__max_model_len": 512}
+    defaults = {
+        "parallel__executor": "inline",
+        "parallel__cpu_threads": 1,
+        "scheduler__max_num_seqs": 32,
+        "cache__num_blocks": 200,
+        "model__max_model_len": 512,
+    }
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(str(family.folder), settings=merged, progress=False) as llm:
         outputs = llm.generate(prompts, GREEDY)
@@ -73,12 +78,13 @@ def test_every_way(family, way):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_tensor_parallel(family, ranks):
     chosen = slice(0, 8)
-    settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks, "parallel__cpu_threads": 1}
+    settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks}
     assert generate(family, family.prompts[chosen], **settings) == family.expected[chosen]
 
 
 def test_text_matches_the_tokenizer(family):
-    with LLM(str(family.folder), settings={"parallel.executor": "inline", "cache.num_blocks": 64}, progress=False) as llm:
+    settings = {"parallel.executor": "inline", "parallel.cpu_threads": 1, "cache.num_blocks": 64}
+    with LLM(str(family.folder), settings=settings, progress=False) as llm:
         outputs = llm.generate(PROMPTS[:6], GREEDY)
         decode = llm.frontend.tokenizer.decode
     assert [o.prompt_token_ids for o in outputs] == family.prompts[:6]

@@ -16,7 +16,13 @@ from tests.functional.test_equality import MODEL
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    settings = {"parallel.executor": "inline", "cache.num_blocks": 128, "scheduler.max_num_seqs": 24, "scheduler.policy": "priority"}
+    settings = {
+        "parallel.executor": "inline",
+        "parallel.cpu_threads": 1,
+        "cache.num_blocks": 128,
+        "scheduler.max_num_seqs": 24,
+        "scheduler.policy": "priority",
+    }
     with LLM(MODEL, settings=settings, progress=False) as llm:
         yield llm
         llm.frontend.engines[0].scheduler.check_integrity()
