@@ -38,6 +38,7 @@ from aioinfer.scheduler.request import ForkGroup, Request
 T = TypeVar("T")
 #: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms at most).
 _SHORT_PROMPT = 1024
+_CONVERTED = 16_384
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -248,7 +249,9 @@ class Frontend:
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         try:
-            tokens = array("i", token_ids)
+            tokens = array("i")
+            for start in range(0, len(token_ids), _CONVERTED):  # in pieces: the interpreter changes threads between, not within
+                tokens.extend(array("i", token_ids[start : start + _CONVERTED]))
         except (TypeError, OverflowError) as error:
             raise RequestError(f"the prompt must hold token ids: {error}", param="prompt") from error
         values = np.frombuffer(tokens, np.int32)  # a long prompt is not to hold the interpreter, which the event loop needs
