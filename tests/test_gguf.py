@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
@@ -136,6 +137,26 @@ def test_tiny_models_come_back(tmp_path: Path, family: str, fields: dict[str, An
     assert AutoConfig.from_pretrained(folder).eos_token_id == 4
 
 
+def test_llama_3_stretches_by_a_table(tmp_path: Path):
+    """The file holds what the wavelengths are divided by, as llama.cpp computes it; the folder Llama 3's own parameters."""
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 8192
+    source = tiny_model("llama", tmp_path / "source", vocab_size=len(TOKENS), rope_parameters=rope, max_position_embeddings=16384)
+    config = AutoConfig.from_pretrained(source)
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500_000.0 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+
+    def stretch(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors["rope_freqs.weight"] = (plain / stretched).numpy()
+        assert len(set(tensors["rope_freqs.weight"].round(3))) > 2
+
+    folder = convert(write_gguf(tmp_path / "model.gguf", source, "llama", stretch))
+    assert Architecture.load(folder).rope == Architecture.load(source).rope
+    text = {0: [5, 99, 17, 17, 3, 60, 8]}
+    logits = [PagedModel(load_model(place, ParallelGroup.single()), 4).step(text)[0] for place in (source, folder)]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-4)
+
+
 def test_biases_of_queries_are_reordered_too(tmp_path: Path):
     source = tiny_model("llama", tmp_path / "source", vocab_size=len(TOKENS), attention_bias=True)
 
@@ -156,7 +177,7 @@ def test_biases_of_queries_are_reordered_too(tmp_path: Path):
         (lambda fields, tensors: fields.pop("block_count"), r"lacks llama\.block_count"),
         (lambda fields, tensors: fields.update({"rope.scaling.type": "longrope"}), "'longrope'.*only 'linear' and 'yarn'"),
         (lambda fields, tensors: fields.update({"rope.scaling.type": "yarn"}), r"lacks llama\.rope\.scaling\.factor"),
-        (lambda fields, tensors: tensors.update({"rope_freqs.weight": np.ones(8, np.float32)}), "table of factors"),
+        (lambda fields, tensors: tensors.update({"rope_freqs.weight": np.linspace(1, 2, 8, dtype=np.float32)}), "not Llama 3's"),
         (lambda fields, tensors: tensors.update({"blk.0.ffn_gate_exps.weight": np.ones(8, np.float32)}), r"blk\.0\.ffn_gate_exps\.weight"),
         (lambda fields, tensors: tensors.pop("token_embd.weight"), r"no token_embd\.weight"),
     ],

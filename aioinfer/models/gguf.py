@@ -17,6 +17,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.rotary import inverse_wavelengths
+from aioinfer.models.architecture import Rope
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TENSORS = {
@@ -37,7 +39,9 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_COMPUTED = ("rope_freqs",)
+_ROPE_FACTORS = "rope_freqs"
+#: How Llama 3.1 to 3.3 stretch RoPE. Their GGUF files hold the factors that it comes to, the largest of which is the missing one.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -102,9 +106,10 @@ def _read_config(reader: gguf.GGUFReader, file: Path) -> dict[str, Any]:
 
 
 def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> dict[str, Any]:
-    """Returns `rope_parameters`. Llama 3's stretching is stored as a tensor of factors, which is not read."""
-    if any(tensor.name.startswith(_COMPUTED) for tensor in reader.tensors):
-        raise ConfigError(f"{file} stretches RoPE by a table of factors, which is not supported: use the model's safetensors")
+    """Returns `rope_parameters`."""
+    for tensor in reader.tensors:
+        if tensor.name.startswith(_ROPE_FACTORS):
+            return _read_llama3_rope(gguf.dequantize(tensor.data, tensor.tensor_type), theta, file)
     kind = _value(reader, f"{name}.rope.scaling.type", "none")
     rope = {"rope_type": "default", "rope_theta": theta}
     if kind not in ("none", "linear", "yarn"):
@@ -120,6 +125,16 @@ def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> 
     return rope
 
 
+def _read_llama3_rope(factors: np.ndarray, theta: float, file: Path) -> dict[str, Any]:
+    """Returns Llama 3's `rope_parameters`, if `factors` [head_size / 2], by which wavelengths are stretched, are what they come to."""
+    scaling = {"factor": float(factors.max()), **_LLAMA3}
+    ropes = Rope(theta), Rope(theta, "llama3", scaling)
+    plain, stretched = (inverse_wavelengths(rope, 2 * len(factors))[0].numpy() for rope in ropes)
+    if not np.allclose(plain / stretched, factors, rtol=1e-3):
+        raise ConfigError(f"{file} stretches RoPE by a table of factors that is not Llama 3's: use the model's safetensors")
+    return {"rope_type": "llama3", "rope_theta": theta, **scaling}
+
+
 def _read_tensors(reader: gguf.GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (Hugging Face's name, float32 values) of each tensor."""
     reorder = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if config["model_type"] == "llama" else {}
@@ -130,6 +145,8 @@ def _read_tensors(reader: gguf.GGUFReader, config: dict[str, Any]) -> Iterator[t
             if parts[2] in reorder:
                 values = _halves_from_pairs(values, reorder[parts[2]])
             yield f"model.layers.{parts[1]}.{_LAYER_TENSORS[parts[2]]}.{parts[3]}", np.ascontiguousarray(values)
+        elif parts[0] == _ROPE_FACTORS:
+            continue
         elif parts[0] in _TENSORS:
             yield f"{_TENSORS[parts[0]]}.{parts[1]}", np.ascontiguousarray(values)
         else:

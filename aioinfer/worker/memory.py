@@ -18,14 +18,15 @@ from aioinfer.errors import ConfigError
 GIB = 2**30
 
 
-def available_bytes(config: Config, device: torch.device, largest_step: Callable[[], None]) -> int:
+def available_bytes(config: Config, device: torch.device, largest_step: Callable[[], None], captured: float = 0.0) -> int:
     """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for it.
 
     On a CPU that is configured. On a GPU it is the share that may be used, less what is in use already (weights, and
-    whatever else is on the GPU) and what the largest step adds, which is found by running it.
+    whatever else is on the GPU) and what the largest step adds, which is found by running it. Graphs have memory of their own.
 
     Args:
         largest_step: computes as many tokens as a step may have.
+        captured: the share of these tokens that the largest graph computes.
     """
     if device.type == "cpu":
         return int(config.cache.cpu_memory_gib * GIB)
@@ -36,7 +37,7 @@ def available_bytes(config: Config, device: torch.device, largest_step: Callable
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.cache.gpu_memory_utilization) - (total - free) - activations
+    return int(total * config.cache.gpu_memory_utilization) - (total - free) - int(activations * (1 + captured))
 
 
 def count_blocks(config: Config, device: torch.device, bytes_per_block: int, block_size: int, available: int) -> int:

@@ -123,7 +123,9 @@ class Worker:
         load_weights(self._model, self._folder, config.model.load_format, config.model.seed, on_progress)
         self._model.finalize()
         bytes_per_block = math.prod(self._kv_shape(1)) * self._dtype.itemsize
-        available = available_bytes(config, self.device, lambda: self._run_largest_step(arch.max_position_embeddings))
+        available = available_bytes(
+            config, self.device, lambda: self._run_largest_step(arch.max_position_embeddings), self._captured_share()
+        )
         return LoadReport(
             device=device_name,
             dtype=dtype_text,
@@ -211,6 +213,15 @@ class Worker:
             layout = ExchangeLayout.of(self._group.size, longest, hidden, self._dtype)
             self._exchange = Exchange(self._group.peer_buffer(layout.nbytes), layout, hidden, self._dtype)
         return self._exchange
+
+    def _captured_share(self) -> float:
+        """Returns what part of the largest step the largest graph computes."""
+        if self.device.type == "cpu":
+            return 0.0
+        from aioinfer.worker.gpu_runner import MIXED_GRAPH_TOKENS
+
+        limits = self._config.scheduler
+        return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and chooses as many, as a step may, with a cache that is just large enough."""
