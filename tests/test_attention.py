@@ -127,6 +127,17 @@ def test_the_work_is_planned_once_a_step_for_each_window():
     assert set(batch.metadata.gathers) == {None, 5}
 
 
+def test_what_lies_before_the_window_is_left_where_it_is():
+    batch = Batch([(99, 1), (12, 1), (101, 1), (80, 10), (3, 2)], 4)
+    seen = {gather.first: gather.shape[1] for gather in plan_gathers(batch.metadata, batch.cache.keys, 6)}
+    assert max(length for first, length in seen.items() if first < 3) < 6 + 4, "decodes"
+    assert seen[3] < 10 + 6 + 4
+    assert seen[13] == 5
+    torch.testing.assert_close(batch.attend(6).double(), batch.reference(6), rtol=1e-4, atol=1e-5)
+    whole = plan_gathers(batch.metadata, batch.cache.keys, None)
+    assert max(gather.shape[1] for gather in whole) == 102
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_decodes_that_go_together_waste_at_most_half(seed: int):
     choice = random.Random(seed)

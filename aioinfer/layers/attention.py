@@ -153,15 +153,22 @@ class PagedAttention:
 
 
 def plan_gathers(metadata: AttentionMetadata, keys: torch.Tensor, window: int | None) -> list[Gather]:
-    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks, block_size, ...]."""
-    lengths, decodes = metadata.seq_lens_cpu, metadata.num_decodes
-    gathers = [
-        _gather_decodes(metadata.block_tables, first, lengths[first:last], keys, window)
-        for first, last in _alike(lengths[:decodes], keys.shape[1])
-    ]
+    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks, block_size, ...].
+
+    What lies before the window of all of a row's tokens is not brought together: the row is as if it began behind it.
+    """
+    decodes, block_size = metadata.num_decodes, keys.shape[1]
+    rows = zip(metadata.seq_lens_cpu, metadata.query_lens_cpu, strict=True)
+    skipped = [0 if window is None else max(0, length - count - window + 1) // block_size for length, count in rows]
+    lengths = [length - blocks * block_size for length, blocks in zip(metadata.seq_lens_cpu, skipped, strict=True)]
+    tables = metadata.block_tables
+    if any(skipped):
+        columns = torch.tensor(skipped)[:, None] + torch.arange(tables.shape[1])
+        tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).to(tables.device))
+    gathers = [_gather_decodes(tables, first, lengths[first:last], keys, window) for first, last in _alike(lengths[:decodes], block_size)]
     first = decodes
     for row in range(decodes, len(lengths)):
-        gathers.append(_gather_row(metadata.block_tables[row], first, metadata.query_lens_cpu[row], lengths[row], keys, window))
+        gathers.append(_gather_row(tables[row], first, metadata.query_lens_cpu[row], lengths[row], keys, window))
         first += metadata.query_lens_cpu[row]
     return gathers
 
