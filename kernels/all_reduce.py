@@ -159,6 +159,20 @@ def _norm(low, high, weight_words, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr
 
 
 @triton.jit
+def _begin(weight, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr):
+    """Returns the columns, which of them there are, and the norm's weight, which is read before the kernel before is waited for."""
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    weight_words = tl.zeros([BLOCK], tl.int32)
+    if HAS_NORM:
+        weight_words = tl.load(weight + columns, mask, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    return columns, mask, weight_words
+
+
+@triton.jit
 def _push_kernel(
     partial, residual, weight, normed, addresses, epochs, words_at, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, ELEMENT: tl.constexpr,
@@ -170,14 +184,7 @@ def _push_kernel(
     pushed after its program of exchange e was done reading; so nobody reads what e + 2 overwrites.
     """
     row = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    weight_words = tl.zeros([BLOCK], tl.int32)
-    if HAS_NORM:
-        weight_words = tl.load(weight + columns, mask, 0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)
     epoch = tl.load(epochs + row) + 1
     places = words_at + ((row * 2 + (epoch & 1)) * SIZE).to(tl.int64) * WIDTH * 8
     own = tl.load(partial + row * WIDTH + columns, mask, 0)
@@ -248,14 +255,7 @@ def _two_shot_kernel(
     (its kernel has ended); the second one that the sums are there, and that it is done reading partial products. So a
     partial product may be overwritten when this kernel has ended, and a sum after the next exchange's first flag.
     """
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    weight_words = tl.zeros([BLOCK], tl.int32)
-    if HAS_NORM:
-        weight_words = tl.load(weight + columns, mask, 0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)
     epoch = tl.load(epochs + tl.program_id(0)) + 1
     _signal(addresses, flags_at, 0, epoch, RANK, SIZE)
     _await(addresses, flags_at, 0, epoch, RANK, SIZE)

@@ -79,12 +79,13 @@ def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
 
 
 def pays(rows: int, weight: torch.Tensor) -> bool:
-    """Whether the kernel is faster than cuBLAS's product followed by `silu_mul`: as measured on an H200 for the weights of Qwen3-0.6B
-    (12 MB), and of Qwen3-8B on two GPUs (100 MB) and on one (201 MB).
+    """Whether the kernel is faster than cuBLAS's product followed by `silu_mul`.
 
-    With a small weight it always is, since it begins while the kernel before is still running. A large one takes as long to read
-    either way for few rows; a little more than 256 rows need a last turn that few programs have work for, which cuBLAS's smaller
-    tiles spare; and where the small tiles of 64 tokens would have to serve the largest weight, cuBLAS's are as good.
+    As measured on an H200 for 9 rows and more of Qwen3-0.6B's weight (12 MB), and of Qwen3-8B's on two GPUs (100 MB) and on one
+    (201 MB). With a small weight it always was, since it begins while the kernel before is still running; 2 to 8 rows are
+    taken to be like 9. A large one takes as long to read either way for few rows; a little more than 256 rows need a last
+    turn that few programs have work for, which cuBLAS's smaller tiles spare; and where the small tiles of 64 tokens would
+    have to serve the largest weight, cuBLAS's are as good.
     """
     if weight.nbytes <= SMALL_WEIGHT:
         return rows > 1

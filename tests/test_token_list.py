@@ -8,7 +8,7 @@ import random
 import pytest
 
 from aioinfer.api import token_list
-from aioinfer.api.protocol import CompletionRequest, TokenizeRequest, decode
+from aioinfer.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest, decode
 from aioinfer.api.token_list import PIECE, decode_large
 from aioinfer.errors import RequestError
 
@@ -20,12 +20,13 @@ def ids(count: int) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 1000, 30_000, 60_000])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_list_in_pieces(count, indent, monkeypatch):
+@pytest.mark.parametrize(("kind", "field"), [(CompletionRequest, "prompt"), (DetokenizeRequest, "tokens")])
+def test_a_list_in_pieces(kind, field, count, indent, monkeypatch):
     pieces = []
-    whole = token_list._Ids.decode
-    monkeypatch.setattr(token_list, "_Ids", type("Spy", (), {"decode": staticmethod(lambda piece: pieces.append(piece) or whole(piece))}))
-    raw = json.dumps({"model": "m", "prompt": ids(count), "max_tokens": 3, "stop": ["["]}, indent=indent).encode()
-    assert decode_large(raw, CompletionRequest) == decode(raw, CompletionRequest)
+    whole = token_list._decode_ids
+    monkeypatch.setattr(token_list, "_decode_ids", lambda piece: pieces.append(piece) or whole(piece))
+    raw = json.dumps({"model": "m", field: ids(count), "max_tokens": 3, "stop": ["["]}, indent=indent).encode()
+    assert decode_large(raw, kind) == decode(raw, kind)
     assert (len(pieces) > 1) == (count >= 30_000)
     assert all(len(piece) < PIECE + 20 for piece in pieces)
 

@@ -20,7 +20,7 @@ FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads run meanwhile: it
-#: takes 1.5 ms for a MiB of text, and a long list of token ids is decoded in pieces.
+#: takes 1.5 ms for a MiB of text; see `token_list` for long lists of token ids.
 _SMALL_BODY = 64 * 1024
 
 B = TypeVar("B", bound=Body)

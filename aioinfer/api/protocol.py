@@ -21,6 +21,7 @@ from aioinfer.sampling_params import MAX_LOGPROBS
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
 
+#: Entries of a prompt whose types are looked at in one go.
 _LOOKED_THROUGH = 16_384
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]

@@ -38,6 +38,7 @@ from aioinfer.scheduler.request import ForkGroup, Request
 T = TypeVar("T")
 #: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms at most).
 _SHORT_PROMPT = 1024
+#: Token ids that are converted in one go.
 _CONVERTED = 16_384
 
 
@@ -246,6 +247,7 @@ class Frontend:
         return generation
 
     def _prepare_prompt(self, token_ids: Sequence[int]) -> PreparedPrompt:
+        """Converts, checks and hashes a prompt. Raises `RequestError`."""
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         try:

@@ -104,9 +104,9 @@ class GpuLlama:
         self.model = model
         for layer in model.layers:
             _interleave(layer.mlp)
-        gate_up, embedding = model.layers[0].mlp.gate_up, model.embedding.weight
+        gate_up, like_inputs = model.layers[0].mlp.gate_up, model.embedding.weight  # rows of hidden_size
         assert gate_up.weight is not None
-        self._has_gated_product = gate_up.bias is None and supports_gated_product(embedding, gate_up.weight)
+        self._has_gated_product = gate_up.bias is None and supports_gated_product(like_inputs, gate_up.weight)
         self._exchange = exchange
         self._pdl = dependent_launch
         self._caches = [KVCache(keys, values) for keys, values in zip(kv[0], kv[1], strict=True)]

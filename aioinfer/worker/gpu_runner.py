@@ -200,7 +200,7 @@ class GpuModelRunner:
         return rows, self._choose(self._logits[:rows, : self._vocabulary.held], sampling, self._plan.turn)
 
     def _launch(self, plan: StepPlan, turn: int) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """Launches a step kernel by kernel."""
+        """Launches any other step: the layers from a graph if there is one for so many tokens, the rest kernel by kernel."""
         sampling = np.flatnonzero(plan.samples).astype(np.int32)
         ends = np.cumsum(plan.lengths, dtype=np.int32)
         records, packed = _pack_admissions(plan.admissions)
@@ -350,7 +350,7 @@ class GpuModelRunner:
         torch.backends.cuda.preferred_blas_library("cublas")
         sizes = mixed_sizes(min(len(self._inputs.input_ids), MIXED_GRAPH_TOKENS + capacity))
         self._stream = self._stream.new_empty(sizes[-1], self._stream.shape[1])
-        self._inputs.slot_mapping.fill_(-1)
+        self._inputs.slot_mapping.fill_(-1)  # the largest is run once: it must find nothing to cache and nothing to attend
         self._prefill.tiles.zero_()
         self._mixed_graphs.capture(sizes, self._begin_mixed, pool, run_each=False)
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_settings import engine_settings
 from random_models import random_model
 from transformers import AutoModelForCausalLM
 
@@ -67,16 +68,7 @@ def make_model(name: str, folder: Path) -> Model:
 @contextmanager
 def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
     """An engine in this process, in float32 and without a prefix cache unless `settings` say otherwise; its books are checked."""
-    defaults = {
-        "parallel__device": device,
-        "parallel__executor": "inline",
-        "model__dtype": "float32",
-        "model__max_model_len": 1024,
-        "scheduler__max_num_seqs": 64,
-        "cache__num_blocks": 400,
-        "cache__enable_prefix_caching": False,
-    }
-    merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
+    merged = engine_settings(**{"parallel__device": device, "parallel__executor": "inline"} | settings)
     with LLM(str(model.folder), settings=merged, progress=False) as llm:
         assert ("cpu" in llm.frontend.engines[0].report.device) == (device == "cpu")
         yield llm

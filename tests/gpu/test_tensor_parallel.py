@@ -30,6 +30,7 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.llm import Output
 from tests.disturbance import disturbed, worker_pids
 from tests.functional.test_lifecycle import Process, events
+from tests.gpu.engine_settings import engine_settings
 from tests.gpu.random_models import random_model
 from tests.gpu.test_compilation import random_params
 
@@ -60,17 +61,7 @@ SIZES = [pytest.param(2, marks=NEEDS_TWO), pytest.param(4, marks=NEEDS_FOUR)]
 @contextmanager
 def running(folder: Path, size: int, **settings: Any) -> Iterator[LLM]:
     """Worker processes on `size` GPUs, in float32 and without a prefix cache unless `settings` say otherwise; the books are checked."""
-    defaults = {
-        "parallel__device": "cuda",
-        "parallel__executor": "multiprocess",
-        "parallel__tensor_parallel_size": size,
-        "model__dtype": "float32",
-        "model__max_model_len": 1024,
-        "scheduler__max_num_seqs": 64,
-        "cache__num_blocks": 400,
-        "cache__enable_prefix_caching": False,
-    }
-    merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
+    merged = engine_settings(**{"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": size} | settings)
     with LLM(str(folder), settings=merged, progress=False) as llm:
         engines = llm.frontend.engines
         assert all("cpu" not in engine.report.device for engine in engines)

@@ -13,7 +13,7 @@ from aioinfer.kernels.prepare import StepInputs
 from aioinfer.layers.attention import KVCache
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama_gpu import ChosenRows, GpuLlama
+from aioinfer.models.llama_gpu import ChosenRows, GpuLlama, GpuStep, Residual
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from tests.kernels.peer_processes import run_ranks
@@ -75,6 +75,35 @@ def test_the_last_layer_for_chosen_rows(family: str, rows: list[int], tmp_path: 
         chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
         expected = whole.forward(whole.plan(inputs, metadata.num_decodes))[last]
         torch.testing.assert_close(gpu.forward(gpu.plan(inputs, num_decodes, chosen)), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kv, whole_kv, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_graphs_hold(tmp_path: Path) -> None:
+    """All layers but the last for more tokens than there are, with nothing but the plans to say which rows decode."""
+    tiny_model("qwen3", tmp_path, vocab_size=100, head_dim=64, num_attention_heads=4, hidden_size=128)
+    arch = Architecture.load(tmp_path)
+    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
+    load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
+    kv = torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, 2, 64)
+    whole_kv = kv.clone()
+    gpu, whole = (GpuLlama(model, cache, dependent_launch=False, programs=3) for cache in (kv, whole_kv))
+    prefill, padding = gpu.make_prefill_plan(8, 80), torch.zeros(5, dtype=torch.int32)
+    for starts, lengths, num_decodes in (([0, 0, 0], [12, 5, 20], 0), ([12, 5, 20], [1, 1, 5], 2), ([13, 6, 25], [1, 1, 1], 3)):
+        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]).int()
+        ids = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32)
+        rows = metadata.query_starts, metadata.seq_lens, metadata.block_tables
+        inputs = StepInputs(ids, positions, metadata.slot_mapping, *rows)
+        padded = StepInputs(
+            torch.cat([ids, padding]), torch.cat([positions, padding]), torch.cat([metadata.slot_mapping, padding.long() - 1]), *rows
+        )
+        last = (metadata.query_starts[1:] - 1).int()
+        expected = whole.forward(whole.plan(inputs, num_decodes))[last]
+        step = gpu.plan(inputs, num_decodes, ChosenRows.of(inputs, torch.arange(3, dtype=torch.int32), last), prefill)
+        stream = torch.full((len(padded.input_ids), 128), torch.nan)
+        gpu.begin(GpuStep(padded, None, prefill), stream)
+        torch.testing.assert_close(gpu.finish(step, Residual(stream[: len(ids)])), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kv, whole_kv, rtol=1e-4, atol=1e-4)
 
 
