@@ -38,6 +38,20 @@ def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -
 
 
 @gluon.jit
+def _item(turn):
+    """Returns this program's work item of a turn. Items get smaller from turn to turn, so every other turn goes the other way round."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
+
+
+@gluon.jit
+def _count_items(items):
+    """Returns how many of all work items are this program's."""
+    turns = items // gl.num_programs(0)
+    return turns + (_item(turns) < items).to(gl.int32)
+
+
+@gluon.jit
 def _work(
     plan, item, query_starts, seq_lens, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr,
     ROWS: gl.constexpr,
@@ -58,13 +72,14 @@ def _work(
 
 @gluon.jit
 def _produce(
-    keys, values, block_tables, query_starts, seq_lens, plan, num_items, table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    keys, values, block_tables, query_starts, seq_lens, plan, count, table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Loads the KV blocks of every work item, last block first, as stages of the ring become free."""
     loaded = gl.program_id(0) * 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    for turn in range(count):
+        item = _item(turn)
         _, _, _, _, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
         column = item % KV_HEADS * HEAD_SIZE
         table = block_tables + gl.load(plan + 2 + item // KV_HEADS * 2).to(gl.int64) * table_stride
@@ -217,7 +232,7 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    q, out, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale, q_stride, out_stride,
+    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
     q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
@@ -228,7 +243,8 @@ def _consume(
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
     columns = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))[None, :]
     used = gl.program_id(0) * 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    for turn in range(count):
+        item = _item(turn)
         tile, start, length, context, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
         first = tile * ROWS + WARPGROUP * HALF
         packed = first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
@@ -258,7 +274,7 @@ def _prefill_kernel(
     TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
-    num_items = gl.load(plan) * KV_HEADS
+    count = _count_items(gl.load(plan) * KV_HEADS)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_SIZE], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_SIZE], q_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], keys.layout)
@@ -276,13 +292,13 @@ def _prefill_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_consume, (q, out, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale, q_stride, out_stride,
+            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
                         q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
-            (_consume, (q, out, query_starts, seq_lens, plan, num_items, scale, soft_cap, v_scale, q_stride, out_stride,
+            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
                         q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
-            (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, num_items, table_stride,
+            (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count, table_stride,
                         k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
         ],

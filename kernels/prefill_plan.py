@@ -1,7 +1,8 @@
 """Which query tiles a step's rows of several tokens have: a list on the GPU, made once a step for all layers.
 
 The prefill kernels take their work from it, so what they do depends on nothing that the host says at their launch: a
-graph that holds them serves any mixture of rows.
+graph that holds them serves any mixture of rows. Tiles that see more keys come first, whatever row they are of, so that
+programs which take turns through the list end at nearly the same time.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -43,38 +44,56 @@ class PrefillPlan:
         return len(self.tiles) - 1
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"], do_not_specialize_on_alignment=["query_starts"])
-def _plan_kernel(query_starts, plan, first_row, num_rows, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr):
-    """The last tiles of a causal row see the most keys; they go first, so that no long tile is left for the end."""
+@triton.jit
+def _tiles_that_see(keys, tiles, lengths, contexts, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """How many tiles of each row have a token that sees `keys` keys or more."""
+    needed = keys - 1 - contexts  # of the row's own tokens, before the first that does
+    some = tiles - tl.maximum(needed, 0) * GROUP // TILE_ROWS
+    return tl.where(needed < lengths, some, 0)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"], do_not_specialize_on_alignment=["query_starts", "seq_lens"])
+def _plan_kernel(
+    query_starts, seq_lens, plan, first_row, num_rows, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     r = tl.arange(0, ROWS_PAD)
-    starts = query_starts + first_row + r
-    lengths = tl.load(starts + 1, r < num_rows, 0) - tl.load(starts, r < num_rows, 0)
+    long = (r >= first_row) & (r < num_rows)
+    lengths = tl.load(query_starts + r + 1, long, 0) - tl.load(query_starts + r, long, 0)
+    contexts = tl.load(seq_lens + r, long, 0) - lengths
     tiles = (lengths * GROUP + TILE_ROWS - 1) // TILE_ROWS
     row = tl.sum((tl.cumsum(tiles) <= index).to(tl.int32))
-    before = tl.sum(tl.where(r < row, tiles, 0))
-    here = tl.sum(tl.where(r == row, tiles, 0))
     if row < num_rows:
-        tl.store(plan + 2 + 2 * index, first_row + row)
-        tl.store(plan + 3 + 2 * index, here - 1 - (index - before))
+        own = r == row
+        here = tl.sum(tl.where(own, tiles, 0))
+        tile = index - tl.sum(tl.where(r < row, tiles, 0))
+        length = tl.sum(tl.where(own, lengths, 0))
+        seen = tl.sum(tl.where(own, contexts, 0)) + tl.minimum(((tile + 1) * TILE_ROWS - 1) // GROUP, length - 1) + 1
+        more = _tiles_that_see(seen + 1, tiles, lengths, contexts, GROUP, TILE_ROWS)
+        as_many = _tiles_that_see(seen, tiles, lengths, contexts, GROUP, TILE_ROWS) - more
+        before = tl.sum(more) + tl.sum(tl.where(r < row, as_many, 0))  # and those of its own row that see as many keys
+        rank = before + here - 1 - tile - tl.sum(tl.where(own, more, 0))
+        tl.store(plan + 2 + 2 * rank, row)
+        tl.store(plan + 3 + 2 * rank, tile)
     if index == 0:
         tl.store(plan, tl.sum(tiles))
 
 
-def plan_prefill(plan: PrefillPlan, query_starts: torch.Tensor, first_row: int, num_tokens: int) -> None:
+def plan_prefill(plan: PrefillPlan, query_starts: torch.Tensor, seq_lens: torch.Tensor, first_row: int, num_tokens: int) -> None:
     """Lists the query tiles of a step's rows of several tokens.
 
     Args:
         plan: to be filled.
         query_starts: int32 [R + 1], the first token of each row.
+        seq_lens: int32 [R], the keys of each row, its own tokens included.
         first_row: of those with several tokens, which come last.
         num_tokens: at least the tokens of these rows.
     """
-    rows = query_starts.shape[0] - 1 - first_row
-    count = num_tokens * plan.group // plan.tile_rows + rows
+    rows = len(seq_lens)
+    count = num_tokens * plan.group // plan.tile_rows + rows - first_row
     if count > plan.capacity:
         raise ValueError(f"the plan has room for {plan.capacity} tiles, not {count}")
     _plan_kernel[(max(1, count),)](
-        query_starts, plan.tiles, first_row, rows,
+        query_starts, seq_lens, plan.tiles, first_row, rows,
         GROUP=plan.group, TILE_ROWS=plan.tile_rows, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip

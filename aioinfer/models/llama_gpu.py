@@ -147,7 +147,7 @@ class GpuLlama:
         if prefill is None and num_decodes < rows:
             prefill = self.make_prefill_plan(rows, tokens)
         if prefill is not None:
-            plan_prefill(prefill, inputs.query_starts, num_decodes, tokens)
+            plan_prefill(prefill, inputs.query_starts, inputs.seq_lens, num_decodes, tokens)
         return GpuStep(inputs, num_decodes, prefill, chosen)
 
     def forward(self, step: GpuStep) -> torch.Tensor:

@@ -130,7 +130,7 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                 wants = {"scale": 128**-0.5 * LOG2_E, "window": 0, "soft_cap": 0.0, "v_scale": 1.0}
                 tile_rows = ROWS if config is None else config.rows
                 plan = PrefillPlan.empty(len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None)
-                plan_prefill(plan, starts, 0, len(q))
+                plan_prefill(plan, starts, lens, 0, len(q))
                 arguments = (q, k, v, tables, starts, lens, out, plan)
                 if config is None:
                     run: Callable[[], None] = lambda a=arguments, w=wants: launch_prefill_hopper(*a, **w)  # noqa: E731

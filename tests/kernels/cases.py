@@ -89,7 +89,7 @@ def attention(case: AttentionCase) -> Pair:
         plan_decode(workspace, lens[:decodes])
     prefill_plan = make_prefill_plan(len(rows), len(q), case.q_heads, case.dtype, k_cache, v_cache, hopper=case.hopper)
     prefill_plan.tiles.fill_(-1)
-    plan_prefill(prefill_plan, starts, decodes, len(q))
+    plan_prefill(prefill_plan, starts, lens, decodes, len(q))
     out = paged_attention(
         q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace, prefill_plan=prefill_plan,
         soft_cap=case.soft_cap, k_scale=k_scale, v_scale=v_scale, out=poisoned(*q.shape, dtype=q.dtype, device=device),
