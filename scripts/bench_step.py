@@ -1,7 +1,7 @@
 """What a step costs: the worker's host time, the GPU's time, and the gap between two decode steps on the GPU.
 
-    python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--trace FILE]
-    python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512
+    python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels] [--trace FILE]
+    python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512 [--kernels]
 
 Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two are in flight, the
 third is launched when the first has come back. Needs a GPU with kernels for the model; weights are random (the folder
@@ -9,7 +9,8 @@ needs a config.json only). Events before and behind each graph give the gap: fro
 the beginning of the next one's, the copy of the plan between them included. The host's time is from a plan's bytes to
 the launch of the copy of its results. `--trace` writes the start and end of every step in microseconds, as JSON.
 With `--prompts NxT`, steps of each number of streams beside N prompts of T tokens each, which begin anew in every step;
-"GPU ms" is then the time in which some kernel ran, by torch's profiler, in a few steps more.
+"GPU ms" is then the time in which some kernel ran, by torch's profiler, in a few steps more. `--kernels` adds what the profiler
+says of each kernel: how often a step launches it, and its time in microseconds.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import argparse
 import json
 import statistics
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 STEPS = 200
 IN_FLIGHT = 2
 MIXED_STEPS = 40
+SHOWN_KERNELS = 20
 PROFILED_STEPS = 5
 
 
@@ -124,6 +126,23 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
     return perf_counter() - began, host
 
 
+def observe(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Executes plans under torch's profiler. Returns the microseconds in which some kernel ran, and of each kernel the launches a step
+    and the mean microseconds of a launch."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        drive(worker, plans)
+        torch.cuda.synchronize()
+    ran = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    busy, last = 0.0, 0.0
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in sorted(ran, key=lambda event: event.time_range.start):
+        span = event.time_range
+        busy += max(0.0, span.end - max(span.start, last))
+        last = max(last, span.end)
+        times[event.name].append(span.end - span.start)
+    return busy, {name: (len(spans) / len(plans), statistics.mean(spans)) for name, spans in times.items()}
+
+
 def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> dict[str, object]:
     """Executes steps of `rows` decodes beside `prompts` prompts in the slots behind theirs; returns the figures."""
     none = np.empty(0, np.int32)
@@ -133,14 +152,7 @@ def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> d
     plans = [StepPlan(step, slots, starts, lengths, np.ones_like(slots), none, none, none, none, none) for step in range(MIXED_STEPS)]
     drive(worker, plans[:IN_FLIGHT])
     wall, host = drive(worker, plans)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        drive(worker, plans[:PROFILED_STEPS])
-        torch.cuda.synchronize()
-    ran = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    busy, last = 0.0, 0.0
-    for span in sorted(ran, key=lambda span: span.start):
-        busy += max(0.0, span.end - max(span.start, last))
-        last = max(last, span.end)
+    busy, kernels = observe(worker, plans[:PROFILED_STEPS])
     return {
         "rows": rows,
         "context": context,
@@ -148,6 +160,7 @@ def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> d
         "step_ms": wall / len(plans) * 1e3,
         "gpu_ms": busy / PROFILED_STEPS / 1e3,
         "host_us": statistics.median(host) * 1e6,
+        "kernels": kernels,
     }
 
 
@@ -158,7 +171,8 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> d
     size = runner._decode_graphs.fit(rows)
     timed = TimedGraph(graphs[size])
     graphs[size] = timed  # type: ignore[assignment]
-    wall, host = drive(worker, [make_plan(step, slots, context + step, 1, 1) for step in range(STEPS)])
+    plans = [make_plan(step, slots, context + step, 1, 1) for step in range(STEPS)]
+    wall, host = drive(worker, plans)
     graphs[size] = timed.graph
     torch.cuda.synchronize()
     origin = timed.events[0][0]
@@ -174,6 +188,7 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> d
         "idle_share": sum(gaps) / (trace[-1][1] - trace[0][0]),
         "host_us": statistics.median(host) * 1e6,
         "trace_us": trace,
+        "kernels": observe(worker, plans[:PROFILED_STEPS])[1],
     }
 
 
@@ -195,12 +210,24 @@ def show(title: str, results: Sequence[dict[str, object]]) -> None:
     Console(width=120).print(table)
 
 
+def show_kernels(results: Sequence[dict[str, Any]]) -> None:
+    """Prints the kernels of each result, those that take most of a step first."""
+    for result in results:
+        table = Table(title=f"{result['rows']} streams, prompts {result.get('prompts', 'none')}", title_justify="left")
+        for name in ("kernel", "launches", "us", "ms a step"):
+            table.add_column(name, justify="left" if name == "kernel" else "right")
+        for name, (count, mean) in sorted(result["kernels"].items(), key=lambda item: -item[1][0] * item[1][1])[:SHOWN_KERNELS]:
+            table.add_row(name[:70], f"{count:g}", f"{mean:.2f}", f"{count * mean / 1e3:.3f}")
+        Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures decode steps of a worker on a GPU.")
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="with a config.json")
     parser.add_argument("--rows", default="1,64,256", help="numbers of streams (default: %(default)s)")
     parser.add_argument("--context", type=int, default=512, help="tokens in each stream at first (default: %(default)s)")
     parser.add_argument("--prompts", metavar="NxT,...", help="mixed steps instead: so many prompts of so many tokens beside the streams")
+    parser.add_argument("--kernels", action="store_true", help="show what each kernel takes")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for the figures with the start and end of every step")
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.rows.split(",")]
@@ -215,6 +242,8 @@ def main() -> None:
     else:
         results = [decode(worker, runner, rows, context) for rows in numbers]
     show(f"{arguments.model.name}, {context} tokens of context", results)
+    if arguments.kernels:
+        show_kernels(results)
     if arguments.trace:
         arguments.trace.write_text(json.dumps(results), "utf-8")
 
