@@ -1,4 +1,4 @@
-"""What kernels around attention share: heads normed and rotated, a tile of the paged cache, a softmax step.
+"""What kernels around attention share: heads loaded, normed and rotated, a tile of the paged cache, a softmax step.
 
 Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2 throughout (scaled by log2 e).
 """
@@ -13,28 +13,36 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def turned_heads(
-    rows, mask, weight, angles, eps, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr
-):
-    """Returns heads of one token, float32 [N, HEAD_PAD]: normed if there is a weight [HEAD_SIZE], and rotated.
-
-    `rows` [N, 1] are where the heads begin; `angles` is the row of the token's position: ROTARY / 2 cosines, then the sines. A
-    channel and the one half of ROTARY further are a pair (GPT-NeoX's order).
-    """
+def pairs(d, ROTARY: tl.constexpr):
+    """Returns the channel with which each channel is rotated, the one half of ROTARY further or back (GPT-NeoX's order); else itself."""
     half: tl.constexpr = ROTARY // 2
-    d = tl.arange(0, HEAD_PAD)
-    rotates = d < ROTARY
-    partner = tl.where(d < half, d + half, tl.where(rotates, d - half, d))
+    return tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
+
+
+@triton.jit
+def load_angles(angles, d, ROTARY: tl.constexpr):
+    """Returns the factors of each channel and of its pair; `angles` is a position's row: ROTARY / 2 cosines, then the sines."""
+    half: tl.constexpr = ROTARY // 2
     angle = tl.where(d < half, d, d - half)
-    x = tl.load(rows + d[None, :], mask, 0.0).to(tl.float32)
-    other = tl.load(rows + partner[None, :], mask, 0.0).to(tl.float32)
+    cos = tl.load(angles + angle, d < ROTARY, 1.0)
+    sin = tl.load(angles + half + angle, d < ROTARY, 0.0)
+    return cos, tl.where(d < half, -sin, sin)
+
+
+@triton.jit
+def load_with_pairs(rows, d, pair, mask):
+    """Returns rows as float32, and the same with each channel's pair in its place."""
+    return tl.load(rows + d, mask, 0.0).to(tl.float32), tl.load(rows + pair, mask, 0.0).to(tl.float32)
+
+
+@triton.jit
+def turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Returns heads of one token, float32 [N, HEAD_PAD], normed if there is a weight, and rotated: `other` holds their pairs."""
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
-        x = x * scale * tl.load(weight + d, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
-        other = other * scale * tl.load(weight + partner, d < HEAD_SIZE, 0.0).to(tl.float32)[None, :]
-    cos = tl.load(angles + angle, rotates, 1.0)
-    sin = tl.load(angles + half + angle, rotates, 0.0)
-    return x * cos[None, :] + other * tl.where(d < half, -sin, sin)[None, :]
+        x = x * scale * weight
+        other = other * scale * other_weight
+    return x * cos + other * sin
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import turned_heads
+from aioinfer.kernels.attention_tiles import load_angles, load_with_pairs, pairs, turned_heads
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -50,9 +50,11 @@ def _qk_norm_rope_cache_kernel(
         tl.store(place, value.to(v_cache.dtype.element_ty), mask & (slot >= 0))
     else:
         rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
-        weight = q_weight if is_q else k_weight
-        angles = cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride
-        x = turned_heads(rows, mask, weight, angles, eps, HEAD_SIZE, HEAD_PAD, ROTARY, HAS_NORM)
+        line, pair = d[None, :], pairs(d, ROTARY)[None, :]
+        x, other = load_with_pairs(rows, line, pair, mask)
+        weight, other_weight = load_with_pairs(q_weight if is_q else k_weight, line, pair, line < HEAD_SIZE)
+        cos, sin = load_angles(cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, line, ROTARY)
+        x = turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
         if is_q:
             tl.store(q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :], x.to(q_out.dtype.element_ty), mask)
         else:

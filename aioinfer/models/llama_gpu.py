@@ -207,13 +207,14 @@ class GpuLlama:
         part, inputs = layer.attention, step.inputs
         qkv = self._normed_product(residual, layer.attention_norm, part.qkv)
         queries = self._queries(part, qkv)
-        first = step.num_decodes or 0  # decode attention caches its own keys; where their number is unknown, it does so again
+        projection = None if step.num_decodes is None else Projection(qkv, self._cos_sin, **_norms(part))
+        first = step.num_decodes or 0  # decode attention caches its own keys, if the host knows how many rows it has
         if first < len(qkv):
             queries = self._turn_and_cache(part, qkv, cache, inputs, first)
         attended = paged_attention(
             queries, cache.keys, cache.values, inputs.block_tables, inputs.query_starts, inputs.seq_lens,
             num_decodes=step.num_decodes, workspace=self._workspaces[part.attend.sliding_window or 0], prefill_plan=step.prefill,
-            scale=part.attend.scale, projection=Projection(qkv, self._cos_sin, **_norms(part)), pdl=self._pdl,
+            scale=part.attend.scale, projection=projection, pdl=self._pdl,
         )  # fmt: skip
         self._add_product(residual, attended.flatten(1), part.output, layer.mlp_norm)
 

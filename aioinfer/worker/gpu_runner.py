@@ -366,6 +366,7 @@ class GpuModelRunner:
         """Launches steps of all sizes for which kernels are compiled differently: see `compile_only`."""
         self.model.rehearse()
         capacity = self._plan.capacity
+        self.model.begin(GpuStep(self._views(MIXED_TOKENS, capacity), None, self._prefill))
         ordinary = [rows for rows in (1, 2, SKINNY_ROWS + 1) if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]  # the kernels' powers of two
         for rows in (*ordinary, *(size + 1 for size in many), capacity):

@@ -48,7 +48,7 @@ def test_no_kernel_is_compiled_while_serving(max_num_seqs: int, tmp_path: Path) 
         for alone in prompts[:10]:
             llm.generate([alone], random_params(choice))
         llm.generate(prompts, [random_params(choice) for _ in prompts])
-        assert llm.frontend.engines[0].report.graph_bytes > 0
+        assert llm.frontend.engines[0].report.graph_bytes != 0  # under 0 where others gave memory back meanwhile
         assert watch.names == [], watch.names
         triton.jit(_left_out)[(1,)](torch.zeros(1, device="cuda"))  # made anew: one that a test before compiled would be at hand
         assert len(watch.names) == 1
