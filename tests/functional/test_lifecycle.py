@@ -143,6 +143,7 @@ def test_a_killed_worker_of_one_engine_ends_both(process: Process) -> None:
     for response in responses:
         error = json.loads(events(response)[-1])["error"]
         assert error["code"] == "engine_dead"
-        assert re.match("engine [01]: worker 0 was killed by SIGKILL: rank 0 was executing step", error["message"])
+        # what it was doing at that moment is chance: between two steps it waits for a plan
+        assert re.match("engine [01]: worker 0 was killed by SIGKILL: rank 0 was (executing step|waiting for a plan)", error["message"])
     assert process.request("GET", "/health").status == 503
     assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1
