@@ -218,18 +218,39 @@ def _share(
 
 
 @triton.jit
-def _take_newest(query, key, value, k_place, v_place, mask, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Caches a row's newest key and value, each float32 [1, HEAD_PAD].
+def _begin_row(
+    line, table, position, heads, head, own, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
+    k_cache, v_cache, k_inverse, v_inverse,
+    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Returns the queries of a row whose newest token's projection begins at `line`, and the softmax's state.
 
-    Returns the scores [ROWS] of the queries with the key, as they are when it is read back from the cache, and the value likewise.
+    With `is_last` the token's key and value are cached, and the softmax begins with them, as they are when they are read back. All
+    loads come before what is made of them, so that they are waited for once.
     """
-    key, value = key.to(k_place.dtype.element_ty), value.to(v_place.dtype.element_ty)
-    tl.store(k_place, key, mask)
-    tl.store(v_place, value, mask)
-    s = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
-    if SOFT_CAP:
-        s = capped_scores(s, soft_cap)
-    return s, value.to(tl.float32)
+    d = tl.arange(0, HEAD_PAD)[None, :]
+    pair, mask = pairs(d, ROTARY), d < HEAD_SIZE
+    q_x, q_other = load_with_pairs(line + heads[:, None] * HEAD_SIZE, d, pair, own)
+    newest = line + (Q_HEADS + head + tl.arange(0, 1)[:, None]) * HEAD_SIZE
+    k_x, k_other = load_with_pairs(newest, d, pair, mask)
+    value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32) * v_inverse
+    cos, sin = load_angles(angles, d, ROTARY)
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    query = turned_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(line.dtype.element_ty)
+    if is_last:
+        key = turned_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
+        offset = position % BLOCK_SIZE
+        key, cached = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
+        tl.store(k_cache + block * k_block_stride + offset * k_token_stride + head * k_head_stride + d, key, mask)
+        tl.store(v_cache + block * v_block_stride + offset * v_token_stride + head * v_head_stride + d, cached, mask)
+        m = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
+        if SOFT_CAP:
+            m = capped_scores(m, soft_cap)
+        l += 1.0
+        acc += cached.to(tl.float32)
+    return query, m, l, acc
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
@@ -253,10 +274,9 @@ def _decode_kernel(
     g = tl.arange(0, ROWS)
     d = tl.arange(0, HEAD_PAD)
     own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
-    if PROJECTED:
-        channel, pair = d[None, :], pairs(d, ROTARY)[None, :]
-        q_norm = load_with_pairs(q_weight, channel, pair, channel < HEAD_SIZE)
-        k_norm = load_with_pairs(k_weight, channel, pair, channel < HEAD_SIZE)
+    if PROJECTED:  # without norms these are loads of something that nobody looks at, and the compiler leaves them out
+        q_norm = load_with_pairs(q_weight, d[None, :], pairs(d[None, :], ROTARY), d[None, :] < HEAD_SIZE)
+        k_norm = load_with_pairs(k_weight, d[None, :], pairs(d[None, :], ROTARY), d[None, :] < HEAD_SIZE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -270,23 +290,14 @@ def _decode_kernel(
         l = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
         cached = seq_len
-        if PROJECTED:  # all loads before what is made of them: their waits are one
+        if PROJECTED:
             cached = tl.maximum(seq_len - 1, 0)
-            q_x, q_other = load_with_pairs(line + heads[:, None] * HEAD_SIZE, channel, pair, own)
-            newest = line + (GROUP * KV_HEADS + head + tl.arange(0, 1)[:, None]) * HEAD_SIZE
-            k_x, k_other = load_with_pairs(newest, channel, pair, channel < HEAD_SIZE)
-            new_value = tl.load(newest + KV_HEADS * HEAD_SIZE + channel, channel < HEAD_SIZE, 0.0).to(tl.float32) * v_inverse
-            cos, sin = load_angles(cos_sin + cached.to(tl.int64) * cos_sin_stride, channel, ROTARY)
-            block = tl.load(table + cached // BLOCK_SIZE).to(tl.int64)
-            query = turned_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(q.dtype.element_ty)
-            if (end == tiles) & (seq_len > 0):
-                new_key = turned_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
-                offset = cached % BLOCK_SIZE
-                k_place = k_cache + block * k_block_stride + offset * k_token_stride + head * k_head_stride + channel
-                v_place = v_cache + block * v_block_stride + offset * v_token_stride + head * v_head_stride + channel
-                m, values = _take_newest(query, new_key, new_value, k_place, v_place, channel < HEAD_SIZE, scale, soft_cap, SOFT_CAP)
-                l += 1.0
-                acc += values
+            query, m, l, acc = _begin_row(
+                line, table, cached, heads, head, own, (end == tiles) & (seq_len > 0), cos_sin + cached.to(tl.int64) * cos_sin_stride,
+                q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse, v_inverse,
+                k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+                GROUP * KV_HEADS, KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM, SOFT_CAP,
+            )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):

@@ -358,15 +358,18 @@ class GpuModelRunner:
 
     def _begin_mixed(self, tokens: int) -> None:
         """Launches all layers but the last for `tokens` tokens, as the plans on the GPU say: what a graph holds."""
-        step = GpuStep(self._views(tokens, self._plan.capacity), None, self._prefill)
-        self.model.begin(step, self._stream[:tokens])
+        self.model.begin(self._planned_step(tokens), self._stream[:tokens])
+
+    def _planned_step(self, tokens: int) -> GpuStep:
+        """Returns a step of `tokens` tokens of which the plans on the GPU say the rest."""
+        return GpuStep(self._views(tokens, self._plan.capacity), None, self._prefill)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Launches steps of all sizes for which kernels are compiled differently: see `compile_only`."""
         self.model.rehearse()
+        self.model.begin(self._planned_step(MIXED_TOKENS))
         capacity = self._plan.capacity
-        self.model.begin(GpuStep(self._views(MIXED_TOKENS, capacity), None, self._prefill))
         ordinary = [rows for rows in (1, 2, SKINNY_ROWS + 1) if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]  # the kernels' powers of two
         for rows in (*ordinary, *(size + 1 for size in many), capacity):

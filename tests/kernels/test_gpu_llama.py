@@ -10,7 +10,7 @@ from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
 from aioinfer.kernels.mailbox import PeerBuffer
 from aioinfer.kernels.prepare import StepInputs
 
-from aioinfer.layers.attention import KVCache
+from aioinfer.layers.attention import AttentionMetadata, KVCache
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
 from aioinfer.models.llama_gpu import ChosenRows, GpuLlama, GpuStep, Residual
@@ -24,6 +24,24 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 HIDDEN = 128  # of the models that ranks share
 TABLES = [[3, 1], [0], [5, 2, 4]]
+
+
+def step_inputs(starts: list[int], lengths: list[int], ids: torch.Tensor) -> tuple[AttentionMetadata, StepInputs]:
+    """Returns a step of three rows with the blocks of `TABLES`, as the plain model and as the kernels take it."""
+    metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
+    positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]).int()
+    rows = metadata.query_starts, metadata.seq_lens, metadata.block_tables
+    return metadata, StepInputs(ids, positions, metadata.slot_mapping, *rows)
+
+
+def two_of(folder: Path) -> tuple[tuple[GpuLlama, torch.Tensor], tuple[GpuLlama, torch.Tensor]]:
+    """Returns the model in `folder` twice, each with its KV cache."""
+    arch = Architecture.load(folder)
+    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
+    load_weights(model, folder, "auto", 0, lambda done, total: None)
+    caches = [torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, 2, 64) for _ in range(2)]
+    one, other = ((GpuLlama(model, kv, dependent_launch=False, programs=3), kv) for kv in caches)
+    return one, other
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
@@ -41,13 +59,9 @@ def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
     gpu = GpuLlama(model, kv, dependent_launch=False, programs=3)
     caches = [KVCache(keys, values) for keys, values in zip(plain_kv[0], plain_kv[1], strict=True)]
     for starts, lengths in (([0, 0, 0], [20, 5, 33]), ([20, 5, 33], [1, 1, 5]), ([21, 6, 38], [1, 1, 1])):
-        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
         tokens = torch.randint(0, 100, (sum(lengths),))
-        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
-        inputs = StepInputs(
-            tokens.int(), positions.int(), metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables
-        )
-        expected = plain.logits(plain.forward(tokens, positions, caches, metadata))
+        metadata, inputs = step_inputs(starts, lengths, tokens.int())
+        expected = plain.logits(plain.forward(tokens, inputs.positions.long(), caches, metadata))
         hidden = gpu.forward(gpu.plan(inputs, metadata.num_decodes))
         for rows in (8, 1):
             torch.testing.assert_close(gpu.logits(hidden[:rows]), expected[:rows], rtol=1e-4, atol=1e-4)
@@ -59,18 +73,10 @@ def test_the_last_layer_for_chosen_rows(family: str, rows: list[int], tmp_path: 
     """What is left out changes neither the chosen rows' hidden states nor any key or value."""
     extra = {"sliding_window": 6} if family == "mistral" else {}
     tiny_model(family, tmp_path, vocab_size=100, head_dim=64, num_attention_heads=4, hidden_size=256, **extra)
-    arch = Architecture.load(tmp_path)
-    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
-    load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
-    kv = torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, 2, 64)
-    whole_kv = kv.clone()
-    gpu, whole = (GpuLlama(model, cache, dependent_launch=False, programs=3) for cache in (kv, whole_kv))
+    (gpu, kv), (whole, whole_kv) = two_of(tmp_path)
     decodes = 2 if {0, 1} <= set(rows) else 1 if 0 in rows else 0
     for starts, lengths, num_decodes in (([0, 0, 0], [20, 5, 33], 0), ([20, 5, 33], [1, 1, 5], decodes)):
-        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
-        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
-        tokens = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32)
-        inputs = StepInputs(tokens, positions.int(), metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables)
+        metadata, inputs = step_inputs(starts, lengths, torch.randint(0, 100, (sum(lengths),), dtype=torch.int32))
         last = (metadata.query_starts[1:] - 1)[rows].int()
         chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
         expected = whole.forward(whole.plan(inputs, metadata.num_decodes))[last]
@@ -82,28 +88,20 @@ def test_the_last_layer_for_chosen_rows(family: str, rows: list[int], tmp_path: 
 def test_what_graphs_hold(tmp_path: Path) -> None:
     """All layers but the last for more tokens than there are, with nothing but the plans to say which rows decode."""
     tiny_model("qwen3", tmp_path, vocab_size=100, head_dim=64, num_attention_heads=4, hidden_size=128)
-    arch = Architecture.load(tmp_path)
-    model = build_model(arch, ParallelGroup.single(), torch.float32, CPU)
-    load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
-    kv = torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, 2, 64)
-    whole_kv = kv.clone()
-    gpu, whole = (GpuLlama(model, cache, dependent_launch=False, programs=3) for cache in (kv, whole_kv))
+    (gpu, kv), (whole, whole_kv) = two_of(tmp_path)
     prefill, padding = gpu.make_prefill_plan(8, 80), torch.zeros(5, dtype=torch.int32)
     for starts, lengths, num_decodes in (([0, 0, 0], [12, 5, 20], 0), ([12, 5, 20], [1, 1, 5], 2), ([13, 6, 25], [1, 1, 1], 3)):
-        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
-        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]).int()
-        ids = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32)
-        rows = metadata.query_starts, metadata.seq_lens, metadata.block_tables
-        inputs = StepInputs(ids, positions, metadata.slot_mapping, *rows)
+        metadata, inputs = step_inputs(starts, lengths, torch.randint(0, 100, (sum(lengths),), dtype=torch.int32))
         padded = StepInputs(
-            torch.cat([ids, padding]), torch.cat([positions, padding]), torch.cat([metadata.slot_mapping, padding.long() - 1]), *rows
-        )
+            torch.cat([inputs.input_ids, padding]), torch.cat([inputs.positions, padding]),
+            torch.cat([inputs.slot_mapping, padding.long() - 1]), inputs.query_starts, inputs.seq_lens, inputs.block_tables,
+        )  # fmt: skip
         last = (metadata.query_starts[1:] - 1).int()
         expected = whole.forward(whole.plan(inputs, num_decodes))[last]
         step = gpu.plan(inputs, num_decodes, ChosenRows.of(inputs, torch.arange(3, dtype=torch.int32), last), prefill)
         stream = torch.full((len(padded.input_ids), 128), torch.nan)
         gpu.begin(GpuStep(padded, None, prefill), stream)
-        torch.testing.assert_close(gpu.finish(step, Residual(stream[: len(ids)])), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gpu.finish(step, Residual(stream[: len(inputs.input_ids)])), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kv, whole_kv, rtol=1e-4, atol=1e-4)
 
 
@@ -120,10 +118,8 @@ def rank_states(peers: PeerBuffer, folder: Path, pushed_rows: int) -> list[torch
     gpu = GpuLlama(model, kv, dependent_launch=False, exchange=exchange, programs=3)
     states = []
     for starts, lengths in (([0, 0, 0], [9, 5, 18]), ([9, 5, 18], [1, 1, 5]), ([10, 6, 23], [1, 1, 1])):
-        metadata = make_metadata(TABLES, starts, lengths, BLOCK_SIZE)
-        tokens = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32, generator=torch.Generator().manual_seed(lengths[0]))
-        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]).int()
-        inputs = StepInputs(tokens, positions, metadata.slot_mapping, metadata.query_starts, metadata.seq_lens, metadata.block_tables)
+        ids = torch.randint(0, 100, (sum(lengths),), dtype=torch.int32, generator=torch.Generator().manual_seed(lengths[0]))
+        metadata, inputs = step_inputs(starts, lengths, ids)
         rows = [0, 1, 2] if metadata.num_decodes else [2, 1]
         last = (metadata.query_starts[1:] - 1)[rows].int()
         chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
