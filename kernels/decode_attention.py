@@ -218,22 +218,35 @@ def _share(
 
 
 @triton.jit
+def _channels(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
+    return tl.arange(0, HEAD_PAD)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+
+
+@triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """Returns x [N, D] as often as it fits into ROWS."""
+    return tl.broadcast_to(x[None, :, :], ROWS // x.shape[0], x.shape[0], x.shape[1]).reshape(ROWS, x.shape[1])
+
+
+@triton.jit
 def _begin_row(
-    line, table, position, heads, head, own, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
+    line, table, position, head, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
     k_cache, v_cache, k_inverse, v_inverse,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Returns the queries of a row whose newest token's projection begins at `line`, and the softmax's state.
 
     With `is_last` the token's key and value are cached, and the softmax begins with them, as they are when they are read back. All
-    loads come before what is made of them, so that they are waited for once.
+    loads come before what is made of them, so that they are waited for once. All are as wide as the queries' heads, also where
+    every head has the same: so none changes the layout of another, which takes barriers.
     """
-    d = tl.arange(0, HEAD_PAD)[None, :]
+    g = tl.arange(0, GROUP_PAD)[:, None]
+    d = _channels(GROUP_PAD, HEAD_PAD)
     pair, mask = pairs(d, ROTARY), d < HEAD_SIZE
-    q_x, q_other = load_with_pairs(line + heads[:, None] * HEAD_SIZE, d, pair, own)
-    newest = line + (Q_HEADS + head + tl.arange(0, 1)[:, None]) * HEAD_SIZE
+    q_x, q_other = load_with_pairs(line + (head * GROUP + g) * HEAD_SIZE, d, pair, (g < GROUP) & mask)
+    newest = line + (GROUP * KV_HEADS + head) * HEAD_SIZE
     k_x, k_other = load_with_pairs(newest, d, pair, mask)
     value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32) * v_inverse
     cos, sin = load_angles(angles, d, ROTARY)
@@ -243,14 +256,15 @@ def _begin_row(
         key = turned_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
         offset = position % BLOCK_SIZE
         key, cached = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
-        tl.store(k_cache + block * k_block_stride + offset * k_token_stride + head * k_head_stride + d, key, mask)
-        tl.store(v_cache + block * v_block_stride + offset * v_token_stride + head * v_head_stride + d, cached, mask)
-        m = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
+        tl.store(k_cache + block * k_block_stride + offset * k_token_stride + head * k_head_stride + d, key, (g == 0) & mask)
+        tl.store(v_cache + block * v_block_stride + offset * v_token_stride + head * v_head_stride + d, cached, (g == 0) & mask)
+        score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
         if SOFT_CAP:
-            m = capped_scores(m, soft_cap)
+            score = capped_scores(score, soft_cap)
+        m = _repeated(score[:, None], m.shape[0]).reshape(m.shape[0])
         l += 1.0
-        acc += cached.to(tl.float32)
-    return query, m, l, acc
+        acc += _repeated(cached.to(tl.float32), acc.shape[0])
+    return _repeated(query, m.shape[0]), m, l, acc
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
@@ -275,8 +289,9 @@ def _decode_kernel(
     d = tl.arange(0, HEAD_PAD)
     own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
     if PROJECTED:  # without norms these are loads of something that nobody looks at, and the compiler leaves them out
-        q_norm = load_with_pairs(q_weight, d[None, :], pairs(d[None, :], ROTARY), d[None, :] < HEAD_SIZE)
-        k_norm = load_with_pairs(k_weight, d[None, :], pairs(d[None, :], ROTARY), d[None, :] < HEAD_SIZE)
+        wide = _channels(GROUP_PAD, HEAD_PAD)
+        q_norm = load_with_pairs(q_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
+        k_norm = load_with_pairs(k_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -293,10 +308,10 @@ def _decode_kernel(
         if PROJECTED:
             cached = tl.maximum(seq_len - 1, 0)
             query, m, l, acc = _begin_row(
-                line, table, cached, heads, head, own, (end == tiles) & (seq_len > 0), cos_sin + cached.to(tl.int64) * cos_sin_stride,
+                line, table, cached, head, (end == tiles) & (seq_len > 0), cos_sin + cached.to(tl.int64) * cos_sin_stride,
                 q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse, v_inverse,
                 k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-                GROUP * KV_HEADS, KV_HEADS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM, SOFT_CAP,
+                KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM, SOFT_CAP,
             )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
