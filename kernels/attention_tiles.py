@@ -79,7 +79,11 @@ def capped_scores(s, soft_cap):
 
 @triton.jit
 def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums and outputs."""
+    """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums and outputs.
+
+    The sums `l` are [rows], or still to be summed [rows, TILE], which spares threads of several warps that share a row a
+    trip through shared memory.
+    """
     s = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
     if SOFT_CAP:
         s = capped_scores(s, soft_cap)
@@ -89,4 +93,5 @@ def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CA
     p = tl.exp2(s - safe_m[:, None])
     old = tl.exp2(m - safe_m)
     acc = tl.dot(p.to(query.dtype), value.to(query.dtype), acc * old[:, None], input_precision="ieee")
-    return new_m, l * old + tl.sum(p, axis=1), acc
+    l = l * old[:, None] + p if len(l.shape) == 2 else l * old + tl.sum(p, axis=1)
+    return new_m, l, acc

@@ -262,7 +262,7 @@ def _begin_row(
         if SOFT_CAP:
             score = capped_scores(score, soft_cap)
         m = _repeated(score[:, None], m.shape[0]).reshape(m.shape[0])
-        l += 1.0
+        l += (tl.arange(0, l.shape[1]) == 0).to(tl.float32)[None, :]
         acc += _repeated(cached.to(tl.float32), acc.shape[0])
     return _repeated(query, m.shape[0]), m, l, acc
 
@@ -302,7 +302,7 @@ def _decode_kernel(
         line = q + row.to(tl.int64) * q_stride
         table = block_tables + row.to(tl.int64) * table_stride
         m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        l = tl.zeros([ROWS, TILE], tl.float32)
         acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
         cached = seq_len
         if PROJECTED:
@@ -325,6 +325,7 @@ def _decode_kernel(
             if WINDOW > 0:
                 visible = visible & (position >= seq_len - WINDOW)
             m, l, acc = softmax_step(query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP)
+        l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
             tl.store(place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own)
