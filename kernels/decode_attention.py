@@ -219,6 +219,7 @@ def _share(
 
 @triton.jit
 def _channels(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Returns the channels of a head [ROWS, HEAD_PAD], the same in each row."""
     return tl.arange(0, HEAD_PAD)[None, :] + tl.zeros([ROWS, 1], tl.int32)
 
 
