@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NOT_INTERPRETED = {"test_interpreter.py", "test_gated_product.py"}
+NOT_INTERPRETED = {"test_interpreter.py", "test_gated_product.py", "test_decode_compiled.py"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
