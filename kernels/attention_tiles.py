@@ -46,9 +46,14 @@ def turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.co
 
 
 @triton.jit
+def cached_head(block, offset, head, strides):
+    """Returns where a head of the token at `offset` of a block begins in a cache; `strides` are a block's, a token's and a head's."""
+    return block * strides[0] + offset * strides[1] + head * strides[2]
+
+
+@triton.jit
 def load_tile(
-    k_cache, v_cache, table, index, seq_len, head,
-    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    k_cache, v_cache, table, index, seq_len, head, k_strides, v_strides,
     HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Returns the keys [HEAD_PAD, TILE], values [TILE, HEAD_PAD] and positions [TILE] of KV tile `index` of a row.
@@ -64,8 +69,8 @@ def load_tile(
     else:
         block = tl.load(table + position // BLOCK_SIZE, held, 0).to(tl.int64)
         offset = position % BLOCK_SIZE
-    k_line = block * k_block_stride + offset * k_token_stride + head * k_head_stride
-    v_line = block * v_block_stride + offset * v_token_stride + head * v_head_stride
+    k_line = cached_head(block, offset, head, k_strides)
+    v_line = cached_head(block, offset, head, v_strides)
     key = tl.load(k_cache + k_line[None, :] + d[:, None], held[None, :] & (d < HEAD_SIZE)[:, None], 0.0)
     value = tl.load(v_cache + v_line[:, None] + d[None, :], held[:, None] & (d < HEAD_SIZE)[None, :], 0.0)
     return key, value, position

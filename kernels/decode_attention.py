@@ -20,7 +20,16 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import capped_scores, load_angles, load_tile, load_with_pairs, pairs, softmax_step, turned_heads
+from aioinfer.kernels.attention_tiles import (
+    cached_head,
+    capped_scores,
+    load_angles,
+    load_tile,
+    load_with_pairs,
+    pairs,
+    softmax_step,
+    turned_heads,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 QUERY_ROWS = 16  # the least rows of a tensor-core product; the query heads of one KV head fill the first of them
@@ -150,6 +159,12 @@ def _plan_kernel(
     tl.store(place + 5, tl.sum(tl.where(rows == row, lens, 0)))
 
 
+@triton.jit
+def _load_plan(place):
+    """Returns the fields of a program's share as `_plan_kernel` has stored them."""
+    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4), tl.load(place + 5)
+
+
 def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
     """Divides a step's KV tiles among the programs; to be called when the lengths are known, before the first layer.
 
@@ -232,8 +247,7 @@ def _repeated(x, ROWS: tl.constexpr):
 @triton.jit
 def _begin_row(
     line, table, position, head, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
-    k_cache, v_cache, k_inverse, v_inverse,
-    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    k_cache, v_cache, k_inverse, v_inverse, k_strides, v_strides,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
@@ -257,8 +271,8 @@ def _begin_row(
         key = turned_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
         offset = position % BLOCK_SIZE
         key, cached = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
-        tl.store(k_cache + block * k_block_stride + offset * k_token_stride + head * k_head_stride + d, key, (g == 0) & mask)
-        tl.store(v_cache + block * v_block_stride + offset * v_token_stride + head * v_head_stride + d, cached, (g == 0) & mask)
+        tl.store(k_cache + cached_head(block, offset, head, k_strides) + d, key, (g == 0) & mask)
+        tl.store(v_cache + cached_head(block, offset, head, v_strides) + d, cached, (g == 0) & mask)
         score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
         if SOFT_CAP:
             score = capped_scores(score, soft_cap)
@@ -279,16 +293,12 @@ def _decode_kernel(
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row = tl.load(plan + program * FIELDS)
-    head = tl.load(plan + program * FIELDS + 1)
-    tile = tl.load(plan + program * FIELDS + 2)
-    todo = tl.load(plan + program * FIELDS + 3)
-    share = tl.load(plan + program * FIELDS + 4)
-    seq_len = tl.load(plan + program * FIELDS + 5)
+    row, head, tile, todo, share, seq_len = _load_plan(plan + program * FIELDS)
     at = program * share
     g = tl.arange(0, ROWS)
     d = tl.arange(0, HEAD_PAD)
     own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
+    k_strides, v_strides = (k_block_stride, k_token_stride, k_head_stride), (v_block_stride, v_token_stride, v_head_stride)
     if PROJECTED:  # without norms these are loads of something that nobody looks at, and the compiler leaves them out
         wide = _channels(GROUP_PAD, HEAD_PAD)
         q_norm = load_with_pairs(q_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
@@ -310,18 +320,15 @@ def _decode_kernel(
             cached = tl.maximum(seq_len - 1, 0)
             query, m, l, acc = _begin_row(
                 line, table, cached, head, (end == tiles) & (seq_len > 0), cos_sin + cached.to(tl.int64) * cos_sin_stride,
-                q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse, v_inverse,
-                k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+                q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse, v_inverse, k_strides, v_strides,
                 KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM, SOFT_CAP,
             )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
-                k_cache, v_cache, table, index, cached, head,
-                k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-                HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
-            )  # fmt: skip
+                k_cache, v_cache, table, index, cached, head, k_strides, v_strides, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE
+            )
             visible = position < cached
             if WINDOW > 0:
                 visible = visible & (position >= seq_len - WINDOW)

@@ -58,6 +58,7 @@ def _prefill_kernel(
     token = packed // GROUP
     heads = head * GROUP + packed % GROUP
     d = tl.arange(0, HEAD_PAD)
+    k_strides, v_strides = (k_block_stride, k_token_stride, k_head_stride), (v_block_stride, v_token_stride, v_head_stride)
     own = (token < length)[:, None] & (d < HEAD_SIZE)[None, :]
     line = (start + token).to(tl.int64)
     query = tl.load(q + line[:, None] * q_stride + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
@@ -72,10 +73,8 @@ def _prefill_kernel(
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for index in range(begin, (end + TILE - 1) // TILE):
         key, value, position = load_tile(
-            k_cache, v_cache, table, index, seq_len, head,
-            k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-            HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
-        )  # fmt: skip
+            k_cache, v_cache, table, index, seq_len, head, k_strides, v_strides, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE
+        )
         visible = position[None, :] <= context + token[:, None]
         if WINDOW > 0:
             visible = visible & (position[None, :] > context + token[:, None] - WINDOW)

@@ -50,10 +50,10 @@ def _qk_norm_rope_cache_kernel(
         tl.store(place, value.to(v_cache.dtype.element_ty), mask & (slot >= 0))
     else:
         rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
-        line, pair = d[None, :], pairs(d, ROTARY)[None, :]
-        x, other = load_with_pairs(rows, line, pair, mask)
-        weight, other_weight = load_with_pairs(q_weight if is_q else k_weight, line, pair, line < HEAD_SIZE)
-        cos, sin = load_angles(cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, line, ROTARY)
+        channel, pair = d[None, :], pairs(d, ROTARY)[None, :]
+        x, other = load_with_pairs(rows, channel, pair, mask)
+        weight, other_weight = load_with_pairs(q_weight if is_q else k_weight, channel, pair, channel < HEAD_SIZE)
+        cos, sin = load_angles(cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, channel, ROTARY)
         x = turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
         if is_q:
             tl.store(q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :], x.to(q_out.dtype.element_ty), mask)

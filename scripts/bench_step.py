@@ -127,8 +127,10 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
 
 
 def observe(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Executes plans under torch's profiler. Returns the microseconds in which some kernel ran, and of each kernel the launches a step
-    and the mean microseconds of a launch."""
+    """Executes plans under torch's profiler.
+
+    Returns the microseconds in which some kernel ran, and of each kernel the launches a step and the mean microseconds of a launch.
+    """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         drive(worker, plans)
         torch.cuda.synchronize()
@@ -164,8 +166,8 @@ def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> d
     }
 
 
-def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> dict[str, object]:
-    """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace."""
+def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int, kernels: bool) -> dict[str, object]:
+    """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace, with `kernels` what each kernel took."""
     slots = np.arange(rows, dtype=np.int32)
     graphs = runner._decode_graphs.graphs
     size = runner._decode_graphs.fit(rows)
@@ -188,7 +190,7 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int) -> d
         "idle_share": sum(gaps) / (trace[-1][1] - trace[0][0]),
         "host_us": statistics.median(host) * 1e6,
         "trace_us": trace,
-        "kernels": observe(worker, plans[:PROFILED_STEPS])[1],
+        "kernels": observe(worker, plans[:PROFILED_STEPS])[1] if kernels else {},
     }
 
 
@@ -240,7 +242,7 @@ def main() -> None:
     if prompts:
         results = [mix(worker, rows, context, number, length) for rows in numbers for number, length in prompts]
     else:
-        results = [decode(worker, runner, rows, context) for rows in numbers]
+        results = [decode(worker, runner, rows, context, arguments.kernels) for rows in numbers]
     show(f"{arguments.model.name}, {context} tokens of context", results)
     if arguments.kernels:
         show_kernels(results)
