@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The Triton kernels live in the top-level folder `kernels/`, but are imported as `aioinfer.kernels`:
-# a top-level package of that name would shadow the PyPI package `kernels`, for which transformers
-# looks. An installed aioinfer contains `aioinfer/kernels`; a checkout does not, and finds the
-# folder beside the package through the package's search path.
+# The Triton kernels live in the top-level folder `kernels/`, but are imported as
+# `aioinfer.kernels`: a top-level package of that name would shadow the PyPI package `kernels`, for
+# which transformers looks. An installed aioinfer contains `aioinfer/kernels`; a checkout does not,
+# and finds the folder beside the package through the package's search path.
 if not (Path(__file__).parent / "kernels").exists():
     __path__.append(str(Path(__file__).parent.parent))
 

@@ -12,10 +12,21 @@ from aioinfer.errors import AioinferError
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves a model until a signal or a failure ends it. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="aioinfer", description="Serves a large language model over an OpenAI-compatible HTTP API.")
+    parser = argparse.ArgumentParser(
+        prog="aioinfer",
+        description="Serves a large language model over an OpenAI-compatible HTTP API.",
+    )
     parser.add_argument("--config", metavar="FILE", help="the TOML file, such as configs/qwen.toml")
-    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="lay a value over the file's (repeatable)")
-    parser.add_argument("--keys", action="store_true", help="list every key of the configuration and exit")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="lay a value over the file's (repeatable)",
+    )
+    parser.add_argument(
+        "--keys", action="store_true", help="list every key of the configuration and exit"
+    )
     parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
     options = parser.parse_args(arguments)
     if options.keys:

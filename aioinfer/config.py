@@ -1,7 +1,8 @@
-"""The configuration: frozen dataclasses read from one TOML file; every key is documented here, once.
+"""The configuration: frozen dataclasses read from one TOML file; every key is documented here,
+once.
 
-`load_config` is the only way in. An unknown key or a wrong type raises `ConfigError`, which names the
-nearest right key; `describe_keys` lists all of them for `python -m aioinfer --keys` and for
+`load_config` is the only way in. An unknown key or a wrong type raises `ConfigError`, which names
+the nearest right key; `describe_keys` lists all of them for `python -m aioinfer --keys` and for
 `docs/configuration.md`. Nothing is read from environment variables.
 """
 
@@ -20,7 +21,10 @@ from aioinfer.errors import ConfigError
 
 
 def key(doc: str, default: Any = MISSING, *, secret: bool = False) -> Any:
-    """Declares one key of a section with its documentation; without a default it must be given. A secret one's value is never shown."""
+    """Declares one key of a section with its documentation; without a default it must be given.
+
+    A secret one's value is never shown.
+    """
     metadata = {"doc": doc, "secret": secret}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
@@ -32,19 +36,28 @@ class ModelConfig:
     """What is served."""
 
     path: str = key(
-        "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`) or `package:NAME/FILE` (a file that an installed Python package ships)."
+        "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`) or `package:NAME/FILE` (a file "
+        "that an installed Python package ships)."
     )
     revision: str | None = key("Branch, tag or commit of a hub id.", None)
-    tokenizer: str | None = key("Folder or hub id of the tokenizer, where it does not lie with the model.", None)
-    chat_template: str | None = key("File with a Jinja chat template to use in place of the tokenizer's own.", None)
+    tokenizer: str | None = key(
+        "Folder or hub id of the tokenizer, where it does not lie with the model.", None
+    )
+    chat_template: str | None = key(
+        "File with a Jinja chat template to use in place of the tokenizer's own.", None
+    )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = key(
-        "How weights are stored; `dummy` makes random ones at full shape (for speed measurements).", "auto"
+        "How weights are stored; `dummy` makes random ones at full shape (for speed measurements).",
+        "auto",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "Data type of weights and arithmetic. `auto`: the checkpoint's on a GPU, float32 on a CPU.", "auto"
+        "Data type of weights and arithmetic. `auto`: the checkpoint's on a GPU, float32 on a CPU.",
+        "auto",
     )
     max_model_len: int | None = key(
-        "Most tokens of a request, prompt and output together. Default: the model's own, or what fits into the KV cache.", None
+        "Most tokens of a request, prompt and output together. Default: the model's own, or what "
+        "fits into the KV cache.",
+        None,
     )
     seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
 
@@ -54,32 +67,49 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = key("Tokens a KV block. Default: 16 on a CPU, 128 on a GPU.", None)
-    num_blocks: int | None = key("KV blocks a worker. Default: as many as fit into the memory below.", None)
-    cpu_memory_gib: float = key("KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0)
-    gpu_memory_utilization: float = key("Share of a GPU's memory to use, weights and activations included.", 0.9)
-    enable_prefix_caching: bool = key("Keep the KV blocks of finished requests for prompts that begin alike.", True)
+    num_blocks: int | None = key(
+        "KV blocks a worker. Default: as many as fit into the memory below.", None
+    )
+    cpu_memory_gib: float = key(
+        "KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0
+    )
+    gpu_memory_utilization: float = key(
+        "Share of a GPU's memory to use, weights and activations included.", 0.9
+    )
+    enable_prefix_caching: bool = key(
+        "Keep the KV blocks of finished requests for prompts that begin alike.", True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """What runs together in a step."""
 
-    max_num_seqs: int = key("Most requests that run at a time on an engine (slots of a worker).", 256)
-    max_num_batched_tokens: int = key("Token budget of a step: prefill and decode tokens together.", 8192)
+    max_num_seqs: int = key(
+        "Most requests that run at a time on an engine (slots of a worker).", 256
+    )
+    max_num_batched_tokens: int = key(
+        "Token budget of a step: prefill and decode tokens together.", 8192
+    )
     max_prefill_tokens_beside_decode: int | None = key(
-        "Most prefill tokens in a step that also decodes, so that long prompts do not stall streams. Default: a quarter of the budget.",
+        "Most prefill tokens in a step that also decodes, so that long prompts do not stall "
+        "streams. Default: a quarter of the budget.",
         None,
     )
     policy: Literal["fcfs", "priority"] = key(
-        "Who goes first: `fcfs` by arrival; `priority` by the request's `priority` (lower first), then arrival.", "fcfs"
+        "Who goes first: `fcfs` by arrival; `priority` by the request's `priority` (lower first), "
+        "then arrival.",
+        "fcfs",
     )
     max_waiting_requests: int | None = key(
-        "Most requests that wait for a slot, beyond the free ones, on all engines together (each of n completions is one); further ones "
+        "Most requests that wait for a slot, beyond the free ones, on all engines together (each "
+        "of n completions is one); further ones "
         "are answered 503, with `Retry-After`.",
         4096,
     )
     max_waiting_tokens: int | None = key(
-        "Most prompt tokens of waiting requests, on all engines together; further requests are answered 503. One that finds none waiting "
+        "Most prompt tokens of waiting requests, on all engines together; further requests are "
+        "answered 503. One that finds none waiting "
         "is taken, whatever its length.",
         None,
     )
@@ -92,17 +122,28 @@ class ParallelConfig:
 
     tensor_parallel_size: int = key("Workers that share each layer.", 1)
     data_parallel_size: int = key(
-        "Engines: replicas of the model side by side, each with workers and a KV cache of its own. A request goes to the one that has the "
-        "most of its prompt cached or the least to do. Needs this many times `tensor_parallel_size` GPUs.",
+        "Engines: replicas of the model side by side, each with workers and a KV cache of its "
+        "own. A request goes to the one that has the "
+        "most of its prompt cached or the least to do. Needs this many times "
+        "`tensor_parallel_size` GPUs.",
         1,
     )
     executor: Literal["auto", "inline", "multiprocess"] = key(
-        "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` in processes of their own (`auto`).",
+        "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` "
+        "in processes of their own (`auto`).",
         "auto",
     )
-    device: Literal["auto", "cpu", "cuda"] = key("Device of the workers. `auto`: CUDA where there is a GPU.", "auto")
-    cpu_threads: int | None = key("Compute threads of a CPU worker. Default: the machine's cores, shared out among all workers.", None)
-    step_timeout_s: float = key("Seconds that a step may take before its workers count as hung.", 300.0)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"
+    )
+    cpu_threads: int | None = key(
+        "Compute threads of a CPU worker. Default: the machine's cores, "
+        "shared out among all workers.",
+        None,
+    )
+    step_timeout_s: float = key(
+        "Seconds that a step may take before its workers count as hung.", 300.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,30 +152,54 @@ class ServerConfig:
 
     host: str = key("Address to listen on.", "127.0.0.1")
     port: int = key("Port to listen on; 0 takes a free one.", 8000)
-    unix_socket: str | None = key("Path of a Unix socket to listen on, instead of `host` and `port`.", None)
-    tls_certificate: str | None = key("PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.", None)
-    tls_key: str | None = key("PEM file with the certificate's private key, without a passphrase. Default: in `tls_certificate`.", None)
+    unix_socket: str | None = key(
+        "Path of a Unix socket to listen on, instead of `host` and `port`.", None
+    )
+    tls_certificate: str | None = key(
+        "PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.",
+        None,
+    )
+    tls_key: str | None = key(
+        "PEM file with the certificate's private key, without a passphrase. "
+        "Default: in `tls_certificate`.",
+        None,
+    )
     api_keys: list[str] = key(
-        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health`, `/metrics` and the files of the page at "
+        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health`, "
+        "`/metrics` and the files of the page at "
         "`/` need none. A command line can be read by others on the machine: keep keys in a file.",
         [],
         secret=True,
     )
-    api_key_file: str | None = key("File with further keys, one a line; lines that begin with `#` are skipped.", None)
-    cors_origins: list[str] = key("Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is all.", [])
-    served_model_names: list[str] = key("Names that the `model` of a request may have. Default: `model.path`.", [])
-    max_body_bytes: int = key("Largest request body in bytes; a larger one is answered 413.", 16 * 2**20)
+    api_key_file: str | None = key(
+        "File with further keys, one a line; lines that begin with `#` are skipped.", None
+    )
+    cors_origins: list[str] = key(
+        "Origins (`https://example.org`) whose web pages may use the "
+        "server from a browser; `*` is all.",
+        [],
+    )
+    served_model_names: list[str] = key(
+        "Names that the `model` of a request may have. Default: `model.path`.", []
+    )
+    max_body_bytes: int = key(
+        "Largest request body in bytes; a larger one is answered 413.", 16 * 2**20
+    )
     max_connections: int = key(
-        "Most connections, idle ones included; further ones are answered 503 (dropped under TLS). The process's hard limit of descriptors "
+        "Most connections, idle ones included; further ones are answered 503 (dropped under TLS). "
+        "The process's hard limit of descriptors "
         "may allow fewer.",
         8192,
     )
     request_timeout_s: float | None = key(
-        "Seconds from its arrival after which a request is ended: 504, or an error event in a stream. A request's own `timeout_s` may "
+        "Seconds from its arrival after which a request is ended: 504, or an error event in a "
+        "stream. A request's own `timeout_s` may "
         "shorten it. Default: never.",
         None,
     )
-    shutdown_timeout_s: float = key("Seconds that SIGTERM waits for running requests; a second signal does not wait.", 30.0)
+    shutdown_timeout_s: float = key(
+        "Seconds that SIGTERM waits for running requests; a second signal does not wait.", 30.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,17 +224,19 @@ class Config:
         return cap if cap is not None else max(1, self.scheduler.max_num_batched_tokens // 4)
 
 
-def load_config(file: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+def load_config(
+    file: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> Config:
     """Reads a TOML file and lays overrides over it.
 
     Args:
         file: the TOML file; None starts from an empty configuration.
-        overrides: `section.key=value` strings (a value in TOML's notation, or a bare string), or a mapping
-            of `"section.key"` to values.
+        overrides: `section.key=value` strings (a value in TOML's notation, or a bare string), or a
+            mapping of `"section.key"` to values.
 
     Raises:
-        ConfigError: an unknown section or key (the nearest right one is named), a wrong type or value,
-            a missing key, or a file that cannot be read.
+        ConfigError: an unknown section or key (the nearest right one is named), a wrong type or
+            value, a missing key, or a file that cannot be read.
     """
     tree: dict[str, Any] = {}
     if file is not None:
@@ -181,7 +248,10 @@ def load_config(file: str | Path | None = None, overrides: Iterable[str] | Mappi
     for dotted, value in pairs:
         section, _, name = dotted.partition(".")
         if not name:
-            raise ConfigError(f"{dotted!r} is not a key: write section.key{_nearest(dotted, [k for k, *_ in describe_keys()])}")
+            raise ConfigError(
+                f"{dotted!r} is not a key: write "
+                f"section.key{_nearest(dotted, [k for k, *_ in describe_keys()])}"
+            )
         if not isinstance(tree.setdefault(section, {}), dict):
             raise ConfigError(f"[{section}] must be a section")
         tree[section][name] = value
@@ -195,7 +265,12 @@ def describe_keys() -> Iterator[tuple[str, str, str, str]]:
     for section in fields(Config):
         section_type = _hints(Config)[section.name]
         for item in fields(section_type):
-            yield f"{section.name}.{item.name}", _type_name(_hints(section_type)[item.name]), _default_text(item), item.metadata["doc"]
+            yield (
+                f"{section.name}.{item.name}",
+                _type_name(_hints(section_type)[item.name]),
+                _default_text(item),
+                item.metadata["doc"],
+            )
 
 
 def _default_text(item: Field[Any]) -> str:
@@ -223,7 +298,9 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
         dotted = f"{path}.{name}" if path else name
         if name not in hints:
             known = [k for k, *_ in describe_keys()] if path else list(hints)
-            raise ConfigError(f"unknown {'key' if path else 'section'} {dotted!r}{_nearest(dotted, known)}")
+            raise ConfigError(
+                f"unknown {'key' if path else 'section'} {dotted!r}{_nearest(dotted, known)}"
+            )
         if is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise ConfigError(f"{dotted!r} is a section, not a value")
@@ -243,7 +320,8 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
 
 
 def _typed(hint: Any, value: Any, dotted: str) -> Any:
-    """Returns `value` if it is of type `hint` (an int serves as a float), else raises `ConfigError`."""
+    """Returns `value` if it is of type `hint` (an int serves as a float), else raises
+    `ConfigError`."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         options = typing.get_args(hint)
@@ -288,26 +366,42 @@ def _check_values(config: Config) -> None:
     if not 0 <= config.server.port <= 65535:
         raise ConfigError(f"server.port must be between 0 and 65535, not {config.server.port}")
     if not 0 < config.cache.gpu_memory_utilization <= 1:
-        raise ConfigError(f"cache.gpu_memory_utilization must be in (0, 1], not {config.cache.gpu_memory_utilization}")
+        raise ConfigError(
+            f"cache.gpu_memory_utilization must be in (0, 1], not "
+            f"{config.cache.gpu_memory_utilization}"
+        )
     if config.cache.cpu_memory_gib <= 0 or config.parallel.step_timeout_s <= 0:
         raise ConfigError("cache.cpu_memory_gib and parallel.step_timeout_s must be above 0")
-    if config.scheduler.max_waiting_requests is not None and config.scheduler.max_waiting_requests < 0:
-        raise ConfigError(f"scheduler.max_waiting_requests must be at least 0, not {config.scheduler.max_waiting_requests}")
+    if (
+        config.scheduler.max_waiting_requests is not None
+        and config.scheduler.max_waiting_requests < 0
+    ):
+        raise ConfigError(
+            f"scheduler.max_waiting_requests must be at least 0, not "
+            f"{config.scheduler.max_waiting_requests}"
+        )
     if config.server.request_timeout_s is not None and config.server.request_timeout_s <= 0:
-        raise ConfigError(f"server.request_timeout_s must be above 0, not {config.server.request_timeout_s}")
+        raise ConfigError(
+            f"server.request_timeout_s must be above 0, not {config.server.request_timeout_s}"
+        )
     if config.server.tls_key is not None and config.server.tls_certificate is None:
         raise ConfigError("server.tls_key needs server.tls_certificate")
     if config.parallel.executor == "inline":
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(config.parallel, name) > 1:
-                raise ConfigError(f"parallel.executor = 'inline' runs one worker: use 'multiprocess' with parallel.{name} above 1")
+                raise ConfigError(
+                    f"parallel.executor = 'inline' runs one worker: use "
+                    f"'multiprocess' with parallel.{name} above 1"
+                )
 
 
 def _nearest(wrong: str, known: Iterable[str]) -> str:
     """Returns " (did you mean ...?)" for the known word nearest to `wrong`."""
     known = list(known)
     found = difflib.get_close_matches(wrong, known, n=1, cutoff=0.0)
-    by_last = difflib.get_close_matches(wrong.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1, cutoff=0.75)
+    by_last = difflib.get_close_matches(
+        wrong.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1, cutoff=0.75
+    )
     if by_last:  # the key is right and the section wrong, or nearly so
         found = [k for k in known if k.rpartition(".")[2] == by_last[0]]
     return f" (did you mean {found[0]!r}?)" if found else ""

@@ -20,7 +20,9 @@ class RequestError(AioinferError, ValueError):
         code: a machine-readable reason (`"context_length_exceeded"`), if there is one.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+    ):
         super().__init__(message)
         self.message = message
         self.param = param

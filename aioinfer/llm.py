@@ -1,7 +1,7 @@
 """The offline door: the same engine as the server's, called like a function.
 
-The engine lives on an event loop of its own in a background thread, so that `LLM` works in scripts, in
-notebooks and inside other event loops alike.
+The engine lives on an event loop of its own in a background thread, so that `LLM` works in scripts,
+in notebooks and inside other event loops alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _TOGETHER = 64
 
 @dataclass(slots=True)
 class Completion:
-    """One completion of a prompt. `num_preemptions`: how often it lost its KV blocks and computed them anew."""
+    """One completion of a prompt.
+
+    `num_preemptions`: how often it lost its KV blocks and computed them anew.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -98,12 +101,16 @@ class LLM:
         self._thread.start()
         try:
             with StartupDisplay(quiet=not progress) as display:
-                self.frontend: Frontend = self._call(Frontend.launch(self.config, display.on_progress))
+                self.frontend: Frontend = self._call(
+                    Frontend.launch(self.config, display.on_progress)
+                )
         except BaseException:
             _stop_loop(self._loop, self._thread)
             raise
         if progress:
-            display.show([engine.report for engine in self.frontend.engines], self.config.served_model_names)
+            display.show(
+                [engine.report for engine in self.frontend.engines], self.config.served_model_names
+            )
         self._close = weakref.finalize(self, _close, self.frontend, self._loop, self._thread)
 
     def generate(
@@ -124,10 +131,16 @@ class LLM:
             RequestError: one of them is at fault; the others are given up.
             EngineDeadError: a worker died.
         """
-        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        many = (
+            [prompts]
+            if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+            else list(prompts)
+        )
         given = params if params is not None else self.frontend.defaults.sampling_params()
         each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
-        return self._call(self._generate(cast(list[Prompt], many), each, priorities or [0] * len(many)))
+        return self._call(
+            self._generate(cast(list[Prompt], many), each, priorities or [0] * len(many))
+        )
 
     def chat(
         self,
@@ -139,11 +152,20 @@ class LLM:
 
         `options` are those of `Tokenizer.encode_chat`, such as `tools`. Otherwise as `generate`.
         """
-        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        encoded = [self.frontend.tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many]
+        many = (
+            [conversations]
+            if conversations and isinstance(conversations[0], Mapping)
+            else conversations
+        )
+        encoded = [
+            self.frontend.tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options)
+            for c in many
+        ]
         return self.generate(encoded, params)
 
-    async def _generate(self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]) -> list[Output]:
+    async def _generate(
+        self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]
+    ) -> list[Output]:
         with Progress(disable=not self._progress, transient=True) as progress:
             task = progress.add_task("generating", total=len(prompts))
             async with asyncio.TaskGroup() as group:
@@ -151,9 +173,13 @@ class LLM:
                 requests = zip(prompts, params, priorities, strict=True)
                 while some := list(islice(requests, _TOGETHER)):
                     arrived = time.perf_counter()
-                    prepared = await asyncio.gather(*(self.frontend.prepare(prompt) for prompt, _, _ in some))
+                    prepared = await asyncio.gather(
+                        *(self.frontend.prepare(prompt) for prompt, _, _ in some)
+                    )
                     for prompt, (_, wanted, priority) in zip(prepared, some, strict=True):
-                        generation = self.frontend.admit(prompt, wanted, priority=priority, arrived=arrived)
+                        generation = self.frontend.admit(
+                            prompt, wanted, priority=priority, arrived=arrived
+                        )
                         tasks.append(group.create_task(_collect(generation, progress, task)))
         return [t.result() for t in tasks]
 
@@ -175,15 +201,23 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def _without_prefill_cap(config: Config) -> Config:
-    """Lets prompts fill the steps unless the configuration says otherwise: nobody watches the tokens come, so nobody is stalled."""
+    """Lets prompts fill the steps unless the configuration says otherwise: nobody watches the
+    tokens come, so nobody is stalled."""
     if config.scheduler.max_prefill_tokens_beside_decode is not None:
         return config
-    scheduler = replace(config.scheduler, max_prefill_tokens_beside_decode=config.scheduler.max_num_batched_tokens)
+    scheduler = replace(
+        config.scheduler, max_prefill_tokens_beside_decode=config.scheduler.max_num_batched_tokens
+    )
     return replace(config, scheduler=scheduler)
 
 
@@ -197,14 +231,22 @@ async def _collect(generation: Generation, progress: Progress, task: TaskID) -> 
             completion.token_ids += delta.token_ids
             if delta.logprobs:
                 completion.logprobs = (completion.logprobs or []) + delta.logprobs
-            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            completion.finish_reason, completion.stop_reason = (
+                delta.finish_reason,
+                delta.stop_reason,
+            )
     finally:
         generation.abort()
     progress.advance(task)
     requests = [choice.request for choice in generation.choices]
     for completion, request in zip(completions, requests, strict=True):
         completion.num_preemptions = request.num_preemptions
-    return Output(generation.prompt_token_ids, completions, generation.num_cached_tokens, requests[0].num_prefill_steps)
+    return Output(
+        generation.prompt_token_ids,
+        completions,
+        generation.num_cached_tokens,
+        requests[0].num_prefill_steps,
+    )
 
 
 def _close(frontend: Frontend, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -1,6 +1,7 @@
 """How a request wants its tokens chosen and when it wants them to end.
 
-Shared by everything from the HTTP layer to the sampler, so it imports nothing of the rest but errors.
+Shared by everything from the HTTP layer to the sampler, so it imports nothing of the rest but
+errors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probabilities reach this, in (0, 1].
         min_p: drop tokens less probable than this fraction of the most probable one's.
         seed: the same seed gives the same text, whatever else is in the batch. None draws one.
-        repetition_penalty: above 1 makes tokens of prompt and output less likely (CTRL, Keskar et al. 2019).
+        repetition_penalty: above 1 makes tokens of prompt and output less likely (CTRL, Keskar et
+            al. 2019).
         presence_penalty: subtracted once from the logit of each token already generated.
         frequency_penalty: subtracted for each time that a token was generated.
         logit_bias: added to the logits of these token ids.
@@ -83,15 +85,23 @@ class SamplingParams:
         self._check_stops()
         for token, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
-                raise RequestError(f"logit_bias of token {token} must be between -100 and 100, not {bias}", param="logit_bias")
+                raise RequestError(
+                    f"logit_bias of token {token} must be between -100 and 100, not {bias}",
+                    param="logit_bias",
+                )
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
-            raise RequestError(f"stop may hold at most {MAX_STOPS} strings, not {len(self.stop)}", param="stop")
+            raise RequestError(
+                f"stop may hold at most {MAX_STOPS} strings, not {len(self.stop)}", param="stop"
+            )
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError("stop must hold non-empty strings", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens")
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
 
     @property
     def greedy(self) -> bool:
@@ -101,13 +111,23 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether the sampler has to count the request's tokens."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
-def _check(name: str, value: float | None, low: float, high: float, *, low_excluded: bool = False) -> None:
-    """Raises `RequestError` unless `value` is None or a finite number in [low, high] (or (low, high])."""
+def _check(
+    name: str, value: float | None, low: float, high: float, *, low_excluded: bool = False
+) -> None:
+    """Raises `RequestError` unless `value` is None or a finite number in [low, high] (or (low,
+    high])."""
     if value is None:
         return
     too_low = value <= low if low_excluded else value < low
     if not math.isfinite(value) or too_low or value > high:
-        raise RequestError(f"{name} must be in {'(' if low_excluded else '['}{low}, {high}], not {value}", param=name)
+        raise RequestError(
+            f"{name} must be in {'(' if low_excluded else '['}{low}, {high}], not {value}",
+            param=name,
+        )

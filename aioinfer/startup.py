@@ -1,4 +1,5 @@
-"""What a person sees while the engine starts: a progress bar for each phase, and at the end a table."""
+"""What a person sees while the engine starts: a progress bar for each phase, and at the end a
+table."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class StartupDisplay:
     def __init__(self, *, quiet: bool = False):
         self.console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
-            TextColumn("{task.description:<20}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+            TextColumn("{task.description:<20}"), BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
             console=self.console, transient=True,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
@@ -27,7 +29,12 @@ class StartupDisplay:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._progress.stop()
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
@@ -37,15 +44,22 @@ class StartupDisplay:
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def show(self, reports: Sequence[WorkerReport], names: list[str]) -> None:
-        """Prints what the workers made, a report for each engine, and how long each phase took on the slowest of them."""
+        """Prints what the workers made, a report for each engine, and how long each phase took on
+        the slowest of them."""
         table = Table(title=f"aioinfer: {names[0]}", title_justify="left", show_header=False)
         shortest = min(reports, key=lambda report: report.max_model_len)
-        rows = {"device": reports[0].device, "arithmetic": reports[0].dtype, "weights": f"{_size(reports[0].weights_bytes)} a worker"}
+        rows = {
+            "device": reports[0].device,
+            "arithmetic": reports[0].dtype,
+            "weights": f"{_size(reports[0].weights_bytes)} a worker",
+        }
         if len(reports) == 1:
             rows["KV cache"] = _cache_text(reports[0])
         else:
             rows["engines"] = f"{len(reports)}, each with its KV cache"
-            rows |= {f"engine {number}": _cache_text(report) for number, report in enumerate(reports)}
+            rows |= {
+                f"engine {number}": _cache_text(report) for number, report in enumerate(reports)
+            }
         rows["longest request"] = f"{shortest.max_model_len} tokens"
         if shortest.max_model_len_reason:
             rows["longest request"] += f" ({shortest.max_model_len_reason})"

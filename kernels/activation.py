@@ -1,8 +1,10 @@
-"""SiLU and multiply, the gate of Llama's and Qwen's MLP. Called between the two products of the MLP on GPUs.
+"""SiLU and multiply, the gate of Llama's and Qwen's MLP. Called between the two products of the MLP
+on GPUs.
 
-On GPUs the first product's weight has the rows of its two projections interleaved (`gated_product.interleave`), and so are
-the columns of the product: `GATE_RUN` of the gate, then the `GATE_RUN` that they are multiplied with. A run is 16 bytes of
-bf16, what a thread reads at once.
+On GPUs the first product's weight has the rows of its two projections interleaved
+(`gated_product.interleave`), and so are the columns of the product: `GATE_RUN` of the gate, then
+the `GATE_RUN` that they are multiplied with. A run is 16 bytes of bf16, what a thread reads at
+once.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -16,12 +18,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 1024
-#: Neighbouring rows of one projection in the interleaved weight. Output n has its gate in row n + n // GATE_RUN * GATE_RUN.
+#: Neighbouring rows of one projection in the interleaved weight. Output n has its gate in row n + n
+#: // GATE_RUN * GATE_RUN.
 GATE_RUN = 8
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, width, in_stride, out_stride, BLOCK: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up,
+    out,
+    width,
+    in_stride,
+    out_stride,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -31,27 +43,49 @@ def _silu_mul_kernel(gate_up, out, width, in_stride, out_stride, BLOCK: tl.const
     place = gate_up + row * in_stride + columns + columns // RUN * RUN
     gate = tl.load(place, mask, 0.0).to(tl.float32)
     up = tl.load(place + RUN, mask, 0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask)
+    tl.store(
+        out + row * out_stride + columns,
+        (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty),
+        mask,
+    )
 
 
-def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+def silu_mul(
+    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
     """Returns silu(gate) * up, computed in float32.
 
     Args:
-        gate_up: [T, 2 * I], interleaved: eight columns of the gate, then their eight of up, and so on; I a multiple of 8; bf16,
-            fp16 or fp32; rows may be strided.
+        gate_up: [T, 2 * I], interleaved: eight columns of the gate, then their eight of up, and so
+            on; I a multiple of 8; bf16, fp16 or fp32; rows may be strided.
         out: [T, I] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows, double = gate_up.shape
     if double % (2 * GATE_RUN) or gate_up.stride(1) != 1:
-        raise ValueError(f"gate_up must be [T, 2 * I] with contiguous rows, I a multiple of {GATE_RUN}, not {tuple(gate_up.shape)}")
+        raise ValueError(
+            f"gate_up must be [T, 2 * I] with contiguous rows, I a multiple of "
+            f"{GATE_RUN}, not {tuple(gate_up.shape)}"
+        )
     width = double // 2
-    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    out = (
+        torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+        if out is None
+        else out
+    )
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
         _silu_mul_kernel[grid](
-            gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=BLOCK, RUN=GATE_RUN, PDL=pdl, num_warps=4, launch_pdl=pdl
+            gate_up,
+            out,
+            width,
+            gate_up.stride(0),
+            out.stride(0),
+            BLOCK=BLOCK,
+            RUN=GATE_RUN,
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
         )
     return out
 

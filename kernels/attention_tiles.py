@@ -1,6 +1,8 @@
-"""What kernels around attention share: heads loaded, normed and rotated, a tile of the paged cache, a softmax step.
+"""What kernels around attention share: heads loaded, normed and rotated, a tile of the paged cache,
+a softmax step.
 
-Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2 throughout (scaled by log2 e).
+Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2
+throughout (scaled by log2 e).
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -14,14 +16,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def pairs(d, ROTARY: tl.constexpr):
-    """Returns the channel with which each channel is rotated, the one half of ROTARY further or back (GPT-NeoX's order); else itself."""
+    """Returns the channel with which each channel is rotated, the one half of ROTARY further or
+    back (GPT-NeoX's order); else itself."""
     half: tl.constexpr = ROTARY // 2
     return tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
 
 
 @triton.jit
 def load_angles(angles, d, ROTARY: tl.constexpr):
-    """Returns the factors of each channel and of its pair; `angles` is a position's row: ROTARY / 2 cosines, then the sines."""
+    """Returns the factors of each channel and of its pair; `angles` is a position's row: ROTARY / 2
+    cosines, then the sines."""
     half: tl.constexpr = ROTARY // 2
     angle = tl.where(d < half, d, d - half)
     cos = tl.load(angles + angle, d < ROTARY, 1.0)
@@ -32,12 +36,17 @@ def load_angles(angles, d, ROTARY: tl.constexpr):
 @triton.jit
 def load_with_pairs(rows, d, pair, mask):
     """Returns rows as float32, and the same with each channel's pair in its place."""
-    return tl.load(rows + d, mask, 0.0).to(tl.float32), tl.load(rows + pair, mask, 0.0).to(tl.float32)
+    return tl.load(rows + d, mask, 0.0).to(tl.float32), tl.load(rows + pair, mask, 0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
-def turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Returns heads of one token, float32 [N, HEAD_PAD], normed if there is a weight, and rotated: `other` holds their pairs."""
+def turned_heads(
+    x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Returns heads of one token, float32 [N, HEAD_PAD], normed if there is a weight, and rotated:
+    `other` holds their pairs."""
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
         x = x * scale * weight
@@ -47,7 +56,8 @@ def turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.co
 
 @triton.jit
 def cached_head(block, offset, head, strides):
-    """Returns where a head of the token at `offset` of a block begins in a cache; `strides` are a block's, a token's and a head's."""
+    """Returns where a head of the token at `offset` of a block begins in a cache; `strides` are a
+    block's, a token's and a head's."""
     return block * strides[0] + offset * strides[1] + head * strides[2]
 
 
@@ -56,7 +66,8 @@ def load_tile(
     k_cache, v_cache, table, index, seq_len, head, k_strides, v_strides,
     HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the keys [HEAD_PAD, TILE], values [TILE, HEAD_PAD] and positions [TILE] of KV tile `index` of a row.
+    """Returns the keys [HEAD_PAD, TILE], values [TILE, HEAD_PAD] and positions [TILE] of KV tile
+    `index` of a row.
 
     What lies past the row's end is zeros, whatever the cache holds there.
     """
@@ -71,8 +82,12 @@ def load_tile(
         offset = position % BLOCK_SIZE
     k_line = cached_head(block, offset, head, k_strides)
     v_line = cached_head(block, offset, head, v_strides)
-    key = tl.load(k_cache + k_line[None, :] + d[:, None], held[None, :] & (d < HEAD_SIZE)[:, None], 0.0)
-    value = tl.load(v_cache + v_line[:, None] + d[None, :], held[:, None] & (d < HEAD_SIZE)[None, :], 0.0)
+    key = tl.load(
+        k_cache + k_line[None, :] + d[:, None], held[None, :] & (d < HEAD_SIZE)[:, None], 0.0
+    )
+    value = tl.load(
+        v_cache + v_line[:, None] + d[None, :], held[:, None] & (d < HEAD_SIZE)[None, :], 0.0
+    )
     return key, value, position
 
 
@@ -84,19 +99,23 @@ def capped_scores(s, soft_cap):
 
 @triton.jit
 def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums and outputs.
+    """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums
+    and outputs.
 
-    The sums `l` are [rows], or still to be summed [rows, TILE], which spares threads of several warps that share a row a
-    trip through shared memory.
+    The sums `l` are [rows], or still to be summed [rows, TILE], which spares threads of several
+    warps that share a row a trip through shared memory.
     """
     s = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
     if SOFT_CAP:
         s = capped_scores(s, soft_cap)
     s = tl.where(visible, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, axis=1))
-    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # a window may hide a whole tile from a row
+    # a window may hide a whole tile from a row
+    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
     p = tl.exp2(s - safe_m[:, None])
     old = tl.exp2(m - safe_m)
-    acc = tl.dot(p.to(query.dtype), value.to(query.dtype), acc * old[:, None], input_precision="ieee")
+    acc = tl.dot(
+        p.to(query.dtype), value.to(query.dtype), acc * old[:, None], input_precision="ieee"
+    )
     l = l * old[:, None] + p if len(l.shape) == 2 else l * old + tl.sum(p, axis=1)
     return new_m, l, acc

@@ -1,15 +1,18 @@
-"""Attention of rows of one token over the paged KV cache, split along the keys. Called through `paged_attention`.
+"""Attention of rows of one token over the paged KV cache, split along the keys. Called through
+`paged_attention`.
 
-The work of a step is the sequence of all KV tiles, row by row and head by head. A fixed number of programs share it
-in equal runs ("stream-K", Osama et al. 2023; for attention "Lean Attention", Sanovar et al. 2024): a run may begin in
-the middle of one (row, head) and end in the middle of another. So a long sequence is spread over as many programs
-as its length is worth, whatever else is in the batch, and the grid never changes: the division is computed on the
-GPU from the lengths, once a step, by `plan_decode`, and holds inside CUDA graphs. Where several programs shared a
-(row, head), the last to finish merges their partial results, always in the same order.
+The work of a step is the sequence of all KV tiles, row by row and head by head. A fixed number of
+programs share it in equal runs ("stream-K", Osama et al. 2023; for attention "Lean Attention",
+Sanovar et al. 2024): a run may begin in the middle of one (row, head) and end in the middle of
+another. So a long sequence is spread over as many programs as its length is worth, whatever else is
+in the batch, and the grid never changes: the division is computed on the GPU from the lengths, once
+a step, by `plan_decode`, and holds inside CUDA graphs. Where several programs shared a (row, head),
+the last to finish merges their partial results, always in the same order.
 
-The kernel can take the fused projection of queries, keys and values as it is (`Projection`): each program norms and rotates the
-queries that it needs, and the one that has a row's last tile does so with the row's newest key, starts its
-softmax with it, and writes it to the cache. That saves a launch and a trip through memory in every layer of a decode step.
+The kernel can take the fused projection of queries, keys and values as it is (`Projection`): each
+program norms and rotates the queries that it needs, and the one that has a row's last tile does so
+with the row's newest key, starts its softmax with it, and writes it to the cache. That saves a
+launch and a trip through memory in every layer of a decode step.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -32,14 +35,17 @@ from aioinfer.kernels.attention_tiles import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-QUERY_ROWS = 16  # the least rows of a tensor-core product; the query heads of one KV head fill the first of them
-PLAN_FIELDS = 8  # row, head, tile, tiles to do, tiles a program, keys of the row: one 32-byte sector
+# the least rows of a tensor-core product; the query heads of one KV head fill the first of them
+QUERY_ROWS = 16
+# row, head, tile, tiles to do, tiles a program, keys of the row: one 32-byte sector
+PLAN_FIELDS = 8
 MIN_ROWS_PAD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a multiprocessor."""
+    """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a
+    multiprocessor."""
 
     tile: int
     num_warps: int
@@ -49,30 +55,40 @@ class DecodeConfig:
 
 
 def decode_config(head_size: int, element_size: int) -> DecodeConfig:
-    """Returns the configuration for a KV cache of this head size and bytes an element, measured on an H200."""
+    """Returns the configuration for a KV cache of this head size and bytes an element, measured on
+    an H200."""
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
     tile = max(16, min(64, 8192 // bytes_a_token))
-    return DecodeConfig(tile, 2, 6, 4, 1) if tile * bytes_a_token <= 8192 else DecodeConfig(tile, 4, 2, 2, 1)
+    return (
+        DecodeConfig(tile, 2, 6, 4, 1)
+        if tile * bytes_a_token <= 8192
+        else DecodeConfig(tile, 4, 2, 2, 1)
+    )
 
 
 def merged_splits(group: int, head_size: int) -> int:
-    """Returns how many partial results are merged at a time: 8192 numbers, which fit in the registers of four warps."""
-    return max(2, min(32, 8192 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size))))
+    """Returns how many partial results are merged at a time: 8192 numbers, which fit in the
+    registers of four warps."""
+    return max(
+        2, min(32, 8192 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size)))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Buffers of the decode kernel, shared by all layers of one shape. P programs, G query heads a KV head, D head size.
+    """Buffers of the decode kernel, shared by all layers of one shape. P programs, G query heads a
+    KV head, D head size.
 
     Attributes:
         config: what the buffers and the plan were made for.
         num_kv_heads, window: likewise.
         plan: int32 [P, 8], each program's share of the step.
-        partials: float32 [P, 2, G, D], unnormalised outputs of shares that cover a part of a (row, head): the one
-            that a program enters in the middle, and the one that it leaves in the middle.
+        partials: float32 [P, 2, G, D], unnormalised outputs of shares that cover a part of a (row,
+            head): the one that a program enters in the middle, and the one that it leaves in the
+            middle.
         maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
-        counters: int32 [P], how many programs have finished with the (row, head) that program p leaves in the
-            middle. All zero between launches.
+        counters: int32 [P], how many programs have finished with the (row, head) that program p
+            leaves in the middle. All zero between launches.
     """
 
     config: DecodeConfig
@@ -86,22 +102,40 @@ class DecodeWorkspace:
 
     @classmethod
     def create(
-        cls, num_q_heads: int, k_cache: torch.Tensor, *, window: int = 0, config: DecodeConfig | None = None, programs: int | None = None
+        cls,
+        num_q_heads: int,
+        k_cache: torch.Tensor,
+        *,
+        window: int = 0,
+        config: DecodeConfig | None = None,
+        programs: int | None = None,
     ) -> DecodeWorkspace:
-        """Returns a workspace for layers with caches like `k_cache` [num_blocks, block_size, Hkv, D] on its device.
+        """Returns a workspace for layers with caches like `k_cache` [num_blocks, block_size, Hkv,
+        D] on its device.
 
         Args:
-            window: the sliding window of these layers, 0 for none; layers with another one need another workspace.
-            config, programs: instead of the table's and of the multiprocessors' number (for tests and tuning).
+            window: the sliding window of these layers, 0 for none; layers with another one need
+                another workspace.
+            config, programs: instead of the table's and of the multiprocessors' number (for tests
+                and tuning).
         """
         _, _, kv_heads, head_size = k_cache.shape
         device = k_cache.device
         config = config or decode_config(head_size, k_cache.element_size())
         if programs is None:
-            programs = torch.cuda.get_device_properties(device).multi_processor_count * config.programs_per_sm
+            programs = (
+                torch.cuda.get_device_properties(device).multi_processor_count
+                * config.programs_per_sm
+            )
         group = num_q_heads // kv_heads
-        floats = torch.empty(programs * 2 * group * (triton.next_power_of_2(head_size) + 2), dtype=torch.float32, device=device)
-        maxima, sums, partials = floats.split([programs * 2 * group] * 2 + [programs * 2 * group * triton.next_power_of_2(head_size)])
+        floats = torch.empty(
+            programs * 2 * group * (triton.next_power_of_2(head_size) + 2),
+            dtype=torch.float32,
+            device=device,
+        )
+        maxima, sums, partials = floats.split(
+            [programs * 2 * group] * 2 + [programs * 2 * group * triton.next_power_of_2(head_size)]
+        )
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
         return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
@@ -112,8 +146,10 @@ class Projection:
     """Queries, keys and values of the newest tokens before norm and rotation.
 
     Attributes:
-        qkv: [T, (Hq + 2 * Hkv) * D], a row's newest token in each line: q's heads, then k's, then v's.
-        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2 sines.
+        qkv: [T, (Hq + 2 * Hkv) * D], a row's newest token in each line: q's heads, then k's, then
+            v's.
+        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
+            sines.
         q_weight, k_weight: [D] of the norms, both or neither.
         eps: of the norms.
     """
@@ -127,7 +163,8 @@ class Projection:
 
 @triton.jit
 def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The first tile that a row's token attends to, and how many there are: at least one, so that every row is visited."""
+    """The first tile that a row's token attends to, and how many there are: at least one, so that
+    every row is visited."""
     first = seq_len * 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - WINDOW, 0) // TILE
@@ -136,7 +173,8 @@ def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
 def _plan_kernel(
-    seq_lens, plan, num_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    seq_lens, plan, num_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -162,20 +200,30 @@ def _plan_kernel(
 @triton.jit
 def _load_plan(place):
     """Returns the fields of a program's share as `_plan_kernel` has stored them."""
-    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3), tl.load(place + 4), tl.load(place + 5)
+    return (
+        tl.load(place),
+        tl.load(place + 1),
+        tl.load(place + 2),
+        tl.load(place + 3),
+        tl.load(place + 4),
+        tl.load(place + 5),
+    )
 
 
 def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
-    """Divides a step's KV tiles among the programs; to be called when the lengths are known, before the first layer.
+    """Divides a step's KV tiles among the programs; to be called when the lengths are known, before
+    the first layer.
 
     Args:
-        seq_lens: int32 [R], keys that each row of one token attends to, its own included. A row of 0 is padding:
-            its output becomes zeros.
+        seq_lens: int32 [R], keys that each row of one token attends to, its own included. A row of
+            0 is padding: its output becomes zeros.
     """
     rows, programs = seq_lens.shape[0], workspace.plan.shape[0]
     _plan_kernel[(programs,)](
-        seq_lens, workspace.plan, rows, KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window, TILE=workspace.config.tile,
-        MIN_TILES=workspace.config.min_tiles, PROGRAMS=programs, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
+        seq_lens, workspace.plan, rows, KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
+        TILE=workspace.config.tile,
+        MIN_TILES=workspace.config.min_tiles, PROGRAMS=programs,
+        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
         FIELDS=PLAN_FIELDS, num_warps=4,
     )  # fmt: skip
 
@@ -183,9 +231,11 @@ def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
 @triton.jit
 def _merge(
     partials, maxima, sums, out, first, count, v_scale,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the partial results of the programs first .. first + count - 1 make together for one (row, head)."""
+    """Writes what the partial results of the programs first .. first + count - 1 make together for
+    one (row, head)."""
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_PAD)
     m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -197,7 +247,9 @@ def _merge(
         held = (split < count)[:, None] & (g < GROUP)[None, :]
         part_m = tl.load(maxima + entry, held, float("-inf"))
         part_l = tl.load(sums + entry, held, 0.0)
-        part = tl.load(partials + entry[:, :, None] * HEAD_PAD + d[None, None, :], held[:, :, None], 0.0)
+        part = tl.load(
+            partials + entry[:, :, None] * HEAD_PAD + d[None, None, :], held[:, :, None], 0.0
+        )
         new_m = tl.maximum(m, tl.max(part_m, axis=0))
         safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
         weight = tl.exp2(part_m - safe_m[None, :])
@@ -206,15 +258,21 @@ def _merge(
         acc = acc * old[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         m = new_m
     value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
-    tl.store(out + g[:, None] * HEAD_SIZE + d[None, :], value.to(out.dtype.element_ty), (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :])
+    tl.store(
+        out + g[:, None] * HEAD_SIZE + d[None, :],
+        value.to(out.dtype.element_ty),
+        (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :],
+    )
 
 
 @triton.jit
 def _share(
     m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, share, v_scale,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a program's part of a (row, head) that has `tiles` tiles; the last of those who share it merges the parts.
+    """Writes a program's part of a (row, head) that has `tiles` tiles; the last of those who share
+    it merges the parts.
 
     `at` is the place of the part's first tile, the row's `tile`, in the sequence of all tiles.
     """
@@ -223,13 +281,31 @@ def _share(
     entry = (program * 2 + (tile == 0).to(tl.int32)) * GROUP + g
     tl.store(maxima + entry, m, g < GROUP)
     tl.store(sums + entry, l, g < GROUP)
-    tl.store(partials + entry[:, None] * HEAD_PAD + d[None, :], acc, (g < GROUP)[:, None] & (d < HEAD_PAD)[None, :])
+    tl.store(
+        partials + entry[:, None] * HEAD_PAD + d[None, :],
+        acc,
+        (g < GROUP)[:, None] & (d < HEAD_PAD)[None, :],
+    )
     begun = (at - tile) // share
     sharers = (at - tile + tiles - 1) // share - begun + 1
-    tl.debug_barrier()  # every thread's partial results are written before one thread counts them as there
+    # every thread's partial results are written before one thread counts them as there
+    tl.debug_barrier()
     if tl.atomic_add(counters + begun, 1, sem="acq_rel") == sharers - 1:
         tl.store(counters + begun, 0)
-        _merge(partials, maxima, sums, out, begun, sharers, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS)
+        _merge(
+            partials,
+            maxima,
+            sums,
+            out,
+            begun,
+            sharers,
+            v_scale,
+            GROUP,
+            GROUP_PAD,
+            HEAD_SIZE,
+            HEAD_PAD,
+            SPLITS,
+        )
 
 
 @triton.jit
@@ -241,32 +317,41 @@ def _channels(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 @triton.jit
 def _repeated(x, ROWS: tl.constexpr):
     """Returns x [N, D] as often as it fits into ROWS."""
-    return tl.broadcast_to(x[None, :, :], ROWS // x.shape[0], x.shape[0], x.shape[1]).reshape(ROWS, x.shape[1])
+    return tl.broadcast_to(x[None, :, :], ROWS // x.shape[0], x.shape[0], x.shape[1]).reshape(
+        ROWS, x.shape[1]
+    )
 
 
 @triton.jit
 def _begin_row(
     line, table, position, head, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
     k_cache, v_cache, k_inverse, v_inverse, k_strides, v_strides,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Returns the queries of a row whose newest token's projection begins at `line`, and the softmax's state.
+    """Returns the queries of a row whose newest token's projection begins at `line`, and the
+    softmax's state.
 
-    With `is_last` the token's key and value are cached, and the softmax begins with them, as they are when they are read back. All
-    loads come before what is made of them, so that they are waited for once. All are as wide as the queries' heads, also where
-    every head has the same: so none changes the layout of another, which takes barriers.
+    With `is_last` the token's key and value are cached, and the softmax begins with them, as they
+    are when they are read back. All loads come before what is made of them, so that they are waited
+    for once. All are as wide as the queries' heads, also where every head has the same: so none
+    changes the layout of another, which takes barriers.
     """
     g = tl.arange(0, GROUP_PAD)[:, None]
     d = _channels(GROUP_PAD, HEAD_PAD)
     pair, mask = pairs(d, ROTARY), d < HEAD_SIZE
-    q_x, q_other = load_with_pairs(line + (head * GROUP + g) * HEAD_SIZE, d, pair, (g < GROUP) & mask)
+    q_x, q_other = load_with_pairs(
+        line + (head * GROUP + g) * HEAD_SIZE, d, pair, (g < GROUP) & mask
+    )
     newest = line + (GROUP * KV_HEADS + head) * HEAD_SIZE
     k_x, k_other = load_with_pairs(newest, d, pair, mask)
     value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32) * v_inverse
     cos, sin = load_angles(angles, d, ROTARY)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    query = turned_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(line.dtype.element_ty)
+    query = turned_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(
+        line.dtype.element_ty
+    )
     if is_last:
         key = turned_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
         offset = position % BLOCK_SIZE
@@ -284,11 +369,15 @@ def _begin_row(
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
-    q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale, soft_cap, v_scale,
-    cos_sin, q_weight, k_weight, eps, k_inverse, v_inverse, cos_sin_stride, q_stride, out_stride, table_stride,
+    q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
+    soft_cap, v_scale,
+    cos_sin, q_weight, k_weight, eps, k_inverse, v_inverse, cos_sin_stride, q_stride, out_stride,
+    table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -298,8 +387,13 @@ def _decode_kernel(
     g = tl.arange(0, ROWS)
     d = tl.arange(0, HEAD_PAD)
     own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
-    k_strides, v_strides = (k_block_stride, k_token_stride, k_head_stride), (v_block_stride, v_token_stride, v_head_stride)
-    if PROJECTED:  # without norms these are loads of something that nobody looks at, and the compiler leaves them out
+    k_strides, v_strides = (
+        (k_block_stride, k_token_stride, k_head_stride),
+        (v_block_stride, v_token_stride, v_head_stride),
+    )
+    # without norms these are loads of something that nobody looks at, and the compiler leaves them
+    # out
+    if PROJECTED:
         wide = _channels(GROUP_PAD, HEAD_PAD)
         q_norm = load_with_pairs(q_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
         k_norm = load_with_pairs(k_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
@@ -319,28 +413,50 @@ def _decode_kernel(
         if PROJECTED:
             cached = tl.maximum(seq_len - 1, 0)
             query, m, l, acc = _begin_row(
-                line, table, cached, head, (end == tiles) & (seq_len > 0), cos_sin + cached.to(tl.int64) * cos_sin_stride,
-                q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse, v_inverse, k_strides, v_strides,
-                KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM, SOFT_CAP,
+                line, table, cached, head, (end == tiles) & (seq_len > 0),
+                cos_sin + cached.to(tl.int64) * cos_sin_stride,
+                q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse,
+                v_inverse, k_strides, v_strides,
+                KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM,
+                SOFT_CAP,
             )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
-                k_cache, v_cache, table, index, cached, head, k_strides, v_strides, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE
+                k_cache,
+                v_cache,
+                table,
+                index,
+                cached,
+                head,
+                k_strides,
+                v_strides,
+                HEAD_SIZE,
+                HEAD_PAD,
+                BLOCK_SIZE,
+                TILE,
             )
             visible = position < cached
             if WINDOW > 0:
                 visible = visible & (position >= seq_len - WINDOW)
-            m, l, acc = softmax_step(query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP)
+            m, l, acc = softmax_step(
+                query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP
+            )
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
-            tl.store(place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own)
+            tl.store(
+                place,
+                (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty),
+                own,
+            )
         else:
             _share(
-                m, l, acc, partials, maxima, sums, counters, out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
-                program, tile, tiles, at, share, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS,
+                m, l, acc, partials, maxima, sums, counters,
+                out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
+                program, tile, tiles, at, share, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
+                SPLITS,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile
@@ -368,20 +484,30 @@ def launch_decode(
     projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launches the decode kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
+    """Launches the decode kernel; arguments as `paged_attention` checked them, `scale` in base 2
+    with the keys' scale."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = workspace.config
     group = out.shape[1] // kv_heads
     source = projection or Projection(q, q)
-    norms = (source.qkv, source.qkv) if source.q_weight is None else (source.q_weight, source.k_weight)
+    norms = (
+        (source.qkv, source.qkv) if source.q_weight is None else (source.q_weight, source.k_weight)
+    )
     _decode_kernel[(workspace.plan.shape[0],)](
-        source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan, workspace.partials, workspace.maxima, workspace.sums,
+        source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
+        workspace.partials, workspace.maxima, workspace.sums,
         workspace.counters, scale, soft_cap, v_scale,
         source.cos_sin, *norms, source.eps, 1.0 / k_scale, 1.0 / v_scale, source.cos_sin.stride(0),
-        source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
-        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, TILE=config.tile,
-        WINDOW=workspace.window, SOFT_CAP=soft_cap > 0, FIELDS=PLAN_FIELDS, SPLITS=merged_splits(group, head_size),
-        PDL=pdl, PROJECTED=projection is not None, ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
-        HAS_NORM=source.q_weight is not None, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
+        ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
+        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
+        TILE=config.tile,
+        WINDOW=workspace.window, SOFT_CAP=soft_cap > 0, FIELDS=PLAN_FIELDS,
+        SPLITS=merged_splits(group, head_size),
+        PDL=pdl, PROJECTED=projection is not None,
+        ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
+        HAS_NORM=source.q_weight is not None, num_warps=config.num_warps,
+        num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,18 +1,22 @@
-"""The gated product of Llama's and Qwen's MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on Hopper GPUs, in Triton's Gluon dialect.
+"""The gated product of Llama's and Qwen's MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on
+Hopper GPUs, in Triton's Gluon dialect.
 
-Called by the MLP of the models on GPUs for the numbers of rows for which it `pays`, where `supports` says so; others take
-`skinny_linear` or cuBLAS and `silu_mul`. All of them read the weight in the order that `interleave` makes, which is the
-only one: eight rows of the gate, then the eight rows of the other projection that they meet, and so on. wgmma gives
-rows r and r + 8 of sixteen to the same thread, so SiLU and the product happen in the registers of the accumulator.
+Called by the MLP of the models on GPUs for the numbers of rows for which it `pays`, where
+`supports` says so; others take `skinny_linear` or cuBLAS and `silu_mul`. All of them read the
+weight in the order that `interleave` makes, which is the only one: eight rows of the gate, then the
+eight rows of the other projection that they meet, and so on. wgmma gives rows r and r + 8 of
+sixteen to the same thread, so SiLU and the product happen in the registers of the accumulator.
 
-The weight is the left operand: a tile of the output is 64 weight rows for each consumer warpgroup, times the tile's
-tokens as columns. One warp loads both through a ring of shared-memory stages with TMA, which fills what lies over the
-edges of x and weight with zeros and leaves out what lies over those of the output, so tiles need not divide anything.
-Programs are persistent: while the consumers write a tile, the loads of the next one are under way. The order of the tiles
-keeps the weights that a group of token tiles shares in the L2 cache (Tillet et al., "Triton", 2019). The schedule is
+The weight is the left operand: a tile of the output is 64 weight rows for each consumer warpgroup,
+times the tile's tokens as columns. One warp loads both through a ring of shared-memory stages with
+TMA, which fills what lies over the edges of x and weight with zeros and leaves out what lies over
+those of the output, so tiles need not divide anything. Programs are persistent: while the consumers
+write a tile, the loads of the next one are under way. The order of the tiles keeps the weights that
+a group of token tiles shares in the L2 cache (Tillet et al., "Triton", 2019). The schedule is
 CUTLASS's cooperative one (Thakkar et al., 2023).
 """
-# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not unpack tuples)
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
+# unpack tuples)
 
 from __future__ import annotations
 
@@ -34,8 +38,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WEIGHT_ROWS = 64  # of a consumer warpgroup, gate and up together: what one wgmma multiplies
-CONSUMERS = gl.constexpr(3)  # warpgroups that multiply; the tile is as wide as their registers allow
-REGISTERS = 160  # of a consumer's thread: a third of what remains of 64 Ki beside the producer, in the steps that setmaxnreg takes
+# warpgroups that multiply; the tile is as wide as their registers allow
+CONSUMERS = gl.constexpr(3)
+# of a consumer's thread: a third of what remains of 64 Ki beside the producer, in the steps that
+# setmaxnreg takes
+REGISTERS = 160
 STEP = 64  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma
 LOG2_E = gl.constexpr(1.4426950408889634)
 TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -56,16 +63,20 @@ class GatedConfig:
     group: int = 8
 
 
-#: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one: measured on an H200 with 256 rows
-#: and more of Qwen3-8B's weight, where the operations decide (with fewer the bytes of the weight do).
+#: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one: measured on
+#: an H200 with 256 rows
+#: and more of Qwen3-8B's weight, where the operations decide (with fewer the bytes of the weight
+#: do).
 TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
 SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `pays`
 
 
 def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
-    """Returns the configuration that needs the least time for `features` outputs of `tokens` rows, if every tile takes `TILE_TIMES`.
+    """Returns the configuration that needs the least time for `features` outputs of `tokens` rows,
+    if every tile takes `TILE_TIMES`.
 
-    The programs take their tiles in turns, and a last turn that few of them have work for takes as long as the others.
+    The programs take their tiles in turns, and a last turn that few of them have work for takes as
+    long as the others.
     """
 
     def time(config: GatedConfig) -> float:
@@ -81,11 +92,12 @@ def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
 def pays(rows: int, weight: torch.Tensor) -> bool:
     """Whether the kernel is faster than cuBLAS's product followed by `silu_mul`.
 
-    As measured on an H200 for 9 rows and more of Qwen3-0.6B's weight (12 MB), and of Qwen3-8B's on two GPUs (100 MB) and on one
-    (201 MB). With a small weight it always was, since it begins while the kernel before is still running; 2 to 8 rows are
-    taken to be like 9. A large one takes as long to read either way for few rows; a little more than 256 rows need a last
-    turn that few programs have work for, which cuBLAS's smaller tiles spare; and where the small tiles of 64 tokens would
-    have to serve the largest weight, cuBLAS's are as good.
+    As measured on an H200 for 9 rows and more of Qwen3-0.6B's weight (12 MB), and of Qwen3-8B's on
+    two GPUs (100 MB) and on one (201 MB). With a small weight it always was, since it begins while
+    the kernel before is still running; 2 to 8 rows are taken to be like 9. A large one takes as
+    long to read either way for few rows; a little more than 256 rows need a last turn that few
+    programs have work for, which cuBLAS's smaller tiles spare; and where the small tiles of 64
+    tokens would have to serve the largest weight, cuBLAS's are as good.
     """
     if weight.nbytes <= SMALL_WEIGHT:
         return rows > 1
@@ -109,17 +121,21 @@ def _load_weights(weight, w_smem, full, stage, row, k, pred):
     ROWS: gl.constexpr = weight.block_type.shape[0]
     for part in gl.static_range(CONSUMERS):
         place = [row + part * ROWS, k]
-        tma.async_copy_global_to_shared(weight, place, full.index(stage), w_smem.index(stage * CONSUMERS + part), pred=pred)
+        tma.async_copy_global_to_shared(
+            weight, place, full.index(stage), w_smem.index(stage * CONSUMERS + part), pred=pred
+        )
 
 
 @gluon.jit
 def _produce(
-    PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+    PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items,
+    token_tiles, weight_tiles, steps
 ):  # fmt: skip
-    """Loads the stages of every work item as they become free; with PDL the first weights before x is known to be complete.
+    """Loads the stages of every work item as they become free; with PDL the first weights before x
+    is known to be complete.
 
-    The consumers need not wait for the kernel before: they write nothing before they have multiplied an x that was
-    loaded after the wait.
+    The consumers need not wait for the kernel before: they write nothing before they have
+    multiplied an x that was loaded after the wait.
     """
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
@@ -141,8 +157,12 @@ def _produce(
             stage = loaded % STAGES
             mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
-            tma.async_copy_global_to_shared(x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage))
-            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early)
+            tma.async_copy_global_to_shared(
+                x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage)
+            )
+            _load_weights(
+                weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
+            )
             loaded += 1
     if PDL:
         gdc_launch_dependents()
@@ -150,14 +170,17 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, GROUP: gl.constexpr, out, staging, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+    PART: gl.constexpr, GROUP: gl.constexpr, out, staging, x_smem, w_smem, full, empty, items,
+    token_tiles, weight_tiles, steps
 ):  # fmt: skip
-    """Computes the part of every work item that consumer `PART` has: 64 weight rows, 32 outputs of each token."""
+    """Computes the part of every work item that consumer `PART` has: 64 weight rows, 32 outputs of
+    each token."""
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     ROWS: gl.constexpr = w_smem.shape[1]
     OUTPUTS: gl.constexpr = ROWS // 2
-    # With 512 threads the kernel is assembled for 128 registers, too few for a wgmma of 256 columns: two of 128 then.
+    # With 512 threads the kernel is assembled for 128 registers, too few for a wgmma of 256
+    # columns: two of 128 then.
     COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     mine = staging.index(PART)
@@ -170,18 +193,27 @@ def _consume(
             mbarrier.wait(full.index(stage), (used // STAGES) & 1)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=index > 0)
-            acc = warpgroup_mma(w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(
+                w_smem.index(stage * CONSUMERS + PART),
+                x_smem.index(stage).permute((1, 0)),
+                acc,
+                is_async=True,
+            )
             used += 1
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        value = (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS]).to(out.dtype)
+        value = (
+            (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS]).to(out.dtype)
+        )
         tma.store_wait(0)  # of the tile before
         gl.thread_barrier()
         mine.permute((1, 0)).store(value)
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(out, [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS], mine)
+        tma.async_copy_shared_to_global(
+            out, [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS], mine
+        )
     tma.store_wait(0)
 
 
@@ -190,9 +222,17 @@ def _gated_kernel(
     x, weight, out, items, token_tiles, weight_tiles, steps,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
-    w_smem = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
-    staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout)
+    x_smem = gl.allocate_shared_memory(
+        x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
+    )
+    w_smem = gl.allocate_shared_memory(
+        x.dtype,
+        [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]],
+        weight.layout,
+    )
+    staging = gl.allocate_shared_memory(
+        out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -214,7 +254,8 @@ def _gated_kernel(
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this kernel serves x [T, K] and weight [2 * N, K]: Hopper, bf16 or fp16, K a multiple of 64, N of 8.
+    """Whether this kernel serves x [T, K] and weight [2 * N, K]: Hopper, bf16 or fp16, K a multiple
+    of 64, N of 8.
 
     TMA wants the rows of x contiguous, and their beginnings at multiples of 16 bytes.
     """
@@ -247,9 +288,10 @@ def gated_product(
     Args:
         x: [T, K], bf16 or fp16; rows may be strided.
         weight: [2 * N, K], gate and up as `interleave` orders them; of x's dtype.
-        out: [T, N] to write to; rows may be strided by multiples of 16 bytes; by default a new tensor.
-        pdl: launch as a programmatic dependent of the kernel before; `weight` is read before that kernel ends, so it must
-            not be what writes it.
+        out: [T, N] to write to; rows may be strided by multiples of 16 bytes; by default a new
+            tensor.
+        pdl: launch as a programmatic dependent of the kernel before; `weight` is read before that
+            kernel ends, so it must not be what writes it.
         config: instead of the table's (for tests and tuning).
 
     Raises:
@@ -257,10 +299,16 @@ def gated_product(
     """
     (rows, inputs), features = x.shape, weight.shape[0] // 2
     if weight.shape[1] != inputs or not supports(x, weight):
-        raise ValueError(f"x must be [T, K] and weight [2 * N, K] as supports() has them, not {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise ValueError(
+            f"x must be [T, K] and weight [2 * N, K] as supports() has them, not "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if out.shape != (rows, features) or out.dtype != x.dtype or not _rows_are_aligned(out):
-        raise ValueError(f"out must be [{rows}, {features}] of {x.dtype} with aligned rows, not {tuple(out.shape)} of {out.dtype}")
+        raise ValueError(
+            f"out must be [{rows}, {features}] of {x.dtype} with aligned rows, not "
+            f"{tuple(out.shape)} of {out.dtype}"
+        )
     if not rows:
         return out
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -269,18 +317,26 @@ def gated_product(
     _gated_kernel[(min(items, programs),)](
         _descriptor(x, [config.tokens, STEP]), _descriptor(weight, [WEIGHT_ROWS, STEP]),
         _descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
-        items, token_tiles, items // token_tiles, inputs // STEP, STAGES=config.stages, GROUP=config.group,
+        items, token_tiles, items // token_tiles, inputs // STEP, STAGES=config.stages,
+        GROUP=config.group,
         REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
 def _descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, gl.NVMMASharedLayout.get_default_for(block, TORCH_DTYPES[t.dtype]))
+    return TensorDescriptor(
+        t,
+        list(t.shape),
+        list(t.stride()),
+        block,
+        gl.NVMMASharedLayout.get_default_for(block, TORCH_DTYPES[t.dtype]),
+    )
 
 
 def interleave(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the gate's rows and the other projection's, eight of the one and eight of the other in turn.
+    """Returns the gate's rows and the other projection's, eight of the one and eight of the other
+    in turn.
 
     Args:
         weight: [2 * N, ...], the gate's N rows first (or its bias [2 * N]); N a multiple of 8.
@@ -289,7 +345,9 @@ def interleave(weight: torch.Tensor) -> torch.Tensor:
         ValueError: if it is not.
     """
     if weight.shape[0] % (2 * GATE_RUN):
-        raise ValueError(f"weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {weight.shape[0]}")
+        raise ValueError(
+            f"weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {weight.shape[0]}"
+        )
     return weight.unflatten(0, (2, -1, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
 
 

@@ -1,13 +1,14 @@
-"""Linear layers for one to sixteen rows, where reading the weights is all the work; more rows are cuBLAS's business.
+"""Linear layers for one to sixteen rows, where reading the weights is all the work; more rows are
+cuBLAS's business.
 
-Called by the linear layers in decode steps of few streams. Two kernels: for one row plain multiply-adds, where each thread
-reads 16 bytes of weights at a time; for more rows a tensor-core product with the weights as the left operand, whose
-16 to 64 rows are output features.
+Called by the linear layers in decode steps of few streams. Two kernels: for one row plain
+multiply-adds, where each thread reads 16 bytes of weights at a time; for more rows a tensor-core
+product with the weights as the left operand, whose 16 to 64 rows are output features.
 
-What surrounds the product in a transformer can be done in it: the gate of the MLP or the residual add after, and for
-one row RMSNorm of the input before (by scaling the sums). The rows of a gated weight are interleaved, as
-`gated_product.interleave` orders them. With programmatic dependent launch a program asks for its weights before it
-waits for the kernel before.
+What surrounds the product in a transformer can be done in it: the gate of the MLP or the residual
+add after, and for one row RMSNorm of the input before (by scaling the sums). The rows of a gated
+weight are interleaved, as `gated_product.interleave` orders them. With programmatic dependent
+launch a program asks for its weights before it waits for the kernel before.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -23,13 +24,15 @@ from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 16
-#: With fewer bytes of weights the next kernel may start as soon as this one has; with more it would only be in the way.
+#: With fewer bytes of weights the next kernel may start as soon as this one has; with more it would
+#: only be in the way.
 EARLY_TRIGGER_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How a kernel is compiled: output features a program, inputs a step, warps, pipeline stages (tensor cores only)."""
+    """How a kernel is compiled: output features a program, inputs a step, warps, pipeline stages
+    (tensor cores only)."""
 
     features: int
     step: int
@@ -37,10 +40,14 @@ class LinearConfig:
     num_stages: int = 1
 
 
-def linear_config(rows: int, features: int, inputs: int, *, normed: bool, gated: bool, itemsize: int = 2) -> LinearConfig:
-    """Returns the configuration for x [rows, inputs] and `features` output features, measured on an H200 with 2-byte weights.
+def linear_config(
+    rows: int, features: int, inputs: int, *, normed: bool, gated: bool, itemsize: int = 2
+) -> LinearConfig:
+    """Returns the configuration for x [rows, inputs] and `features` output features, measured on an
+    H200 with 2-byte weights.
 
-    Wider weights (float32, for tests) take the smallest tile, since the others would not fit into shared memory.
+    Wider weights (float32, for tests) take the smallest tile, since the others would not fit into
+    shared memory.
     """
     if rows > 1 and itemsize > 2:
         return LinearConfig(16, 128, 4, 3)
@@ -59,7 +66,17 @@ def linear_config(rows: int, features: int, inputs: int, *, normed: bool, gated:
 
 
 @triton.jit
-def _finish(total, out, residual, rows, columns, mask, out_stride, residual_stride, HAS_RESIDUAL: tl.constexpr):
+def _finish(
+    total,
+    out,
+    residual,
+    rows,
+    columns,
+    mask,
+    out_stride,
+    residual_stride,
+    HAS_RESIDUAL: tl.constexpr,
+):
     """Adds the residual and writes; `rows` and `columns` broadcast to total's shape."""
     if HAS_RESIDUAL:
         total += tl.load(residual + rows * residual_stride + columns, mask, 0.0).to(tl.float32)
@@ -69,7 +86,8 @@ def _finish(total, out, residual, rows, columns, mask, out_stride, residual_stri
 @triton.jit
 def _vector_kernel(
     x, weight, norm, residual, out, features, weight_stride, eps,
-    INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -133,14 +151,28 @@ def _tensor_kernel(
     for begin in range(0, INPUTS, STEP):
         inside = begin + k < INPUTS
         w = tl.load(place + begin, held & inside[None, :], 0.0)
-        value = tl.load(x + row[None, :] * x_stride + (begin + k)[:, None], (row < rows)[None, :] & inside[:, None], 0.0)
+        value = tl.load(
+            x + row[None, :] * x_stride + (begin + k)[:, None],
+            (row < rows)[None, :] & inside[:, None],
+            0.0,
+        )
         totals = tl.dot(w, value, totals, input_precision="ieee")
         if GATED:
             up_w = tl.load(up_place + begin, held & inside[None, :], 0.0)
             up_totals = tl.dot(up_w, value, up_totals, input_precision="ieee")
     if GATED:
         totals = totals / (1.0 + tl.exp(-totals)) * up_totals
-    _finish(totals, out, residual, row[None, :], n[:, None], held & (row < rows)[None, :], out_stride, residual_stride, HAS_RESIDUAL)
+    _finish(
+        totals,
+        out,
+        residual,
+        row[None, :],
+        n[:, None],
+        held & (row < rows)[None, :],
+        out_stride,
+        residual_stride,
+        HAS_RESIDUAL,
+    )
 
 
 def skinny_linear(
@@ -159,39 +191,63 @@ def skinny_linear(
 
     Args:
         x: [M, K], M <= 16; bf16, fp16 or fp32; rows may be strided.
-        weight: [N, K], as nn.Linear holds it; with `gated` [2 * N, K], interleaved, N a multiple of 8; of x's dtype.
-        norm_weight: [K]; x is first divided by its root mean square (with `eps`) and multiplied with this.
+        weight: [N, K], as nn.Linear holds it; with `gated` [2 * N, K], interleaved, N a multiple of
+            8; of x's dtype.
+        norm_weight: [K]; x is first divided by its root mean square (with `eps`) and multiplied
+            with this.
         residual: [M, N], added to the product; may be `out`.
-        gated: weight holds two projections: eight rows of the gate, then their eight of up, and so on; returns
-            silu(x @ gate.T) * (x @ up.T).
+        gated: weight holds two projections: eight rows of the gate, then their eight of up, and so
+            on; returns silu(x @ gate.T) * (x @ up.T).
         out: [M, N] to write to; by default a new tensor.
-        pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is read before that
-            kernel ends, so it must not be what writes it.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
+            read before that kernel ends, so it must not be what writes it.
         config: instead of the table's (for tests and tuning).
     """
     rows, inputs = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]
-    if not 0 < rows <= MAX_ROWS or weight.shape[1] != inputs or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"x must be [1 .. {MAX_ROWS}, K] and weight [N, K], contiguous, not {tuple(x.shape)} and {tuple(weight.shape)}")
+    if (
+        not 0 < rows <= MAX_ROWS
+        or weight.shape[1] != inputs
+        or x.stride(1) != 1
+        or not weight.is_contiguous()
+    ):
+        raise ValueError(
+            f"x must be [1 .. {MAX_ROWS}, K] and weight [N, K], contiguous, not "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     if gated and weight.shape[0] % (2 * GATE_RUN):
-        raise ValueError(f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {weight.shape[0]}")
+        raise ValueError(
+            f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not "
+            f"{weight.shape[0]}"
+        )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if norm_weight is not None and rows > 1:  # in the product it would be repeated by every program
         x = rms_norm(x, norm_weight, eps, pdl=pdl)
     added = x if residual is None else residual
-    config = config or linear_config(rows, features, inputs, normed=norm_weight is not None, gated=gated, itemsize=weight.element_size())
+    config = config or linear_config(
+        rows,
+        features,
+        inputs,
+        normed=norm_weight is not None,
+        gated=gated,
+        itemsize=weight.element_size(),
+    )
     flags = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN, "PDL": pdl}
     grid = (triton.cdiv(features, config.features),)
     if rows == 1:
         norm = weight if norm_weight is None else norm_weight
         _vector_kernel[grid](
-            x, weight, norm, added, out, features, inputs, eps, INPUTS=inputs, FEATURES=config.features, STEP=config.step, **flags,
-            HAS_NORM=norm_weight is not None, EARLY_TRIGGER=weight.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps, launch_pdl=pdl,
+            x, weight, norm, added, out, features, inputs, eps, INPUTS=inputs,
+            FEATURES=config.features, STEP=config.step, **flags,
+            HAS_NORM=norm_weight is not None, EARLY_TRIGGER=weight.nbytes < EARLY_TRIGGER_BYTES,
+            num_warps=config.num_warps, launch_pdl=pdl,
         )  # fmt: skip
     else:
         _tensor_kernel[grid](
-            x, weight, added, out, rows, features, x.stride(0), inputs, added.stride(0), out.stride(0),
-            ROWS_PAD=8 if rows <= 8 else 16, INPUTS=inputs, FEATURES=config.features, STEP=config.step, **flags,
+            x, weight, added, out, rows, features, x.stride(0), inputs, added.stride(0),
+            out.stride(0),
+            ROWS_PAD=8 if rows <= 8 else 16, INPUTS=inputs, FEATURES=config.features,
+            STEP=config.step, **flags,
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out

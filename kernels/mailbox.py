@@ -1,9 +1,11 @@
-"""Peer memory, what every rank of a host can read and write in every other's; and mailboxes in it, for programs that talk.
+"""Peer memory, what every rank of a host can read and write in every other's; and mailboxes in it,
+for programs that talk.
 
-Through a mailbox the programs of one row, one on each rank, tell each other a few numbers in the midst of a kernel: see
-`exchange`. `sampling` calls it; `all_reduce` has exchanges of its own, for whole rows. A number travels as one 8-byte
-word with the number of its exchange, the epoch, in the upper half (the "LL" protocol of NCCL): a reader polls until it
-finds the epoch, so a word needs no flag and no fence.
+Through a mailbox the programs of one row, one on each rank, tell each other a few numbers in the
+midst of a kernel: see `exchange`. `sampling` calls it; `all_reduce` has exchanges of its own, for
+whole rows. A number travels as one 8-byte word with the number of its exchange, the epoch, in the
+upper half (the "LL" protocol of NCCL): a reader polls until it finds the epoch, so a word needs no
+flag and no fence.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -26,7 +28,8 @@ class PeerBuffer:
 
     Attributes:
         local: uint8 [nbytes], this rank's part.
-        addresses: int64 [size] on the device, the base address of each rank's part as this rank sees it.
+        addresses: int64 [size] on the device, the base address of each rank's part as this rank
+            sees it.
         rank, size: this rank, and how many there are.
     """
 
@@ -37,11 +40,14 @@ class PeerBuffer:
 
 
 class Mailboxes:
-    """A mailbox for each row, on every rank. Used by one stream at a time, in the same order on every rank.
+    """A mailbox for each row, on every rank. Used by one stream at a time, in the same order on
+    every rank.
 
     Attributes:
-        addresses: int64 [size], as in `PeerBuffer`; there lie int64 words [rows, 2, size, NUMBERS], by sender.
-        epochs: int32 [rows], how many exchanges each row has had. They wrap around harmlessly: no word is older than two exchanges.
+        addresses: int64 [size], as in `PeerBuffer`; there lie int64 words [rows, 2, size, NUMBERS],
+            by sender.
+        epochs: int32 [rows], how many exchanges each row has had. They wrap around harmlessly: no
+            word is older than two exchanges.
         rank, size: this rank, and how many there are.
     """
 
@@ -56,7 +62,8 @@ class Mailboxes:
 
     @staticmethod
     def nbytes(rows: int, size: int) -> int:
-        """Returns how much peer memory the mailboxes of `rows` rows take on each of `size` ranks."""
+        """Returns how much peer memory the mailboxes of `rows` rows take on each of `size`
+        ranks."""
         return rows * 2 * size * NUMBERS * 8
 
 
@@ -68,47 +75,57 @@ def is_rank(SIZE: tl.constexpr):
 
 @triton.jit
 def open_mailbox(addresses, epochs, row, rank, SIZE: tl.constexpr):
-    """Returns what `exchange` needs: pointers to where this rank's words go and to where the others' arrive, and the row's epoch.
+    """Returns what `exchange` needs: pointers to where this rank's words go and to where the
+    others' arrive, and the row's epoch.
 
-    Both are [P, NUMBERS], of the ranks in order; P is the next power of two, and what is beyond the ranks repeats the last.
-    The program stores the epoch in `epochs` again when it is done.
+    Both are [P, NUMBERS], of the ranks in order; P is the next power of two, and what is beyond the
+    ranks repeats the last. The program stores the epoch in `epochs` again when it is done.
     """
     sender = tl.minimum(tl.arange(0, triton.next_power_of_2(SIZE)), SIZE - 1)[:, None]
     number = tl.arange(0, _NUMBERS)[None, :]
     box = row * (2 * SIZE * _NUMBERS)
-    to = tl.load(addresses + sender).to(tl.pointer_type(tl.int64)) + (box + rank * _NUMBERS + number)
-    here = tl.load(addresses + rank).to(tl.pointer_type(tl.int64)) + (box + sender * _NUMBERS + number)
+    to = tl.load(addresses + sender).to(tl.pointer_type(tl.int64)) + (
+        box + rank * _NUMBERS + number
+    )
+    here = tl.load(addresses + rank).to(tl.pointer_type(tl.int64)) + (
+        box + sender * _NUMBERS + number
+    )
     return to, here, tl.load(epochs + row)
 
 
 @triton.jit
 def exchange(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr):
-    """Tells all ranks four numbers of this one, and returns theirs: int32 [P] four times, and the new epoch.
+    """Tells all ranks four numbers of this one, and returns theirs: int32 [P] four times, and the
+    new epoch.
 
     Args:
         to, here, epoch: of `open_mailbox`, or the epoch that the exchange before returned.
         first, second, third, fourth: int32 scalars.
 
-    A mailbox has two places for each word, used in turn. They suffice: exchange e + 2 overwrites the words of e, and a rank
-    begins it only when it has every rank's words of e + 1, each of which was sent after that rank's program had read all of e.
+    A mailbox has two places for each word, used in turn. They suffice: exchange e + 2 overwrites
+    the words of e, and a rank begins it only when it has every rank's words of e + 1, each of which
+    was sent after that rank's program had read all of e.
 
-    All programs of a row have to run at the same time. They do: a GPU starts the programs of a launch in order, so the
-    first unfinished row runs on every rank.
+    All programs of a row have to run at the same time. They do: a GPU starts the programs of a
+    launch in order, so the first unfinished row runs on every rank.
     """
     epoch += 1
     number = tl.arange(0, _NUMBERS)[None, :]
-    bits = tl.where(number == 0, first, tl.where(number == 1, second, tl.where(number == 2, third, fourth)))
+    bits = tl.where(
+        number == 0, first, tl.where(number == 1, second, tl.where(number == 2, third, fourth))
+    )
     words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
     turn = (epoch & 1) * (SIZE * _NUMBERS)
-    # A warp may be behind, and still read what the exchange before has brought; the others wait for it here.
+    # A warp may be behind, and still read what the exchange before has brought; the others wait for
+    # it here.
     tl.debug_barrier()
     once = is_rank(SIZE)[:, None] & (number >= 0)
     tl.atomic_xchg(to + turn, tl.broadcast_to(words, once.shape), once, sem="relaxed", scope="sys")
     got = tl.load(here + turn, volatile=True)
     while tl.max(((got >> 32).to(tl.int32) != epoch).to(tl.int32)) > 0:
         got = tl.load(here + turn, volatile=True)
-    # So few words are polled by several warps, and not each of them need have seen what ended the loop; after the
-    # barrier each does.
+    # So few words are polled by several warps, and not each of them need have seen what ended the
+    # loop; after the barrier each does.
     tl.debug_barrier()
     got = tl.load(here + turn, volatile=True).to(tl.int32)
     return _column(got, 0), _column(got, 1), _column(got, 2), _column(got, 3), epoch
@@ -133,7 +150,8 @@ def as_floats(bits):
 
 @triton.jit
 def sum_of_ranks(to, here, epoch, x, SIZE: tl.constexpr):
-    """Returns the sum of all ranks' x (a float32 scalar), the same bits on every rank, and the new epoch."""
+    """Returns the sum of all ranks' x (a float32 scalar), the same bits on every rank, and the new
+    epoch."""
     bits, _, _, _, epoch = exchange(to, here, epoch, as_bits(x), 0, 0, 0, SIZE)
     return tl.sum(tl.where(is_rank(SIZE), as_floats(bits), 0.0)), epoch
 

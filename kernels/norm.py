@@ -37,7 +37,14 @@ def _rms_norm_kernel(
     tl.store(out + row * out_stride + columns, (value * scale * w).to(out.dtype.element_ty), mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
     """Returns x / rms(x) * weight, computed in float32.
 
     Args:
@@ -51,7 +58,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None, pdl: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Adds x to `residual` in place and returns the norm of the sum, as `rms_norm` does.
 
@@ -65,12 +78,18 @@ def add_rms_norm(
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None, pdl: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
+    pdl: bool,
 ) -> torch.Tensor:
     rows, hidden = x.shape
     if x.stride(1) != 1 or weight.shape != (hidden,) or hidden > MAX_HIDDEN:
         raise ValueError(
-            f"x must be [T, H <= {MAX_HIDDEN}] with contiguous rows and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"x must be [T, H <= {MAX_HIDDEN}] with contiguous rows and weight [H], not "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device) if out is None else out
     if rows == 0:
@@ -79,7 +98,8 @@ def _launch(
     other = x if residual is None else residual
     _rms_norm_kernel[(rows,)](
         x, other, weight, out, hidden, x.stride(0), other.stride(0), out.stride(0), eps,
-        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -89,7 +109,9 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the norm of x + residual, and x + residual, in plain torch."""
     total = x + residual
     return rms_norm_reference(total, weight, eps), total

@@ -1,8 +1,10 @@
-"""Attention over a paged KV cache for mixed batches of prefill chunks and decodes: the door to the attention kernels.
+"""Attention over a paged KV cache for mixed batches of prefill chunks and decodes: the door to the
+attention kernels.
 
-Called by the attention layers on GPUs, once a layer. A step's rows of one token, which come first, go to
-`decode_attention` (split along the keys); longer rows go to `prefill_hopper` where the GPU and the shapes allow, and to
-`prefill_attention` elsewhere. Nothing here reads from the GPU, so a call can be captured in a CUDA graph.
+Called by the attention layers on GPUs, once a layer. A step's rows of one token, which come first,
+go to `decode_attention` (split along the keys); longer rows go to `prefill_hopper` where the GPU
+and the shapes allow, and to `prefill_attention` elsewhere. Nothing here reads from the GPU, so a
+call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,9 +24,17 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def make_prefill_plan(
-    rows: int, tokens: int, num_q_heads: int, dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor, *, hopper: bool = True
+    rows: int,
+    tokens: int,
+    num_q_heads: int,
+    dtype: torch.dtype,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    hopper: bool = True,
 ) -> PrefillPlan:
-    """Returns room for the plan of the kernel that will serve queries of `dtype` with `num_q_heads` heads over these caches.
+    """Returns room for the plan of the kernel that will serve queries of `dtype` with `num_q_heads`
+    heads over these caches.
 
     Args:
         rows, tokens: the most of a step's rows of several tokens.
@@ -33,7 +43,9 @@ def make_prefill_plan(
     _, _, kv_heads, head_size = k_cache.shape
     hopper = hopper and supports(dtype, k_cache, v_cache)
     tile_rows = HOPPER_ROWS if hopper else prefill_config(head_size, dtype.itemsize).rows
-    return PrefillPlan.empty(rows, tokens, num_q_heads // kv_heads, tile_rows, k_cache.device, hopper=hopper)
+    return PrefillPlan.empty(
+        rows, tokens, num_q_heads // kv_heads, tile_rows, k_cache.device, hopper=hopper
+    )
 
 
 def paged_attention(
@@ -57,35 +69,48 @@ def paged_attention(
 ) -> torch.Tensor:
     """Returns causal attention of each token over the cached keys of its row, its own included.
 
-    With `projection` the decodes' queries are taken from there, and their keys and values are written to the cache, as
-    `qk_norm_rope_cache` would; the first `num_decodes` lines of q are not read then.
+    With `projection` the decodes' queries are taken from there, and their keys and values are
+    written to the cache, as `qk_norm_rope_cache` would; the first `num_decodes` lines of q are not
+    read then.
 
     Args:
         q: [T, Hq, D], bf16, fp16 or fp32, heads contiguous; D one of 64, 96, 128, 256.
-        k_cache, v_cache: [num_blocks, block_size, Hkv, D] with this step's keys and values written; q's dtype or fp8.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D] with this step's keys and values written;
+            q's dtype or fp8.
         block_tables: int32 [R, max_blocks]; entries past a row's length are not read.
         query_starts: int32 [R + 1], the first token of each row.
-        seq_lens: int32 [R], the keys of each row; 0 (with no tokens or, among the decodes, one) is padding.
-        num_decodes: how many of the first rows have exactly one token. None if that is for the plans to say, so that a
-            graph may be replayed for any number: both kernels are launched then.
-        workspace: from `DecodeWorkspace.create`; it holds the layer's sliding window, and, unless there are no decodes,
-            `plan_decode` has divided this step's `seq_lens[:num_decodes]`.
-        prefill_plan: from `make_prefill_plan`, filled by `plan_prefill` for this step's longer rows; not needed without such.
+        seq_lens: int32 [R], the keys of each row; 0 (with no tokens or, among the decodes, one) is
+            padding.
+        num_decodes: how many of the first rows have exactly one token. None if that is for the
+            plans to say, so that a graph may be replayed for any number: both kernels are launched
+            then.
+        workspace: from `DecodeWorkspace.create`; it holds the layer's sliding window, and, unless
+            there are no decodes, `plan_decode` has divided this step's `seq_lens[:num_decodes]`.
+        prefill_plan: from `make_prefill_plan`, filled by `plan_prefill` for this step's longer
+            rows; not needed without such.
         scale: of the products; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
         k_scale, v_scale: the cache's values times these are the keys and values (fp8 caches).
         projection: the projected queries, keys and values of the decodes, line for line.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
-        pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel must not be
-            `plan_decode`, whose plan is read at once.
+        pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel
+            must not be `plan_decode`, whose plan is read at once.
     """
     head_size, group = q.shape[2], q.shape[1] // k_cache.shape[2]
-    if head_size not in HEAD_SIZES or k_cache.shape[1] not in BLOCK_SIZES or k_cache.shape[3] != head_size:
+    if (
+        head_size not in HEAD_SIZES
+        or k_cache.shape[1] not in BLOCK_SIZES
+        or k_cache.shape[3] != head_size
+    ):
         raise ValueError(
-            f"head size must be in {HEAD_SIZES} and block size in {BLOCK_SIZES}: q {tuple(q.shape)}, cache {tuple(k_cache.shape)}"
+            f"head size must be in {HEAD_SIZES} and block size in {BLOCK_SIZES}: q "
+            f"{tuple(q.shape)}, cache {tuple(k_cache.shape)}"
         )
     if group * k_cache.shape[2] != q.shape[1] or v_cache.shape != k_cache.shape:
-        raise ValueError(f"{q.shape[1]} query heads do not share {k_cache.shape[2]} KV heads evenly, or the caches differ")
+        raise ValueError(
+            f"{q.shape[1]} query heads do not share {k_cache.shape[2]} KV heads "
+            f"evenly, or the caches differ"
+        )
     if q.stride()[1:] != (head_size, 1) or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("heads must be contiguous")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -93,13 +118,19 @@ def paged_attention(
     if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
-            scale=log2_scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, projection=projection, pdl=pdl,
+            scale=log2_scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
+            projection=projection, pdl=pdl,
         )  # fmt: skip
     if num_decodes is None or num_decodes < seq_lens.shape[0]:
         if prefill_plan is None:
             raise ValueError("rows of several tokens need a plan")
         arguments = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, prefill_plan)
-        wants = {"scale": log2_scale, "window": workspace.window, "soft_cap": soft_cap, "v_scale": v_scale}
+        wants = {
+            "scale": log2_scale,
+            "window": workspace.window,
+            "soft_cap": soft_cap,
+            "v_scale": v_scale,
+        }
         if prefill_plan.hopper:
             launch_prefill_hopper(*arguments, **wants)
         else:
@@ -119,7 +150,8 @@ def paged_attention_reference(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """`paged_attention` in plain torch, row by row, in the inputs' dtype (pass float64 for a reference)."""
+    """`paged_attention` in plain torch, row by row, in the inputs' dtype (pass float64 for a
+    reference)."""
     out = torch.zeros_like(q)
     starts = query_starts.tolist()
     for row, seq_len in enumerate(seq_lens.tolist()):
@@ -127,9 +159,19 @@ def paged_attention_reference(
         if seq_len == 0 or begin == end:
             continue
         blocks = block_tables[row, : -(-seq_len // k_cache.shape[1])].long()
-        keys = k_cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1)
-        values = v_cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * (q.shape[2] ** -0.5 if scale is None else scale)
+        keys = (
+            k_cache[blocks]
+            .flatten(0, 1)[:seq_len]
+            .repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1)
+        )
+        values = (
+            v_cache[blocks]
+            .flatten(0, 1)[:seq_len]
+            .repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], keys) * (
+            q.shape[2] ** -0.5 if scale is None else scale
+        )
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)[:, None]

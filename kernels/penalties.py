@@ -1,8 +1,9 @@
-"""Logit biases and penalties on the GPU, from counts that stay there. Called before `sampling` in steps that have them.
+"""Logit biases and penalties on the GPU, from counts that stay there. Called before `sampling` in
+steps that have them.
 
-The rules are those of `aioinfer.worker.sampler`. Of several ranks each adjusts the logits of its own tokens. For each
-request with penalties the worker keeps a row of occurrences over the vocabulary: how often a token was generated, and
-whether it occurs in the prompt.
+The rules are those of `aioinfer.worker.sampler`. Of several ranks each adjusts the logits of its
+own tokens. For each request with penalties the worker keeps a row of occurrences over the
+vocabulary: how often a token was generated, and whether it occurs in the prompt.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -13,12 +14,16 @@ import triton
 import triton.language as tl
 
 CHUNK = 2048
-#: The bit of an occurrence that says that the token is in the prompt; the bits below count the output.
+#: The bit of an occurrence that says that the token is in the prompt; the bits below count the
+#: output.
 IN_PROMPT = 1 << 30
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 
-@triton.jit(do_not_specialize=["length", "prompt_len"], do_not_specialize_on_alignment=["tokens", "occurrences"])
+@triton.jit(
+    do_not_specialize=["length", "prompt_len"],
+    do_not_specialize_on_alignment=["tokens", "occurrences"],
+)
 def _count_kernel(tokens, occurrences, length, prompt_len, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + index, index < length, 0)
@@ -35,7 +40,9 @@ def count_occurrences(tokens: torch.Tensor, prompt_len: int, occurrences: torch.
     """
     occurrences.zero_()
     if len(tokens):
-        _count_kernel[(triton.cdiv(len(tokens), 1024),)](tokens, occurrences, len(tokens), prompt_len, BLOCK=1024, num_warps=4)
+        _count_kernel[(triton.cdiv(len(tokens), 1024),)](
+            tokens, occurrences, len(tokens), prompt_len, BLOCK=1024, num_warps=4
+        )
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sampled", "slot_ids"])
@@ -47,7 +54,12 @@ def _add_kernel(sampled, slot_ids, row_of_slot, occurrences, rows, stride, BLOCK
     tl.atomic_add(occurrences + row * stride + token, 1, (row >= 0) & (token >= 0))
 
 
-def add_occurrences(sampled: torch.Tensor, slot_ids: torch.Tensor, row_of_slot: torch.Tensor, occurrences: torch.Tensor) -> None:
+def add_occurrences(
+    sampled: torch.Tensor,
+    slot_ids: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    occurrences: torch.Tensor,
+) -> None:
     """Counts the sampled tokens of slots that have a row.
 
     Args:
@@ -57,12 +69,31 @@ def add_occurrences(sampled: torch.Tensor, slot_ids: torch.Tensor, row_of_slot: 
     """
     if len(sampled):
         grid = (triton.cdiv(len(sampled), 128),)
-        _add_kernel[grid](sampled, slot_ids, row_of_slot, occurrences, len(sampled), occurrences.stride(0), BLOCK=128, num_warps=1)
+        _add_kernel[grid](
+            sampled,
+            slot_ids,
+            row_of_slot,
+            occurrences,
+            len(sampled),
+            occurrences.stride(0),
+            BLOCK=128,
+            num_warps=1,
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_ids"])
 def _penalty_kernel(
-    logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, stride, occurrences_stride, CHUNK: tl.constexpr
+    logits,
+    slot_ids,
+    row_of_slot,
+    occurrences,
+    repetition,
+    presence,
+    frequency,
+    vocab,
+    stride,
+    occurrences_stride,
+    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row)
@@ -89,10 +120,12 @@ def apply_penalties(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """Applies repetition, presence and frequency penalties in place to the rows whose slots have occurrences.
+    """Applies repetition, presence and frequency penalties in place to the rows whose slots have
+    occurrences.
 
-    Repetition divides positive and multiplies negative logits of tokens of prompt and output (CTRL, Keskar et al.
-    2019); frequency is subtracted for each and presence once for any occurrence in the output (OpenAI).
+    Repetition divides positive and multiplies negative logits of tokens of prompt and output (CTRL,
+    Keskar et al. 2019); frequency is subtracted for each and presence once for any occurrence in
+    the output (OpenAI).
 
     Args:
         logits: [S, V], fp32 (or bf16, fp16). slot_ids: int32 [S].
@@ -103,7 +136,8 @@ def apply_penalties(
     rows, vocab = logits.shape
     if rows and vocab:
         _penalty_kernel[(rows, triton.cdiv(vocab, CHUNK))](
-            logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, logits.stride(0), occurrences.stride(0),
+            logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab,
+            logits.stride(0), occurrences.stride(0),
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
 
@@ -113,7 +147,8 @@ def apply_penalties(
     do_not_specialize_on_alignment=["slot_ids", "until", "positions", "ids", "values"],
 )
 def _bias_kernel(
-    logits, slot_ids, until, positions, ids, values, width, vocab, stride, ids_stride, first, BLOCK: tl.constexpr, LIMITED: tl.constexpr
+    logits, slot_ids, until, positions, ids, values, width, vocab, stride, ids_stride, first,
+    BLOCK: tl.constexpr, LIMITED: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row).to(tl.int64)
@@ -140,15 +175,20 @@ def add_biases(
     """Adds each slot's biases to the logits of its row, in place.
 
     Args:
-        logits: float32 [S, V], of the token ids from `first` on; other ids are skipped. slot_ids: int32 [S].
-        ids: int64 or int32 [num_slots, width]. values: float32 [num_slots, width], 0 where there is none, -inf to ban.
-        positions, until: int32 [S] and [num_slots]; if given, only rows with positions[i] < until[slot] are changed.
+        logits: float32 [S, V], of the token ids from `first` on; other ids are skipped. slot_ids:
+            int32 [S].
+        ids: int64 or int32 [num_slots, width]. values: float32 [num_slots, width], 0 where there is
+            none, -inf to ban.
+        positions, until: int32 [S] and [num_slots]; if given, only rows with positions[i] <
+            until[slot] are changed.
     """
     if len(slot_ids) and ids.shape[1]:
         limited = positions is not None and until is not None
         _bias_kernel[(len(slot_ids),)](
-            logits, slot_ids, until if limited else slot_ids, positions if limited else slot_ids, ids, values, ids.shape[1],
-            logits.shape[1], logits.stride(0), ids.stride(0), first, BLOCK=64, LIMITED=limited, num_warps=1,
+            logits, slot_ids, until if limited else slot_ids, positions if limited else slot_ids,
+            ids, values, ids.shape[1],
+            logits.shape[1], logits.stride(0), ids.stride(0), first, BLOCK=64, LIMITED=limited,
+            num_warps=1,
         )  # fmt: skip
 
 
@@ -160,7 +200,8 @@ def penalties_reference(
     presence: list[float],
     frequency: list[float],
 ) -> torch.Tensor:
-    """`apply_penalties` in plain torch, from each row's tokens (prompt and output); returns new logits [S, V]."""
+    """`apply_penalties` in plain torch, from each row's tokens (prompt and output); returns new
+    logits [S, V]."""
     out = logits.clone()
     for row, (ids, prompt_len) in enumerate(zip(tokens, prompt_lens, strict=True)):
         for token in set(ids):

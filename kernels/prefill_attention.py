@@ -1,7 +1,9 @@
-"""Attention of rows of several tokens over the paged KV cache: the plain Triton kernel, which runs on every GPU.
+"""Attention of rows of several tokens over the paged KV cache: the plain Triton kernel, which runs
+on every GPU.
 
-Called through `paged_attention`, which prefers `prefill_hopper` where that can run. FlashAttention-2 (Dao, 2023)
-over KV tiles gathered by block table; the query heads that share a KV head are packed into the rows of one tile.
+Called through `paged_attention`, which prefers `prefill_hopper` where that can run.
+FlashAttention-2 (Dao, 2023) over KV tiles gathered by block table; the query heads that share a KV
+head are packed into the rows of one tile.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -19,7 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the prefill kernel is compiled: packed query rows and KV tokens a tile, warps, pipeline stages."""
+    """How the prefill kernel is compiled: packed query rows and KV tokens a tile, warps, pipeline
+    stages."""
 
     rows: int
     tile: int
@@ -37,8 +40,10 @@ def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
     q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
-    q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride,
+    v_block_stride, v_token_stride, v_head_stride,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -58,10 +63,15 @@ def _prefill_kernel(
     token = packed // GROUP
     heads = head * GROUP + packed % GROUP
     d = tl.arange(0, HEAD_PAD)
-    k_strides, v_strides = (k_block_stride, k_token_stride, k_head_stride), (v_block_stride, v_token_stride, v_head_stride)
+    k_strides, v_strides = (
+        (k_block_stride, k_token_stride, k_head_stride),
+        (v_block_stride, v_token_stride, v_head_stride),
+    )
     own = (token < length)[:, None] & (d < HEAD_SIZE)[None, :]
     line = (start + token).to(tl.int64)
-    query = tl.load(q + line[:, None] * q_stride + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+    query = tl.load(
+        q + line[:, None] * q_stride + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0
+    )
     table = block_tables + row.to(tl.int64) * table_stride
     last_token = tl.minimum(((tile + 1) * ROWS - 1) // GROUP, length - 1)
     end = context + last_token + 1
@@ -73,14 +83,27 @@ def _prefill_kernel(
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for index in range(begin, (end + TILE - 1) // TILE):
         key, value, position = load_tile(
-            k_cache, v_cache, table, index, seq_len, head, k_strides, v_strides, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE
+            k_cache,
+            v_cache,
+            table,
+            index,
+            seq_len,
+            head,
+            k_strides,
+            v_strides,
+            HEAD_SIZE,
+            HEAD_PAD,
+            BLOCK_SIZE,
+            TILE,
         )
         visible = position[None, :] <= context + token[:, None]
         if WINDOW > 0:
             visible = visible & (position[None, :] > context + token[:, None] - WINDOW)
         m, l, acc = softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP)
     place = out + line[:, None] * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
-    tl.store(place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own)
+    tl.store(
+        place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own
+    )
 
 
 def launch_prefill(
@@ -100,13 +123,17 @@ def launch_prefill(
     pdl: bool = False,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Launches the plain kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
+    """Launches the plain kernel; arguments as `paged_attention` checked them, `scale` in base 2
+    with the keys' scale."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = config or prefill_config(head_size, q.element_size())
     _prefill_kernel[(plan.capacity, kv_heads)](
-        q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan.tiles, scale, soft_cap, v_scale,
-        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        GROUP=plan.group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size, ROWS=config.rows,
+        q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan.tiles, scale, soft_cap,
+        v_scale,
+        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        GROUP=plan.group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),
+        BLOCK_SIZE=block_size, ROWS=config.rows,
         TILE=config.tile, WINDOW=window, SOFT_CAP=soft_cap > 0, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,12 +1,15 @@
-"""Attention of rows of several tokens over the paged KV cache on Hopper GPUs, in Triton's Gluon dialect.
+"""Attention of rows of several tokens over the paged KV cache on Hopper GPUs, in Triton's Gluon
+dialect.
 
-Called through `paged_attention` for bf16 and fp16 where `supports` says so; elsewhere `prefill_attention` computes the
-same. The schedule is FlashAttention-3's (Shah et al., 2024): one warp loads KV blocks with TMA through a ring of
-shared-memory stages; two warpgroups, 64 packed query rows each, multiply them with asynchronous wgmma, so that the
-scores of the next block and the output of the last one are computed while the softmax runs. Programs are persistent:
-while the consumers write a tile's output, the loads of the next tile are under way.
+Called through `paged_attention` for bf16 and fp16 where `supports` says so; elsewhere
+`prefill_attention` computes the same. The schedule is FlashAttention-3's (Shah et al., 2024): one
+warp loads KV blocks with TMA through a ring of shared-memory stages; two warpgroups, 64 packed
+query rows each, multiply them with asynchronous wgmma, so that the scores of the next block and the
+output of the last one are computed while the softmax runs. Programs are persistent: while the
+consumers write a tile's output, the loads of the next tile are under way.
 """
-# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's
+# sum)
 
 from __future__ import annotations
 
@@ -14,7 +17,13 @@ import torch
 from aioinfer.kernels.prefill_plan import PrefillPlan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ROWS = 128  # packed query rows of a tile
@@ -24,7 +33,8 @@ TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether this kernel serves queries of `dtype`: Hopper, bf16 or fp16, head size 64, 128 or 256, whole blocks loadable by TMA."""
+    """Whether this kernel serves queries of `dtype`: Hopper, bf16 or fp16, head size 64, 128 or
+    256, whole blocks loadable by TMA."""
     _, block_size, _, head_size = k_cache.shape
     return (
         k_cache.is_cuda
@@ -33,13 +43,19 @@ def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -
         and k_cache.dtype == v_cache.dtype == dtype
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and ((head_size in (64, 128) and block_size in (64, 128)) or (head_size == 256 and block_size == 64))
+        and (
+            (head_size in (64, 128) and block_size in (64, 128))
+            or (head_size == 256 and block_size == 64)
+        )
     )
 
 
 @gluon.jit
 def _item(turn):
-    """Returns this program's work item of a turn. Items get smaller from turn to turn, so every other turn goes the other way round."""
+    """Returns this program's work item of a turn.
+
+    Items get smaller from turn to turn, so every other turn goes the other way round.
+    """
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
 
@@ -53,10 +69,12 @@ def _count_items(items):
 
 @gluon.jit
 def _work(
-    plan, item, query_starts, seq_lens, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr,
+    plan, item, query_starts, seq_lens, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    WINDOW: gl.constexpr, TILE: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Returns of work item `item`: tile, first token and tokens of its row, context, and the KV tiles begin .. end - 1 it sees."""
+    """Returns of work item `item`: tile, first token and tokens of its row, context, and the KV
+    tiles begin .. end - 1 it sees."""
     row = gl.load(plan + 2 + item // KV_HEADS * 2)
     tile = gl.load(plan + 3 + item // KV_HEADS * 2)
     start = gl.load(query_starts + row)
@@ -72,15 +90,20 @@ def _work(
 
 @gluon.jit
 def _produce(
-    keys, values, block_tables, query_starts, seq_lens, plan, count, table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
+    keys, values, block_tables, query_starts, seq_lens, plan, count, table_stride, k_smem, v_smem,
+    k_full, k_empty, v_full, v_empty,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    TILE: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Loads the KV blocks of every work item, last block first, as stages of the ring become free."""
+    """Loads the KV blocks of every work item, last block first, as stages of the ring become
+    free."""
     loaded = gl.program_id(0) * 0
     for turn in range(count):
         item = _item(turn)
-        _, _, _, _, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
+        _, _, _, _, begin, end = _work(
+            plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS
+        )
         column = item % KV_HEADS * HEAD_SIZE
         table = block_tables + gl.load(plan + 2 + item // KV_HEADS * 2).to(gl.int64) * table_stride
         block = gl.load(table + end - 1)
@@ -90,20 +113,26 @@ def _produce(
             following = gl.load(table + gl.maximum(end - 2 - index, begin))
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), keys.block_type.nbytes)
-            tma.async_copy_global_to_shared(keys, [block * TILE, column], k_full.index(stage), k_smem.index(stage))
+            tma.async_copy_global_to_shared(
+                keys, [block * TILE, column], k_full.index(stage), k_smem.index(stage)
+            )
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), values.block_type.nbytes)
-            tma.async_copy_global_to_shared(values, [block * TILE, column], v_full.index(stage), v_smem.index(stage))
+            tma.async_copy_global_to_shared(
+                values, [block * TILE, column], v_full.index(stage), v_smem.index(stage)
+            )
             block = following
             loaded += 1
 
 
 @gluon.jit
 def _adjust(
-    s, index, limit, scale, soft_cap, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr,
+    s, index, limit, scale, soft_cap, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr,
+    WINDOW: gl.constexpr, TILE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Caps the products, and hides from each row the keys after its own position (`limit`) and those before its window."""
+    """Caps the products, and hides from each row the keys after its own position (`limit`) and
+    those before its window."""
     if SOFT_CAP:  # tanh by way of exp; what was scaled for base 2 comes out so
         s = soft_cap * LOG2_E * (1.0 - 2.0 / (gl.exp2(s * (scale * 2.0 / soft_cap)) + 1.0))
     if MASKED:
@@ -117,7 +146,8 @@ def _adjust(
 
 @gluon.jit
 def _softmax(s, m, l, scale, SOFT_CAP: gl.constexpr):
-    """Online softmax: returns exp2(s - new maximum), the new maxima and sums, and the factor for the old outputs."""
+    """Online softmax: returns exp2(s - new maximum), the new maxima and sums, and the factor for
+    the old outputs."""
     if SOFT_CAP:  # already scaled
         scale = 1.0
     new_m = gl.maximum(m, gl.max(s, 1))
@@ -129,19 +159,24 @@ def _softmax(s, m, l, scale, SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, index, begin, limit, acc, operand, m, l,
-    scale, soft_cap, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, count, index, begin, limit, acc,
+    operand, m, l,
+    scale, soft_cap, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies the last block's probabilities with its values while the scores of block `index` become probabilities.
+    """Multiplies the last block's probabilities with its values while the scores of block `index`
+    become probabilities.
 
-    The assembler hoists the wait for the output above the softmax unless a branch lies between: the wait for the
-    next keys, which has to come somewhere, is that branch.
+    The assembler hoists the wait for the output above the softmax unless a branch lies between: the
+    wait for the next keys, which has to come somewhere, is that branch.
     """
     k_stage = count % STAGES
     v_stage = (count - 1) % STAGES
     zero = gl.zeros([operand.shape[0], TILE], gl.float32, s_layout)
-    s = warpgroup_mma(q_smem, k_smem.index(k_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(
+        q_smem, k_smem.index(k_stage).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
     acc = warpgroup_mma(operand, v_smem.index(v_stage), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
@@ -149,7 +184,9 @@ def _step(
     s = _adjust(s, index, limit, scale, soft_cap, SOFT_CAP, MASKED, WINDOW, TILE, s_layout)
     p, m, l, factor = _softmax(s, m, l, scale, SOFT_CAP)
     following = gl.convert_layout(p.to(operand.dtype), p_layout)
-    mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=index > begin)
+    mbarrier.wait(
+        k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=index > begin
+    )
     acc, operand = warpgroup_mma_wait(0, [acc, operand])
     mbarrier.arrive(v_empty.index(v_stage))
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]
@@ -158,7 +195,8 @@ def _step(
 
 @gluon.jit
 def _clear_rows(smem, begin, TILE: gl.constexpr, layout: gl.constexpr):
-    """Writes zeros to the rows from `begin` on: what a block holds past its row's end may be NaN, and 0 * NaN is not 0."""
+    """Writes zeros to the rows from `begin` on: what a block holds past its row's end may be NaN,
+    and 0 * NaN is not 0."""
     for chunk in gl.static_range(0, TILE, 16):
         part = smem.slice(chunk, 16)
         rows = chunk + gl.arange(0, 16, gl.SliceLayout(1, layout))
@@ -170,11 +208,13 @@ def _clear_rows(smem, begin, TILE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _first_step(
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, count, index, begin, limit, seq_end, scale, soft_cap,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, count, index, begin, limit, seq_end, scale,
+    soft_cap,
     SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, p_layout: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Turns the scores of a row's last block into probabilities; returns them with the first maxima and sums."""
+    """Turns the scores of a row's last block into probabilities; returns them with the first maxima
+    and sums."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
     rows: gl.constexpr = q_smem.shape[0]
@@ -182,7 +222,9 @@ def _first_step(
     m = gl.full([rows], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l = gl.zeros([rows], gl.float32, gl.SliceLayout(1, s_layout))
     mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q_smem, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(
+        q_smem, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k_empty.index(stage))
     s = _adjust(s, index, limit, scale, soft_cap, SOFT_CAP, True, WINDOW, TILE, s_layout)
@@ -190,34 +232,42 @@ def _first_step(
     if (index + 1) * TILE > seq_end:
         mbarrier.wait(v_full.index(stage), phase)
         _clear_rows(v_smem.index(stage), seq_end - index * TILE, TILE, wide)
-    mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=index > begin)
+    mbarrier.wait(
+        k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=index > begin
+    )
     return gl.convert_layout(p.to(q_smem.dtype), p_layout), m, l
 
 
 @gluon.jit
 def _attend(
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit, seq_end, scale, soft_cap, v_scale,
-    HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit,
+    seq_end, scale, soft_cap, v_scale,
+    HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr,
     s_layout: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin; from `whole` on some are hidden."""
+    """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin;
+    from `whole` on some are hidden."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows: gl.constexpr = q_smem.shape[0]
     acc = gl.zeros([rows, HEAD_SIZE], gl.float32, o_layout)
     operand, m, l = _first_step(
-        q_smem, k_smem, v_smem, k_full, k_empty, v_full, used, end - 1, begin, limit, seq_end, scale, soft_cap,
+        q_smem, k_smem, v_smem, k_full, k_empty, v_full, used, end - 1, begin, limit, seq_end,
+        scale, soft_cap,
         SOFT_CAP, WINDOW, TILE, STAGES, s_layout, p_layout, wide,
     )  # fmt: skip
     hiding = gl.maximum(end - whole, 1)
     for index in range(1, hiding):
         acc, operand, m, l = _step(
-            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index, begin, limit, acc, operand, m, l,
+            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index,
+            begin, limit, acc, operand, m, l,
             scale, soft_cap, SOFT_CAP, True, WINDOW, TILE, STAGES, s_layout, o_layout, p_layout,
         )  # fmt: skip
     for index in range(hiding, end - begin):
         acc, operand, m, l = _step(
-            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index, begin, limit, acc, operand, m, l,
+            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index,
+            begin, limit, acc, operand, m, l,
             scale, soft_cap, SOFT_CAP, False, WINDOW, TILE, STAGES, s_layout, o_layout, p_layout,
         )  # fmt: skip
     count = used + end - begin - 1
@@ -234,31 +284,39 @@ def _attend(
 def _consume(
     q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
     q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Computes half of the packed query rows of every work item."""
     HALF: gl.constexpr = ROWS // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0]
+    )
     columns = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))[None, :]
     used = gl.program_id(0) * 0
     for turn in range(count):
         item = _item(turn)
-        tile, start, length, context, begin, end = _work(plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS)
+        tile, start, length, context, begin, end = _work(
+            plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS
+        )
         first = tile * ROWS + WARPGROUP * HALF
         packed = first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
         token = packed // GROUP
         held = (token < length)[:, None]
         column = (item % KV_HEADS * GROUP + packed % GROUP)[:, None] * HEAD_SIZE + columns
-        q_smem.store(gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, held, 0.0))
+        q_smem.store(
+            gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, held, 0.0)
+        )
         fence_async_shared()
         limit = context + (first + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))) // GROUP
         whole = gl.maximum((context + tile * ROWS // GROUP + 1) // TILE, begin)
         if WINDOW > 0:
             whole = begin
         result = _attend(
-            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit, context + length,
+            q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole,
+            limit, context + length,
             scale, soft_cap, v_scale, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, s_layout, wide,
         )  # fmt: skip
         used += end - begin
@@ -270,7 +328,8 @@ def _consume(
 def _prefill_kernel(
     q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
     q_stride, out_stride, table_stride,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
     TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
@@ -308,7 +367,8 @@ def _prefill_kernel(
 
 
 def pipeline_stages(head_size: int, block_size: int) -> int:
-    """Returns how many KV blocks to hold in shared memory: what fits beside the queries, up to four."""
+    """Returns how many KV blocks to hold in shared memory: what fits beside the queries, up to
+    four."""
     return min(4, 160 * 1024 // (4 * head_size * block_size))
 
 
@@ -327,19 +387,28 @@ def launch_prefill_hopper(
     soft_cap: float,
     v_scale: float,
 ) -> None:
-    """Launches the kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the keys' scale."""
+    """Launches the kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the
+    keys' scale."""
     blocks, block_size, kv_heads, head_size = k_cache.shape
     layout = gl.NVMMASharedLayout.get_default_for([block_size, head_size], TORCH_DTYPES[q.dtype])
 
     def descriptor(cache: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(
-            cache, [blocks * block_size, kv_heads * head_size], [kv_heads * head_size, 1], [block_size, head_size], layout
+            cache,
+            [blocks * block_size, kv_heads * head_size],
+            [kv_heads * head_size, 1],
+            [block_size, head_size],
+            layout,
         )
 
-    programs = min(plan.capacity * kv_heads, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    programs = min(
+        plan.capacity * kv_heads, torch.cuda.get_device_properties(q.device).multi_processor_count
+    )
     _prefill_kernel[(programs,)](
-        q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens, plan.tiles,
+        q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens,
+        plan.tiles,
         scale, soft_cap, v_scale, q.stride(0), out.stride(0), block_tables.stride(0),
-        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window, SOFT_CAP=soft_cap > 0,
+        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window,
+        SOFT_CAP=soft_cap > 0,
         TILE=block_size, ROWS=ROWS, STAGES=pipeline_stages(head_size, block_size), num_warps=4,
     )  # fmt: skip

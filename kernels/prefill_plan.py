@@ -1,8 +1,10 @@
-"""Which query tiles a step's rows of several tokens have: a list on the GPU, made once a step for all layers.
+"""Which query tiles a step's rows of several tokens have: a list on the GPU, made once a step for
+all layers.
 
-The prefill kernels take their work from it, so what they do depends on nothing that the host says at their launch: a
-graph that holds them serves any mixture of rows. Tiles that see more keys come first, whatever row they are of, so that
-programs which take turns through the list end at nearly the same time.
+The prefill kernels take their work from it, so what they do depends on nothing that the host says
+at their launch: a graph that holds them serves any mixture of rows. Tiles that see more keys come
+first, whatever row they are of, so that programs which take turns through the list end at nearly
+the same time.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -19,10 +21,12 @@ MIN_ROWS_PAD = 256
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The query tiles of a step, of which each is `tile_rows` packed query rows (tokens by query heads of one KV head) of one row.
+    """The query tiles of a step, of which each is `tile_rows` packed query rows (tokens by query
+    heads of one KV head) of one row.
 
     Attributes:
-        tiles: int32 [1 + N, 2]; the number of tiles first, then row and tile within the row of each.
+        tiles: int32 [1 + N, 2]; the number of tiles first, then row and tile within the row of
+            each.
         group: query heads a KV head.
         tile_rows: of the kernel that the plan is for.
         hopper: whether that is `prefill_hopper`.
@@ -34,9 +38,26 @@ class PrefillPlan:
     hopper: bool
 
     @classmethod
-    def empty(cls, rows: int, tokens: int, group: int, tile_rows: int, device: torch.device, *, hopper: bool) -> PrefillPlan:
-        """Returns a plan without tiles, with room for those of `rows` rows that have `tokens` tokens together."""
-        return cls(torch.zeros(1 + tokens * group // tile_rows + rows, 2, dtype=torch.int32, device=device), group, tile_rows, hopper)
+    def empty(
+        cls,
+        rows: int,
+        tokens: int,
+        group: int,
+        tile_rows: int,
+        device: torch.device,
+        *,
+        hopper: bool,
+    ) -> PrefillPlan:
+        """Returns a plan without tiles, with room for those of `rows` rows that have `tokens`
+        tokens together."""
+        return cls(
+            torch.zeros(
+                1 + tokens * group // tile_rows + rows, 2, dtype=torch.int32, device=device
+            ),
+            group,
+            tile_rows,
+            hopper,
+        )
 
     @property
     def capacity(self) -> int:
@@ -52,9 +73,13 @@ def _tiles_that_see(keys, tiles, lengths, contexts, GROUP: tl.constexpr, TILE_RO
     return tl.where(needed < lengths, some, 0)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"], do_not_specialize_on_alignment=["query_starts", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows"],
+    do_not_specialize_on_alignment=["query_starts", "seq_lens"],
+)
 def _plan_kernel(
-    query_starts, seq_lens, plan, first_row, num_rows, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
+    query_starts, seq_lens, plan, first_row, num_rows, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     r = tl.arange(0, ROWS_PAD)
@@ -68,10 +93,15 @@ def _plan_kernel(
         here = tl.sum(tl.where(own, tiles, 0))
         tile = index - tl.sum(tl.where(r < row, tiles, 0))
         length = tl.sum(tl.where(own, lengths, 0))
-        seen = tl.sum(tl.where(own, contexts, 0)) + tl.minimum(((tile + 1) * TILE_ROWS - 1) // GROUP, length - 1) + 1
+        seen = (
+            tl.sum(tl.where(own, contexts, 0))
+            + tl.minimum(((tile + 1) * TILE_ROWS - 1) // GROUP, length - 1)
+            + 1
+        )
         more = _tiles_that_see(seen + 1, tiles, lengths, contexts, GROUP, TILE_ROWS)
         as_many = _tiles_that_see(seen, tiles, lengths, contexts, GROUP, TILE_ROWS) - more
-        before = tl.sum(more) + tl.sum(tl.where(r < row, as_many, 0))  # and those of its own row that see as many keys
+        # and those of its own row that see as many keys
+        before = tl.sum(more) + tl.sum(tl.where(r < row, as_many, 0))
         rank = before + here - 1 - tile - tl.sum(tl.where(own, more, 0))
         tl.store(plan + 2 + 2 * rank, row)
         tl.store(plan + 3 + 2 * rank, tile)
@@ -79,7 +109,13 @@ def _plan_kernel(
         tl.store(plan, tl.sum(tiles))
 
 
-def plan_prefill(plan: PrefillPlan, query_starts: torch.Tensor, seq_lens: torch.Tensor, first_row: int, num_tokens: int) -> None:
+def plan_prefill(
+    plan: PrefillPlan,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    first_row: int,
+    num_tokens: int,
+) -> None:
     """Lists the query tiles of a step's rows of several tokens.
 
     Args:
@@ -95,5 +131,6 @@ def plan_prefill(plan: PrefillPlan, query_starts: torch.Tensor, seq_lens: torch.
         raise ValueError(f"the plan has room for {plan.capacity} tiles, not {count}")
     _plan_kernel[(max(1, count),)](
         query_starts, seq_lens, plan.tiles, first_row, rows,
-        GROUP=plan.group, TILE_ROWS=plan.tile_rows, ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), num_warps=4,
+        GROUP=plan.group, TILE_ROWS=plan.tile_rows,
+        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip

@@ -1,8 +1,10 @@
-"""From slots to the inputs of a step, and from sampled tokens back to the slots: all of it on the GPU.
+"""From slots to the inputs of a step, and from sampled tokens back to the slots: all of it on the
+GPU.
 
-The worker keeps for every slot its tokens and its block table in GPU memory. A step names rows (slot, start, length);
-`prepare_inputs` derives everything the model needs from that, so the CPU computes nothing per token. Called once a
-step, at the head of the step's graph; `embed` follows it and `append_tokens` ends the step.
+The worker keeps for every slot its tokens and its block table in GPU memory. A step names rows
+(slot, start, length); `prepare_inputs` derives everything the model needs from that, so the CPU
+computes nothing per token. Called once a step, at the head of the step's graph; `embed` follows it
+and `append_tokens` ends the step.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -21,12 +23,14 @@ MIN_ROWS_PAD = 256  # few sizes, so that few specialisations have to be compiled
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model reads in a step. R rows, T tokens; rows and tokens past the step's own are padding.
+    """What the model reads in a step. R rows, T tokens; rows and tokens past the step's own are
+    padding.
 
     Attributes:
         input_ids: int32 [T]; 0 in padding.
         positions: int32 [T]; 0 in padding.
-        slot_mapping: int64 [T], block * block_size + offset of each token in the KV cache; -1 in padding.
+        slot_mapping: int64 [T], block * block_size + offset of each token in the KV cache; -1 in
+            padding.
         query_starts: int32 [R + 1], the first token of each row; padding rows are empty.
         seq_lens: int32 [R], start + length; 0 for padding rows.
         block_tables: int32 [R, max_blocks]; entries past a row's length keep what they held.
@@ -40,18 +44,34 @@ class StepInputs:
     block_tables: torch.Tensor
 
     @classmethod
-    def empty(cls, rows: int, tokens: int, max_blocks: int, device: torch.device | str) -> StepInputs:
-        """Returns buffers for R rows and T tokens. Block tables start as zeros: padding names a block that exists."""
+    def empty(
+        cls, rows: int, tokens: int, max_blocks: int, device: torch.device | str
+    ) -> StepInputs:
+        """Returns buffers for R rows and T tokens.
+
+        Block tables start as zeros: padding names a block that exists.
+        """
 
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls(make(tokens), make(tokens), make(tokens, dtype=torch.int64), make(rows + 1), make(rows), make(rows, max_blocks))
+        return cls(
+            make(tokens),
+            make(tokens),
+            make(tokens, dtype=torch.int64),
+            make(rows + 1),
+            make(rows),
+            make(rows, max_blocks),
+        )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=["slots", "starts", "lengths"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths"],
+)
 def _prepare_kernel(
-    slots, starts, lengths, tokens, tables, input_ids, positions, slot_mapping, query_starts, seq_lens, block_tables,
+    slots, starts, lengths, tokens, tables, input_ids, positions, slot_mapping, query_starts,
+    seq_lens, block_tables,
     num_rows, num_tokens, tokens_stride, tables_stride, out_tables_stride,
     ROWS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +98,11 @@ def _prepare_kernel(
         mask = index < length
         table = tables + slot * tables_stride
         block = tl.load(table + position // BLOCK_SIZE, mask, 0).to(tl.int64)
-        tl.store(input_ids + first + index, tl.load(tokens + slot * tokens_stride + position, mask, 0), mask)
+        tl.store(
+            input_ids + first + index,
+            tl.load(tokens + slot * tokens_stride + position, mask, 0),
+            mask,
+        )
         tl.store(positions + first + index, position, mask)
         tl.store(slot_mapping + first + index, block * BLOCK_SIZE + position % BLOCK_SIZE, mask)
         if chunk == 0:
@@ -87,7 +111,11 @@ def _prepare_kernel(
             blocks = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
             for begin in range(0, blocks, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
-                tl.store(block_tables + row.to(tl.int64) * out_tables_stride + at, tl.load(table + at, at < blocks, 0), at < blocks)
+                tl.store(
+                    block_tables + row.to(tl.int64) * out_tables_stride + at,
+                    tl.load(table + at, at < blocks, 0),
+                    at < blocks,
+                )
 
 
 def prepare_inputs(
@@ -104,31 +132,43 @@ def prepare_inputs(
     """Fills `inputs` for the rows of a step.
 
     Args:
-        slots, starts, lengths: int32 [R], each row's slot, first position and number of tokens; length 0 is padding.
+        slots, starts, lengths: int32 [R], each row's slot, first position and number of tokens;
+            length 0 is padding.
         tokens: int32 [num_slots, max_len], the tokens of each slot.
         tables: int32 [num_slots, max_blocks], the KV blocks of each slot.
         inputs: the buffers to fill; its T may exceed the lengths' sum, the rest becomes padding.
         block_size: tokens a KV block.
-        max_length: the longest row of any step that this launch (or the graph it is captured in) serves.
+        max_length: the longest row of any step that this launch (or the graph it is captured in)
+            serves.
     """
     rows, num_tokens = slots.shape[0], inputs.input_ids.shape[0]
     if inputs.seq_lens.shape[0] != rows or inputs.block_tables.shape[1] < tables.shape[1]:
         raise ValueError(
-            f"inputs hold {inputs.seq_lens.shape[0]} rows of {inputs.block_tables.shape[1]} blocks, not {rows} of {tables.shape[1]}"
+            f"inputs hold {inputs.seq_lens.shape[0]} rows of {inputs.block_tables.shape[1]} "
+            f"blocks, not {rows} of {tables.shape[1]}"
         )
-    if tokens.stride(1) != 1 or tables.stride(1) != 1 or tokens.dtype != torch.int32 or tables.dtype != torch.int32:
+    if (
+        tokens.stride(1) != 1
+        or tables.stride(1) != 1
+        or tokens.dtype != torch.int32
+        or tables.dtype != torch.int32
+    ):
         raise ValueError("tokens and tables must be int32 with contiguous rows")
     block = min(TOKENS_PER_PROGRAM, max(128, triton.next_power_of_2(max_length)))
     grid = (rows + 1, triton.cdiv(max(max_length, num_tokens if rows else 1), block))
     _prepare_kernel[grid](
-        slots, starts, lengths, tokens, tables, inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.query_starts,
-        inputs.seq_lens, inputs.block_tables, rows, num_tokens, tokens.stride(0), tables.stride(0), inputs.block_tables.stride(0),
-        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
+        slots, starts, lengths, tokens, tables, inputs.input_ids, inputs.positions,
+        inputs.slot_mapping, inputs.query_starts,
+        inputs.seq_lens, inputs.block_tables, rows, num_tokens, tokens.stride(0), tables.stride(0),
+        inputs.block_tables.stride(0),
+        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 def prepare_inputs_reference(
-    slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor, tables: torch.Tensor, inputs: StepInputs,
+    slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor,
+    tables: torch.Tensor, inputs: StepInputs,
     *, block_size: int,
 ) -> None:  # fmt: skip
     """`prepare_inputs` in plain torch, row by row."""
@@ -136,14 +176,18 @@ def prepare_inputs_reference(
     inputs.positions.zero_()
     inputs.slot_mapping.fill_(-1)
     first = 0
-    for row, (slot, start, length) in enumerate(zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True)):
+    for row, (slot, start, length) in enumerate(
+        zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+    ):
         end = start + length if length else 0
         blocks = -(-end // block_size)
         positions = torch.arange(start, start + length, device=tokens.device)
         here = slice(first, first + length)
         inputs.input_ids[here] = tokens[slot, start : start + length]
         inputs.positions[here] = positions.int()
-        inputs.slot_mapping[here] = tables[slot, positions // block_size].long() * block_size + positions % block_size
+        inputs.slot_mapping[here] = (
+            tables[slot, positions // block_size].long() * block_size + positions % block_size
+        )
         inputs.query_starts[row] = first
         inputs.seq_lens[row] = end
         inputs.block_tables[row, :blocks] = tables[slot, :blocks]
@@ -151,7 +195,10 @@ def prepare_inputs_reference(
     inputs.query_starts[len(slots)] = first
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sampled", "slots", "positions", "wanted", "turn"])
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["sampled", "slots", "positions", "wanted", "turn"],
+)
 def _append_kernel(
     sampled, slots, positions, wanted, tokens, results, turn, tokens_stride, results_stride, rows,
     HAS_RESULTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -165,8 +212,13 @@ def _append_kernel(
     if HAS_RESULTS:
         tl.store(results + tl.load(turn) * results_stride + row, token, mask)
     mask = mask & (tl.load(wanted + row, mask, 0) != 0)
-    place = tokens + tl.load(slots + row, mask, 0).to(tl.int64) * tokens_stride + tl.load(positions + row, mask, 0)
-    tl.store(place, tl.maximum(token, 0), mask)  # a row that failed must still leave an id that can be embedded
+    place = (
+        tokens
+        + tl.load(slots + row, mask, 0).to(tl.int64) * tokens_stride
+        + tl.load(positions + row, mask, 0)
+    )
+    # a row that failed must still leave an id that can be embedded
+    tl.store(place, tl.maximum(token, 0), mask)
 
 
 def append_tokens(
@@ -180,13 +232,15 @@ def append_tokens(
     turn: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Writes tokens[slots[i], positions[i]] = sampled[i] where wanted[i] is not 0; -1, a row that failed, becomes 0.
+    """Writes tokens[slots[i], positions[i]] = sampled[i] where wanted[i] is not 0; -1, a row that
+    failed, becomes 0.
 
     Args:
-        sampled, slots, positions, wanted: int32 [S]; positions are where the tokens go, the rows' seq_lens.
+        sampled, slots, positions, wanted: int32 [S]; positions are where the tokens go, the rows'
+            seq_lens.
         tokens: int32 [num_slots, max_len].
-        results, turn: int32 [turns, >= S] and [1], both or neither: also writes results[turn, i] = sampled[i], so that
-            the next steps leave alone what is still being copied to the host.
+        results, turn: int32 [turns, >= S] and [1], both or neither: also writes results[turn, i] =
+            sampled[i], so that the next steps leave alone what is still being copied to the host.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows = sampled.shape[0]
@@ -194,13 +248,25 @@ def append_tokens(
         grid = (triton.cdiv(rows, 128),)
         kept, at = (sampled, sampled) if results is None or turn is None else (results, turn)
         _append_kernel[grid](
-            sampled, slots, positions, wanted, tokens, kept, at, tokens.stride(0), kept.stride(0), rows,
+            sampled, slots, positions, wanted, tokens, kept, at, tokens.stride(0), kept.stride(0),
+            rows,
             HAS_RESULTS=results is not None, BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def _embed_kernel(ids, weight, out, hidden, weight_stride, out_stride, first, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embed_kernel(
+    ids,
+    weight,
+    out,
+    hidden,
+    weight_stride,
+    out_stride,
+    first,
+    vocab,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -213,7 +279,14 @@ def _embed_kernel(ids, weight, out, hidden, weight_stride, out_stride, first, vo
     tl.store(out + row * out_stride + columns, value, mask)
 
 
-def embed(ids: torch.Tensor, weight: torch.Tensor, *, first: int = 0, out: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+def embed(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    first: int = 0,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
     """Gathers the rows of an embedding; ids that this shard does not hold give zeros.
 
     Args:
@@ -224,14 +297,29 @@ def embed(ids: torch.Tensor, weight: torch.Tensor, *, first: int = 0, out: torch
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows, (vocab, hidden) = ids.shape[0], weight.shape
-    out = torch.empty((rows, hidden), dtype=weight.dtype, device=weight.device) if out is None else out
+    out = (
+        torch.empty((rows, hidden), dtype=weight.dtype, device=weight.device)
+        if out is None
+        else out
+    )
     if weight.stride(1) != 1:
         raise ValueError("the rows of the embedding must be contiguous")
     if rows:
         block = min(2048, triton.next_power_of_2(hidden))
         grid = (rows, triton.cdiv(hidden, block))
         _embed_kernel[grid](
-            ids, weight, out, hidden, weight.stride(0), out.stride(0), first, vocab, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+            ids,
+            weight,
+            out,
+            hidden,
+            weight.stride(0),
+            out.stride(0),
+            first,
+            vocab,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
         )
     return out
 

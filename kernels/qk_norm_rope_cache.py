@@ -1,7 +1,9 @@
-"""What happens to q, k and v between the fused projection and attention, in one pass: norm, rotation, KV write.
+"""What happens to q, k and v between the fused projection and attention, in one pass: norm,
+rotation, KV write.
 
-Called once a layer on GPUs. Rotary embeddings: Su et al., "RoFormer", 2021, in the half-split order of GPT-NeoX,
-which Llama and Qwen checkpoints use. The norm of q and k over a head is Qwen3's (optional).
+Called once a layer on GPUs. Rotary embeddings: Su et al., "RoFormer", 2021, in the half-split order
+of GPT-NeoX, which Llama and Qwen checkpoints use. The norm of q and k over a head is Qwen3's
+(optional).
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -16,9 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_cache_kernel(
-    qkv, positions, cos_sin, q_weight, k_weight, slot_mapping, q_out, k_cache, v_cache, eps, k_inverse, v_inverse,
-    qkv_stride, cos_sin_stride, q_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, ROTARY: tl.constexpr,
+    qkv, positions, cos_sin, q_weight, k_weight, slot_mapping, q_out, k_cache, v_cache, eps,
+    k_inverse, v_inverse,
+    qkv_stride, cos_sin_stride, q_stride, k_block_stride, k_token_stride, k_head_stride,
+    v_block_stride, v_token_stride, v_head_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -46,19 +51,39 @@ def _qk_norm_rope_cache_kernel(
     if is_v:
         rows = qkv + token * qkv_stride + (source + KV_HEADS)[:, None] * HEAD_SIZE
         value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32) * v_inverse
-        place = v_cache + block * v_block_stride + offset * v_token_stride + head[:, None] * v_head_stride + d[None, :]
+        place = (
+            v_cache
+            + block * v_block_stride
+            + offset * v_token_stride
+            + head[:, None] * v_head_stride
+            + d[None, :]
+        )
         tl.store(place, value.to(v_cache.dtype.element_ty), mask & (slot >= 0))
     else:
         rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
         channel, pair = d[None, :], pairs(d, ROTARY)[None, :]
         x, other = load_with_pairs(rows, channel, pair, mask)
-        weight, other_weight = load_with_pairs(q_weight if is_q else k_weight, channel, pair, channel < HEAD_SIZE)
-        cos, sin = load_angles(cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, channel, ROTARY)
+        weight, other_weight = load_with_pairs(
+            q_weight if is_q else k_weight, channel, pair, channel < HEAD_SIZE
+        )
+        cos, sin = load_angles(
+            cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, channel, ROTARY
+        )
         x = turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
         if is_q:
-            tl.store(q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :], x.to(q_out.dtype.element_ty), mask)
+            tl.store(
+                q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :],
+                x.to(q_out.dtype.element_ty),
+                mask,
+            )
         else:
-            place = k_cache + block * k_block_stride + offset * k_token_stride + head[:, None] * k_head_stride + d[None, :]
+            place = (
+                k_cache
+                + block * k_block_stride
+                + offset * k_token_stride
+                + head[:, None] * k_head_stride
+                + d[None, :]
+            )
             tl.store(place, (x * k_inverse).to(k_cache.dtype.element_ty), mask & (slot >= 0))
 
 
@@ -82,15 +107,19 @@ def qk_norm_rope_cache(
     """Norms (if weights are given) and rotates q and k, writes k and v to the cache and returns q.
 
     Args:
-        qkv: [T, (Hq + 2 * Hkv) * D], q's heads, then k's, then v's; bf16, fp16 or fp32; rows may be strided.
+        qkv: [T, (Hq + 2 * Hkv) * D], q's heads, then k's, then v's; bf16, fp16 or fp32; rows may be
+            strided.
         positions: int32 or int64 [T].
-        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2 sines.
+        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
+            sines.
         slot_mapping: int64 or int32 [T], block * block_size + offset; -1 writes nothing (padding).
-        k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype, fp8 too.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype,
+            fp8 too.
         num_q_heads: Hq.
         q_weight, k_weight: [D] of the norms, both or neither.
         eps: of the norms.
-        k_scale, v_scale: what the cache's values are to be multiplied with when read (fp8 caches); 1 otherwise.
+        k_scale, v_scale: what the cache's values are to be multiplied with when read (fp8 caches);
+            1 otherwise.
         out: [T, Hq, D] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
@@ -101,22 +130,38 @@ def qk_norm_rope_cache(
     block_size, kv_heads, head_size = k_cache.shape[1:]
     rotary = cos_sin.shape[1]
     if qkv.shape[1] != (num_q_heads + 2 * kv_heads) * head_size or qkv.stride(1) != 1:
-        raise ValueError(f"qkv must be [T, {(num_q_heads + 2 * kv_heads) * head_size}] with contiguous rows, not {tuple(qkv.shape)}")
+        raise ValueError(
+            f"qkv must be [T, {(num_q_heads + 2 * kv_heads) * head_size}] with "
+            f"contiguous rows, not {tuple(qkv.shape)}"
+        )
     if cos_sin.dtype != torch.float32 or rotary % 2 or rotary > head_size or cos_sin.stride(1) != 1:
-        raise ValueError(f"cos_sin must be float32 [max_pos, R <= {head_size}], not {cos_sin.dtype} {tuple(cos_sin.shape)}")
+        raise ValueError(
+            f"cos_sin must be float32 [max_pos, R <= {head_size}], not "
+            f"{cos_sin.dtype} {tuple(cos_sin.shape)}"
+        )
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or (q_weight is None) != (k_weight is None):
-        raise ValueError("heads of the caches must be contiguous, and the norms come both or not at all")
-    out = torch.empty((tokens, num_q_heads, head_size), dtype=qkv.dtype, device=qkv.device) if out is None else out
+        raise ValueError(
+            "heads of the caches must be contiguous, and the norms come both or not at all"
+        )
+    out = (
+        torch.empty((tokens, num_q_heads, head_size), dtype=qkv.dtype, device=qkv.device)
+        if out is None
+        else out
+    )
     if tokens == 0:
         return out
     heads = min(8, triton.next_power_of_2(kv_heads))
     grid = (tokens, triton.cdiv(num_q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
     _qk_norm_rope_cache_kernel[grid](
-        qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin, k_weight if k_weight is not None else cos_sin,
+        qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin,
+        k_weight if k_weight is not None else cos_sin,
         slot_mapping, out, k_cache, v_cache, eps, 1.0 / k_scale, 1.0 / v_scale,
-        qkv.stride(0), cos_sin.stride(0), out.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), ROTARY=rotary,
-        BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        qkv.stride(0), cos_sin.stride(0), out.stride(0), *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HEAD_SIZE=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size), ROTARY=rotary,
+        BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None, PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -134,7 +179,8 @@ def qk_norm_rope_cache_reference(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """`qk_norm_rope_cache` in plain torch and in the inputs' dtype; writes to the caches and returns q [T, Hq, D]."""
+    """`qk_norm_rope_cache` in plain torch and in the inputs' dtype; writes to the caches and
+    returns q [T, Hq, D]."""
     kv_heads, head_size = k_cache.shape[2:]
     half = cos_sin.shape[1] // 2
     q, k, v = qkv.unflatten(1, (-1, head_size)).split([num_q_heads, kv_heads, kv_heads], dim=1)
@@ -148,6 +194,8 @@ def qk_norm_rope_cache_reference(
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     kept = slot_mapping >= 0
-    k_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = rotate(k)[kept].to(k_cache.dtype)
+    k_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = rotate(k)[kept].to(
+        k_cache.dtype
+    )
     v_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = v[kept].to(v_cache.dtype)
     return rotate(q)

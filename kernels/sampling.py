@@ -1,19 +1,24 @@
-"""Choosing tokens on the GPU: greedy or Gumbel-max, with min-p, top-k and top-p found by search instead of a sort.
+"""Choosing tokens on the GPU: greedy or Gumbel-max, with min-p, top-k and top-p found by search
+instead of a sort.
 
-Called at the end of a step, for its sampling rows; captured in the step's graph. The rules are those of
-`aioinfer.worker.sampler`, which documents them: the noise is a pure function of seed, position and token id (the
-uniforms are the same bit for bit), filters keep everything down to some logit, a row whose logits hold NaN or
-infinity chooses -1. Penalties and biases have been applied by `penalties`; log-probabilities are in `logprobs`.
+Called at the end of a step, for its sampling rows; captured in the step's graph. The rules are
+those of `aioinfer.worker.sampler`, which documents them: the noise is a pure function of seed,
+position and token id (the uniforms are the same bit for bit), filters keep everything down to some
+logit, a row whose logits hold NaN or infinity chooses -1. Penalties and biases have been applied by
+`penalties`; log-probabilities are in `logprobs`.
 
-Two launches: all chunks of all rows at once (`_chunk_kernel`), then one program a row (`_choose_kernel`). A row without
-filters is only merged there. For others the k-th largest logit is found by bisection over the few chunks whose
-maximum can matter. The rest needs no search: a best token that the filters keep is the best of those they keep; and
-if it is not in the nucleus of top-p, the nucleus lies above it, and the best of what lies above is tried next (the idea of
-rejecting by pivots is FlashInfer's, Ye et al. 2025; with fixed noise it gives exactly the best token of the nucleus).
+Two launches: all chunks of all rows at once (`_chunk_kernel`), then one program a row
+(`_choose_kernel`). A row without filters is only merged there. For others the k-th largest logit is
+found by bisection over the few chunks whose maximum can matter. The rest needs no search: a best
+token that the filters keep is the best of those they keep; and if it is not in the nucleus of
+top-p, the nucleus lies above it, and the best of what lies above is tried next (the idea of
+rejecting by pivots is FlashInfer's, Ye et al. 2025; with fixed noise it gives exactly the best
+token of the nucleus).
 
-Where ranks share the vocabulary, each has the logits of its own tokens alone. The programs of a row then tell each other
-every maximum, count, sum and best token that they come to, through a mailbox, and go on with what holds for all: so
-they take the same branches and choose the same token. Whatever a condition or a loop depends on has to be such a value.
+Where ranks share the vocabulary, each has the logits of its own tokens alone. The programs of a row
+then tell each other every maximum, count, sum and best token that they come to, through a mailbox,
+and go on with what holds for all: so they take the same branches and choose the same token.
+Whatever a condition or a loop depends on has to be such a value.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -24,7 +29,16 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.mailbox import Mailboxes, as_bits, as_floats, exchange, is_rank, max_of_ranks, open_mailbox, sum_of_ranks
+from aioinfer.kernels.mailbox import (
+    Mailboxes,
+    as_bits,
+    as_floats,
+    exchange,
+    is_rank,
+    max_of_ranks,
+    open_mailbox,
+    sum_of_ranks,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 2048
@@ -75,7 +89,8 @@ def _mix(h):
 
 @triton.jit
 def uniform_noise(seed, position, tokens):
-    """Returns the uniforms (float32) of token ids, for a seed (int64 scalar) and a position (int32 scalar)."""
+    """Returns the uniforms (float32) of token ids, for a seed (int64 scalar) and a position (int32
+    scalar)."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     at = position.to(tl.uint32)
@@ -97,10 +112,19 @@ def _gumbel(seed, position, tokens):
 
 
 @triton.jit(
-    do_not_specialize=["first"], do_not_specialize_on_alignment=["slot_ids", "positions", "best_scores", "best_tokens", "maxima", "sums"]
+    do_not_specialize=["first"],
+    do_not_specialize_on_alignment=[
+        "slot_ids",
+        "positions",
+        "best_scores",
+        "best_tokens",
+        "maxima",
+        "sums",
+    ],
 )
 def _chunk_kernel(
-    logits, slot_ids, positions, seeds, temperatures, top_ps, best_scores, best_tokens, maxima, sums, vocab, stride, first,
+    logits, slot_ids, positions, seeds, temperatures, top_ps, best_scores, best_tokens, maxima,
+    sums, vocab, stride, first,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -109,7 +133,9 @@ def _chunk_kernel(
         gdc_wait()
         gdc_launch_dependents()
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * stride + columns, columns < vocab, float("-inf")).to(tl.float32)
+    x = tl.load(logits + row.to(tl.int64) * stride + columns, columns < vocab, float("-inf")).to(
+        tl.float32
+    )
     x = tl.where(x != x, float("inf"), x)  # a NaN shows as a maximum that no sound logits have
     slot = tl.load(slot_ids + row)
     temperature = tl.load(temperatures + slot)
@@ -118,20 +144,26 @@ def _chunk_kernel(
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
         largest = tl.max(x)
         if tl.load(top_ps + slot) < 1.0:
-            tl.store(sums + place, tl.sum(tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest))))
+            tl.store(
+                sums + place, tl.sum(tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)))
+            )
         x += _gumbel(tl.load(seeds + slot), tl.load(positions + row), first + columns)
         best = tl.max(x)
     else:
         best = tl.max(x)
         largest = best
     tl.store(best_scores + place, best)
-    tl.store(best_tokens + place, first + tl.min(tl.where(x == best, columns, 2147483647)))  # fewer instructions than both at once
+    # fewer instructions than both at once
+    tl.store(best_tokens + place, first + tl.min(tl.where(x == best, columns, 2147483647)))
     tl.store(maxima + place, largest)
 
 
 @triton.jit
-def _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK: tl.constexpr, GATHERED: tl.constexpr):
-    """Returns logits over temperature and their columns, both [GATHERED, CHUNK], of the listed chunks `begin` and following."""
+def _load_chunks(
+    logits, chunks, begin, count, temperature, vocab, CHUNK: tl.constexpr, GATHERED: tl.constexpr
+):
+    """Returns logits over temperature and their columns, both [GATHERED, CHUNK], of the listed
+    chunks `begin` and following."""
     entry = begin + tl.arange(0, GATHERED)
     held = entry < count
     columns = tl.load(chunks + entry, held, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -151,9 +183,11 @@ def _kth_largest(
     logits, chunks, count, temperature, vocab, k, low, high, to, here, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the k-th largest of all ranks' listed chunks, for float bounds low <= it <= high, and the epoch.
+    """Returns the k-th largest of all ranks' listed chunks, for float bounds low <= it <= high, and
+    the epoch.
 
-    Bisects the integers between; each pass moves both ends to values that occur, so that ties end the search soon.
+    Bisects the integers between; each pass moves both ends to values that occur, so that ties end
+    the search soon.
     """
     bottom = _as_key(low)
     top = _as_key(high) + 1  # fewer than k values are at or above
@@ -170,7 +204,9 @@ def _kth_largest(
             most = tl.maximum(most, tl.where(key < middle, key, bottom))
         above = tl.sum(counts)
         if SIZE > 1:
-            aboves, least, most, _, epoch = exchange(to, here, epoch, above, tl.min(least), tl.max(most), 0, SIZE)
+            aboves, least, most, _, epoch = exchange(
+                to, here, epoch, above, tl.min(least), tl.max(most), 0, SIZE
+            )
             above = tl.sum(tl.where(is_rank(SIZE), aboves, 0))
         if above >= k:
             bottom = tl.min(least)
@@ -186,7 +222,8 @@ def _mass_above(
     logits, chunks, count, temperature, vocab, border, excluded, largest, to, here, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the probability, relative to exp(largest), of the tokens with border <= logit and excluded < logit, and the epoch."""
+    """Returns the probability, relative to exp(largest), of the tokens with border <= logit and
+    excluded < logit, and the epoch."""
     mass = tl.zeros([GATHERED, CHUNK], tl.float32)
     for begin in range(0, count, GATHERED):
         x, _ = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
@@ -199,7 +236,8 @@ def _mass_above(
 
 @triton.jit
 def _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE: tl.constexpr):
-    """Returns the ranks' largest `largest`; the best score's token (the lowest id among equals) and its value; and the epoch."""
+    """Returns the ranks' largest `largest`; the best score's token (the lowest id among equals) and
+    its value; and the epoch."""
     all_largest, scores, tokens, values, epoch = exchange(
         to, here, epoch, as_bits(largest), as_bits(score), token, as_bits(value), SIZE
     )  # fmt: skip
@@ -210,22 +248,27 @@ def _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE: tl.const
 
 @triton.jit
 def _best_above(
-    logits, chunks, count, temperature, vocab, first, seed, position, border, excluded, to, here, epoch,
+    logits, chunks, count, temperature, vocab, first, seed, position, border, excluded, to, here,
+    epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the best of the tokens with border <= logit and excluded < logit (the lowest id among equals), its logit, and the epoch."""
+    """Returns the best of the tokens with border <= logit and excluded < logit (the lowest id among
+    equals), its logit, and the epoch."""
     best = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
     token = tl.full([GATHERED, CHUNK], 2147483647, tl.int32)
     value = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
     for begin in range(0, count, GATHERED):
         x, columns = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
         tokens = first + columns
-        score = tl.where((x >= border) & (x > excluded), x + _gumbel(seed, position, tokens), float("-inf"))
+        score = tl.where(
+            (x >= border) & (x > excluded), x + _gumbel(seed, position, tokens), float("-inf")
+        )
         better = score > best
         best = tl.where(better, score, best)
         token = tl.where(better, tokens, token)
         value = tl.where(better, x, value)
-    # No argmax over the flattened tile: Triton 3.6 reorders what it flattens for a reduction, though not the indices.
+    # No argmax over the flattened tile: Triton 3.6 reorders what it flattens for a reduction,
+    # though not the indices.
     score = tl.max(best)
     winner = tl.min(tl.where(best == score, token, 2147483647))
     value = tl.max(tl.where(token == winner, value, float("-inf")))
@@ -236,18 +279,23 @@ def _best_above(
 
 @triton.jit
 def _scaled_logit(logits, column, temperature, vocab):
-    return tl.div_rn(tl.load(logits + column, column < vocab, float("-inf")).to(tl.float32), temperature)
+    return tl.div_rn(
+        tl.load(logits + column, column < vocab, float("-inf")).to(tl.float32), temperature
+    )
 
 
 @triton.jit
 def _choose_filtered(
-    logits, chunks, maxima, sums, largest, token, value, temperature, seed, position, top_k, top_p, min_p, vocab, first, vocab_size,
+    logits, chunks, maxima, sums, largest, token, value, temperature, seed, position, top_k, top_p,
+    min_p, vocab, first, vocab_size,
     to, here, epoch,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns the best token that min-p, top-k and top-p keep, in this order, and the epoch.
 
-    `largest` is the largest logit over temperature, `token` the best of all and `value` its logit over temperature.
+    `largest` is the largest logit over temperature, `token` the best of all and `value` its logit
+    over temperature.
     """
     c = tl.arange(0, CHUNKS_PAD)
     most = tl.load(maxima + c, c < CHUNKS, float("-inf"))
@@ -267,33 +315,43 @@ def _choose_filtered(
     tl.debug_barrier()  # the list is read by other threads than wrote it
     if filters_k:
         kth, epoch = _kth_largest(
-            logits, chunks, count, temperature, vocab, top_k, low, largest, to, here, epoch, CHUNK, GATHERED, SIZE
+            logits, chunks, count, temperature, vocab, top_k, low, largest, to, here, epoch, CHUNK,
+            GATHERED, SIZE
         )  # fmt: skip
         border = tl.maximum(border, kth)
     if value < border:
         token, value, epoch = _best_above(
-            logits, chunks, count, temperature, vocab, first, seed, position, border, float("-inf"), to, here, epoch, CHUNK, GATHERED, SIZE
+            logits, chunks, count, temperature, vocab, first, seed, position, border, float("-inf"),
+            to, here, epoch, CHUNK, GATHERED, SIZE
         )  # fmt: skip
     if top_p < 1.0:
         if border > float("-inf"):
             total, epoch = _mass_above(
-                logits, chunks, count, temperature, vocab, border, float("-inf"), largest, to, here, epoch, CHUNK, GATHERED, SIZE
+                logits, chunks, count, temperature, vocab, border, float("-inf"), largest, to, here,
+                epoch, CHUNK, GATHERED, SIZE
             )  # fmt: skip
         else:
-            total = tl.sum(tl.where(c < CHUNKS, tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(most - largest), 0.0))
+            total = tl.sum(
+                tl.where(
+                    c < CHUNKS, tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(most - largest), 0.0
+                )
+            )
             if SIZE > 1:
                 total, epoch = sum_of_ranks(to, here, epoch, total, SIZE)
         # The largest alone has the mass 1: what lies above a token has none or at least that.
         wanted = tl.maximum(top_p * total, 1e-9)
         mass, epoch = _mass_above(
-            logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch, CHUNK, GATHERED, SIZE
+            logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch,
+            CHUNK, GATHERED, SIZE
         )  # fmt: skip
         while mass >= wanted:
             token, value, epoch = _best_above(
-                logits, chunks, count, temperature, vocab, first, seed, position, border, value, to, here, epoch, CHUNK, GATHERED, SIZE
+                logits, chunks, count, temperature, vocab, first, seed, position, border, value, to,
+                here, epoch, CHUNK, GATHERED, SIZE
             )  # fmt: skip
             mass, epoch = _mass_above(
-                logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch, CHUNK, GATHERED, SIZE
+                logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch,
+                CHUNK, GATHERED, SIZE
             )  # fmt: skip
     return token, epoch
 
@@ -314,9 +372,11 @@ def _choose_filtered(
     ],
 )
 def _choose_kernel(
-    logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores, best_tokens, maxima, sums, chunks, out,
+    logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores,
+    best_tokens, maxima, sums, chunks, out,
     vocab, stride, first, vocab_size, addresses, epochs, rank,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if PDL:
@@ -327,13 +387,17 @@ def _choose_kernel(
     c = tl.arange(0, CHUNKS_PAD)
     place = row * CHUNKS + c
     largest = tl.max(tl.load(maxima + place, c < CHUNKS, float("-inf")))
-    score, at = tl.max(tl.load(best_scores + place, c < CHUNKS, float("-inf")), axis=0, return_indices=True)
+    score, at = tl.max(
+        tl.load(best_scores + place, c < CHUNKS, float("-inf")), axis=0, return_indices=True
+    )
     token = tl.load(best_tokens + row * CHUNKS + at)
     to, here, epoch = addresses, addresses, row
     if SIZE > 1:
         to, here, epoch = open_mailbox(addresses, epochs, row, rank, SIZE)
         value = _scaled_logit(logits, token - first, tl.load(temperatures + slot), vocab)
-        largest, token, value, epoch = _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE)
+        largest, token, value, epoch = _best_of_ranks(
+            to, here, epoch, largest, score, token, value, SIZE
+        )
     if (largest == float("inf")) | (largest == float("-inf")):
         token = -1
     else:
@@ -345,8 +409,10 @@ def _choose_kernel(
             if SIZE == 1:
                 value = _scaled_logit(logits, token, temperature, vocab)
             token, epoch = _choose_filtered(
-                logits, chunks + row * CHUNKS, maxima + row * CHUNKS, sums + row * CHUNKS, largest, token,
-                value, temperature, tl.load(seeds + slot), tl.load(positions + row), top_k, top_p, min_p, vocab, first, vocab_size,
+                logits, chunks + row * CHUNKS, maxima + row * CHUNKS, sums + row * CHUNKS, largest,
+                token,
+                value, temperature, tl.load(seeds + slot), tl.load(positions + row), top_k, top_p,
+                min_p, vocab, first, vocab_size,
                 to, here, epoch, CHUNK, CHUNKS, CHUNKS_PAD, GATHERED, SIZE,
             )  # fmt: skip
     tl.store(out + row, token)
@@ -364,12 +430,15 @@ def sample_tokens(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Chooses a token for each row. With a share, every rank has to call it, with the same rows, and returns the same tokens.
+    """Chooses a token for each row. With a share, every rank has to call it, with the same rows,
+    and returns the same tokens.
 
     Args:
-        logits: [S, V], fp32, bf16 or fp16; rows may be strided. Not changed. Of a share, the columns of this rank's tokens.
+        logits: [S, V], fp32, bf16 or fp16; rows may be strided. Not changed. Of a share, the
+            columns of this rank's tokens.
         slot_ids: int32 [S], whose wishes in `state` apply to each row.
-        positions: int32 [S], where each chosen token goes, counted from the beginning of the prompt.
+        positions: int32 [S], where each chosen token goes, counted from the beginning of the
+            prompt.
         share: which part of the vocabulary this rank has, if several share it.
         out: int32 [S] to write to; by default a new tensor.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later).
@@ -384,20 +453,33 @@ def sample_tokens(
     out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     if rows == 0:
         return out
-    first, vocab_size, boxes = (0, vocab, None) if share is None else (share.first, share.vocab_size, share.mailboxes)
+    first, vocab_size, boxes = (
+        (0, vocab, None) if share is None else (share.first, share.vocab_size, share.mailboxes)
+    )
     if boxes is not None and rows > len(boxes.epochs):
         raise ValueError(f"{rows} rows of logits, and mailboxes for {len(boxes.epochs)}")
-    addresses, epochs, rank, size = (slot_ids, slot_ids, 0, 1) if boxes is None else (boxes.addresses, boxes.epochs, boxes.rank, boxes.size)
-    best_scores, maxima, sums = torch.empty(3, rows, count, dtype=torch.float32, device=logits.device)
+    addresses, epochs, rank, size = (
+        (slot_ids, slot_ids, 0, 1)
+        if boxes is None
+        else (boxes.addresses, boxes.epochs, boxes.rank, boxes.size)
+    )
+    best_scores, maxima, sums = torch.empty(
+        3, rows, count, dtype=torch.float32, device=logits.device
+    )
     best_tokens, chunks = torch.empty(2, rows, count, dtype=torch.int32, device=logits.device)
     _chunk_kernel[(rows, count)](
-        logits, slot_ids, positions, state.seeds, state.temperature, state.top_p, best_scores, best_tokens, maxima, sums,
-        vocab, logits.stride(0), first, CHUNK=CHUNK, CHUNKS=count, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        logits, slot_ids, positions, state.seeds, state.temperature, state.top_p, best_scores,
+        best_tokens, maxima, sums,
+        vocab, logits.stride(0), first, CHUNK=CHUNK, CHUNKS=count, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     _choose_kernel[(rows,)](
-        logits, slot_ids, positions, state.seeds, state.temperature, state.top_k, state.top_p, state.min_p,
-        best_scores, best_tokens, maxima, sums, chunks, out, vocab, logits.stride(0), first, vocab_size, addresses, epochs, rank,
-        CHUNK=CHUNK, CHUNKS=count, CHUNKS_PAD=triton.next_power_of_2(count), GATHERED=GATHERED, SIZE=size, PDL=pdl,
+        logits, slot_ids, positions, state.seeds, state.temperature, state.top_k, state.top_p,
+        state.min_p,
+        best_scores, best_tokens, maxima, sums, chunks, out, vocab, logits.stride(0), first,
+        vocab_size, addresses, epochs, rank,
+        CHUNK=CHUNK, CHUNKS=count, CHUNKS_PAD=triton.next_power_of_2(count), GATHERED=GATHERED,
+        SIZE=size, PDL=pdl,
         num_warps=16, launch_pdl=pdl,
     )  # fmt: skip
     return out

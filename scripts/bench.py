@@ -1,34 +1,39 @@
 """A load generator for any OpenAI-compatible server.
 
-    python scripts/bench.py --concurrency 8 --num-requests 64 --input-len 128 --output-len 128 --ignore-eos
-    python scripts/bench.py --rate 4 --input-len 100-1024 --output-len 100-1024 --slo ttft=200ms,itl=30ms
-    python scripts/bench.py --sweep concurrency=1,2,4,8 --warmup 4 --output result.json --plot result.png
-    python scripts/bench.py --workload multi-turn --turns 4 --endpoint chat
-    python scripts/bench.py --compare before.json after.json
+    python scripts/bench.py --concurrency 8 --num-requests 64 --input-len 128 --output-len 128
+    --ignore-eos python scripts/bench.py --rate 4 --input-len 100-1024 --output-len 100-1024 --slo
+    ttft=200ms,itl=30ms python scripts/bench.py --sweep concurrency=1,2,4,8 --warmup 4 --output
+    result.json --plot result.png python scripts/bench.py --workload multi-turn --turns 4 --endpoint
+    chat python scripts/bench.py --compare before.json after.json
 
-A closed loop keeps `--concurrency` requests under way; an open loop (`--rate`) sends them at the times of a
-Poisson process, whether or not the server keeps up. A sweep does either at several values. It needs aiohttp, numpy and
-rich, and nothing of aioinfer; with orjson and uvloop it takes half the CPU time. docs/benchmarking.md tells the rest.
+A closed loop keeps `--concurrency` requests under way; an open loop (`--rate`) sends them at the
+times of a Poisson process, whether or not the server keeps up. A sweep does either at several
+values. It needs aiohttp, numpy and rich, and nothing of aioinfer; with orjson and uvloop it takes
+half the CPU time. docs/benchmarking.md tells the rest.
 
 What the figures mean (only requests that succeeded count, failed ones are reported apart):
     output tokens    what the server's `usage` says; chunks are counted apart, since a chunk may hold several
-                     tokens or a token no text. Without `usage`, chunks stand for tokens, and the report says so.
-    output tokens/s  output tokens over the time from the first request's sending to the last reply's end.
-    TTFT             time to first token: from sending a request, connection included, to its first chunk that
+                     tokens or a token no text. Without `usage`, chunks stand for tokens, and the
+                     report says so.
+    output tokens/s  output tokens over the time from the first request's sending to the last
+    reply's end. TTFT             time to first token: from sending a request, connection included, to its first chunk that
                      holds output (text, a tool call, token ids), not just a role.
     ITL              inter-token latency: the time between two chunks that hold output, over all requests. Chunks
                      that arrive in one piece are 0 apart, as they are for whoever reads the stream.
     TPOT             time per output token, a figure for each request: (e2e - TTFT) / (output tokens - 1).
     end to end       from sending a request to the end of its reply.
-    chunks per token chunks that hold output over output tokens, of the replies with `usage`: much below 1, tokens were
+    chunks per token chunks that hold output over output tokens, of the replies with `usage`: much
+    below 1, tokens were
                      merged, and the ITL is that of several tokens at once.
     cached           the share of prompt tokens that the server reports as found in its prefix cache.
     goodput          the requests that kept every limit of `--slo`, as a share of all sent and per second. The limit
-                     `itl` is on the 99th percentile of a request's own gaps, `tpot` on what is above.
+                     `itl` is on the 99th percentile of a request's own gaps, `tpot` on what is
+                     above.
     client's CPU     of each client process; near 100 % of a core it is the client that is measured.
 
-The exit status is 1 if a request failed. Random prompts differ from each other, so that a prefix cache does not
-help; for the same `--seed` they are the same again in the next run: change it, or restart the server.
+The exit status is 1 if a request failed. Random prompts differ from each other, so that a prefix
+cache does not help; for the same `--seed` they are the same again in the next run: change it, or
+restart the server.
 """
 
 from __future__ import annotations
@@ -42,7 +47,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from benchlib.client import Client, ReplyError
 from benchlib.client_processes import ClientProcesses, Target
@@ -76,17 +88,28 @@ class Bench:
     next_item: int = 0
 
     def run_point(self, name: str, load: Load) -> Run:
-        """Warms up and sends a load. Raises `ReplyError` if a request of the warm-up fails, `RuntimeError` if a client process does."""
+        """Warms up and sends a load.
+
+        Raises `ReplyError` if a request of the warm-up fails, `RuntimeError` if a client process
+        does.
+        """
         if self.warmup:
-            run = self._send(f"{name}, warm-up", Load(min(load.concurrency, self.warmup), num_items=self.warmup))
+            run = self._send(
+                f"{name}, warm-up", Load(min(load.concurrency, self.warmup), num_items=self.warmup)
+            )
             for error in count_errors(run):
-                raise ReplyError(error["kind"], f"warm-up failed: {error['kind']}: {error['example']}")
+                raise ReplyError(
+                    error["kind"], f"warm-up failed: {error['kind']}: {error['example']}"
+                )
         return self._send(name, load)
 
     def _send(self, name: str, load: Load) -> Run:
-        total = None if isinstance(self.workload, Conversations) else load.num_items  # requests are counted
+        # requests are counted
+        total = None if isinstance(self.workload, Conversations) else load.num_items
         on_progress = self.progress.add_load(name, total)
-        run = self.clients.send(self.target, self.workload, load, first=self.next_item, on_progress=on_progress)
+        run = self.clients.send(
+            self.target, self.workload, load, first=self.next_item, on_progress=on_progress
+        )
         self.next_item += run.num_items
         return run
 
@@ -96,16 +119,31 @@ class LoadProgress(Progress):
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         # a file or a pipe gets no bar
-        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=4)
+        super().__init__(
+            *columns,
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+            refresh_per_second=4,
+        )
 
     def add_load(self, name: str, total: int | None) -> Callable[[int, int], None]:
-        """Adds a bar, and returns the function that moves it to the numbers of requests that have ended and that have failed."""
+        """Adds a bar, and returns the function that moves it to the numbers of requests that have
+        ended and that have failed."""
         task = self.add_task(name, total=total)
 
         def on_progress(done: int, failed: int) -> None:
-            self.update(task, completed=done, description=f"{name}, {failed} failed" if failed else name)
+            self.update(
+                task, completed=done, description=f"{name}, {failed} failed" if failed else name
+            )
 
         return on_progress
 
@@ -117,10 +155,18 @@ async def find_model(url: str, headers: dict[str, str], timeout_s: float) -> str
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Sends what the options say, and prints and writes its figures. Returns the exit status. Raises as `main` catches."""
-    headers = {name.strip(): value.strip() for name, _, value in (header.partition(":") for header in options.header)}
+    """Sends what the options say, and prints and writes its figures.
+
+    Returns the exit status. Raises as `main` catches.
+    """
+    headers = {
+        name.strip(): value.strip()
+        for name, _, value in (header.partition(":") for header in options.header)
+    }
     model = options.model or asyncio.run(find_model(options.url, headers, options.timeout))
-    shape = RequestShape(model, options.endpoint == "chat", options.stream, options.temperature, options.ignore_eos)
+    shape = RequestShape(
+        model, options.endpoint == "chat", options.stream, options.temperature, options.ignore_eos
+    )
     workload = make_workload(options, shape)
     loads = make_loads(options, workload)
     target = Target(options.url, shape, headers, options.timeout)
@@ -147,8 +193,13 @@ def report_run(options: argparse.Namespace, run: Run, title: str, head: dict[str
     return 1 if figures["requests"]["failed"] else 0
 
 
-def run_sweep(runner: Bench, options: argparse.Namespace, loads: list[tuple[float | None, Load]]) -> list[dict[str, Any]]:
-    """Returns the figures of the points with their `value`, up to one at which nothing succeeds. Raises as `Bench.run_point` does."""
+def run_sweep(
+    runner: Bench, options: argparse.Namespace, loads: list[tuple[float | None, Load]]
+) -> list[dict[str, Any]]:
+    """Returns the figures of the points with their `value`, up to one at which nothing succeeds.
+
+    Raises as `Bench.run_point` does.
+    """
     points: list[dict[str, Any]] = []
     for value, load in loads:
         name = f"{options.sweep.kind} {value:g}"
@@ -161,19 +212,36 @@ def run_sweep(runner: Bench, options: argparse.Namespace, loads: list[tuple[floa
             break
         points.append({"value": value, **figures})
         if figures["requests"]["sent"] and not figures["requests"]["succeeded"]:
-            sys.stderr.write(f"bench: the sweep stopped at {name}: none of {figures['requests']['sent']} requests succeeded\n")
+            sys.stderr.write(
+                f"bench: the sweep stopped at {name}: none of "
+                f"{figures['requests']['sent']} requests succeeded\n"
+            )
             break
     return points
 
 
-def report_sweep(options: argparse.Namespace, points: list[dict[str, Any]], title: str, head: dict[str, Any]) -> int:
+def report_sweep(
+    options: argparse.Namespace, points: list[dict[str, Any]], title: str, head: dict[str, Any]
+) -> int:
     """Prints, writes and plots the figures of a sweep. Returns the exit status."""
     console = Console()
-    show_sweep(points, options.sweep.kind, title, console if console.is_terminal else Console(width=FILE_WIDTH))
+    show_sweep(
+        points,
+        options.sweep.kind,
+        title,
+        console if console.is_terminal else Console(width=FILE_WIDTH),
+    )
     best = best_point(points)
-    plain = [point | {"value": "inf" if point["value"] == float("inf") else point["value"]} for point in points]  # JSON has no infinity
+    # JSON has no infinity
+    plain = [
+        point | {"value": "inf" if point["value"] == float("inf") else point["value"]}
+        for point in points
+    ]
     best_value = None if best is None else plain[points.index(best)]["value"]
-    write_result(options, head | {"sweep": options.sweep.kind, "best_goodput_at": best_value, "points": plain})
+    write_result(
+        options,
+        head | {"sweep": options.sweep.kind, "best_goodput_at": best_value, "points": plain},
+    )
     if options.plot:
         plot_sweep(points, options.sweep.kind, title, options.plot)
     complete = len(points) == len(options.sweep.values)
@@ -187,7 +255,10 @@ def write_result(options: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def compare_files(options: argparse.Namespace) -> int:
-    """Prints two result files beside each other. Returns the exit status. Raises `ValueError` if they are not to be compared."""
+    """Prints two result files beside each other.
+
+    Returns the exit status. Raises `ValueError` if they are not to be compared.
+    """
     first, second = (read_result(file) for file in options.compare)
     found = compare(first, second, settings_of(parse_arguments([])), force=options.force)
     console = Console()

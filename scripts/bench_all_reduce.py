@@ -1,11 +1,14 @@
-"""Times the ranks' sums on the GPUs of this machine: our exchange, NCCL, and torch's symmetric memory, in the same run.
+"""Times the ranks' sums on the GPUs of this machine: our exchange, NCCL, and torch's symmetric
+memory, in the same run.
 
-    python scripts/bench_all_reduce.py [--size 2] [--hidden 4096] [--rows 1,8,64,256,8192] [--rounds 5]
+    python scripts/bench_all_reduce.py [--size 2] [--hidden 4096] [--rows 1,8,64,256,8192] [--rounds
+    5]
 
-What is timed is what a layer of a transformer needs: the partial products summed over the ranks, added to the
-residual stream, and normed. Ours is one kernel; the others are followed by the fused add and norm. Each is captured in a CUDA
-graph of many, as in a decode step, and replayed; medians of the rounds, in microseconds an exchange. Both kernels of ours are
-timed at every size where both can be, which is what `PUSHED_ROWS` was chosen by. bf16; no multicast.
+What is timed is what a layer of a transformer needs: the partial products summed over the ranks,
+added to the residual stream, and normed. Ours is one kernel; the others are followed by the fused
+add and norm. Each is captured in a CUDA graph of many, as in a decode step, and replayed; medians
+of the rounds, in microseconds an exchange. Both kernels of ours are timed at every size where both
+can be, which is what `PUSHED_ROWS` was chosen by. bf16; no multicast.
 """
 
 from __future__ import annotations
@@ -33,12 +36,20 @@ MOST_PUSHED = 1024
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the options."""
-    parser = argparse.ArgumentParser(description="Times the ranks' sums on the GPUs of this machine.")
+    parser = argparse.ArgumentParser(
+        description="Times the ranks' sums on the GPUs of this machine."
+    )
     parser.add_argument("--size", type=int, default=2, help="GPUs (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=4096, help="numbers a row (default: %(default)s)")
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,512,2048,8192", help="default: %(default)s")
+    parser.add_argument(
+        "--hidden", type=int, default=4096, help="numbers a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows", default="1,2,4,8,16,32,64,128,256,512,2048,8192", help="default: %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--programs", default="264,528,1056", help="of the two-shot kernel (default: %(default)s)")
+    parser.add_argument(
+        "--programs", default="264,528,1056", help="of the two-shot kernel (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -50,17 +61,23 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
     size, hidden = options.size, options.hidden
     lengths = [int(rows) for rows in options.rows.split(",")]
     torch.cuda.set_device(rank)
-    group = ParallelGroup.connect(rank, size, dist.FileStore(f"{folder}/store", size), torch.device("cuda", rank))
+    group = ParallelGroup.connect(
+        rank, size, dist.FileStore(f"{folder}/store", size), torch.device("cuda", rank)
+    )
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     plain = torch.zeros(max(lengths), hidden, dtype=DTYPE, device="cuda")
     residual, weight = torch.zeros_like(plain), torch.ones(hidden, dtype=DTYPE, device="cuda")
 
     def make(pushed_rows: int, programs: int) -> Exchange:
-        layout = ExchangeLayout.of(size, max(lengths), hidden, DTYPE, pushed_rows=pushed_rows, programs=programs)
+        layout = ExchangeLayout.of(
+            size, max(lengths), hidden, DTYPE, pushed_rows=pushed_rows, programs=programs
+        )
         return Exchange(group.peer_buffer(layout.nbytes), layout, hidden, DTYPE)
 
-    ours = {"push": make(MOST_PUSHED, 1)} | {f"two-shot, {n}": make(0, int(n)) for n in options.programs.split(",")}
+    ours = {"push": make(MOST_PUSHED, 1)} | {
+        f"two-shot, {n}": make(0, int(n)) for n in options.programs.split(",")
+    }
     symmetric = group.peer_buffer(plain.nbytes).local.view(DTYPE).view(plain.shape)
 
     def exchange_rows(exchange: Exchange, rows: int) -> None:
@@ -74,19 +91,31 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         return there
 
     def variants(rows: int) -> dict[str, Callable[[], object]]:
-        fitting = {kind: exchange for kind, exchange in ours.items() if kind != "push" or rows <= MOST_PUSHED}
-        runs: dict[str, Callable[[], object]] = {kind: partial(exchange_rows, exchange, rows) for kind, exchange in fitting.items()}
+        fitting = {
+            kind: exchange
+            for kind, exchange in ours.items()
+            if kind != "push" or rows <= MOST_PUSHED
+        }
+        runs: dict[str, Callable[[], object]] = {
+            kind: partial(exchange_rows, exchange, rows) for kind, exchange in fitting.items()
+        }
         runs["NCCL"] = partial(reduce_rows, partial(reduce_with_nccl, plain[:rows]), rows)
         for kind, operation in (("one", "one_shot_all_reduce"), ("two", "two_shot_all_reduce_")):
             reduce = getattr(torch.ops.symm_mem, operation)
-            runs[f"torch {kind}-shot"] = partial(reduce_rows, partial(reduce, symmetric[:rows].view(-1), "sum", name), rows)
+            runs[f"torch {kind}-shot"] = partial(
+                reduce_rows, partial(reduce, symmetric[:rows].view(-1), "sum", name), rows
+            )
         return runs
 
     for rows in lengths:
         for kind, run in variants(rows).items():
             microseconds = time_in_graph(run, max(4, min(64, 16384 // rows)), options.rounds)
             if rank == 0:
-                print(f"{rows:6d} rows  {rows * hidden * 2 / 1024:9.0f} KiB  {kind:16s} {microseconds:9.2f} us", flush=True)
+                print(
+                    f"{rows:6d} rows  {rows * hidden * 2 / 1024:9.0f} KiB  {kind:16s} "
+                    f"{microseconds:9.2f} us",
+                    flush=True,
+                )
     dist.destroy_process_group()
 
 

@@ -1,32 +1,40 @@
-"""The marks on GPUs: models of random weights at their true shapes, beside what vLLM reaches on H200s.
+"""The marks on GPUs: models of random weights at their true shapes, beside what vLLM reaches on
+H200s.
 
     python scripts/bench_gpu.py --model FOLDER [--model FOLDER] --rounds 3 --json offline.jsonl
     python scripts/bench_gpu.py --model FOLDER --cases d1,d256,k64x2000
-    python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 --set parallel.tensor_parallel_size=2
-    python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix --set scheduler.max_num_batched_tokens=4096
+    python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 --set
+    parallel.tensor_parallel_size=2 python scripts/bench_gpu.py --model FOLDER --http --cases
+    h256,mix --set scheduler.max_num_batched_tokens=4096
 
-A folder holds config.json and a tokenizer; weights in it are not read. Vocabularies and numbers of a case may be others.
-vLLM's figures and the marks are those of `benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B and Qwen3-8B.
+A folder holds config.json and a tokenizer; weights in it are not read. Vocabularies and numbers of
+a case may be others. vLLM's figures and the marks are those of `benchlib/vllm_figures.py`, for
+models with the shapes of Qwen3-0.6B and Qwen3-8B.
 
-Offline cases, through `aioinfer.LLM`, all in one engine (its text is made too, which vLLM was spared):
+Offline cases, through `aioinfer.LLM`, all in one engine (its text is made too, which vLLM was
+spared):
     dN      N requests, 128 tokens in / 256 out         lN      N requests, 4096 / 128
     pN      N requests, 4096 / 1; counts tokens in      kNxI    N requests, I / 256; kNxIxO: I / O
     nano    256 requests, 100-1024 / 100-1024 drawn evenly, temperature 0.6; all other cases are greedy
-k8x8000x192 is what vLLM did of k8x8000: its max_model_len ended the requests there, and so only the former has its figure.
+k8x8000x192 is what vLLM did of k8x8000: its max_model_len ended the requests there, and so only the
+former has its figure.
 
-HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several client processes:
+HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several
+client processes:
     hN      N streams, 512 / 256, three requests a stream      mixN    N streams, two requests a stream, 100-1024 / 100-1024
     sN      N streams, 128 / 256, three requests a stream      mix     mix256
     h1      one request, 128 / 512
 
-Each case warms up with prompts of its own lengths, then runs `--rounds` times with fresh prompts; medians are reported.
-Prompts are token ids, end tokens are ignored, the prefix cache is off, 512 requests may run at a time. A case counts only
-if each request returned exactly its number of tokens: otherwise its row is an error and the exit status 1.
+Each case warms up with prompts of its own lengths, then runs `--rounds` times with fresh prompts;
+medians are reported. Prompts are token ids, end tokens are ignored, the prefix cache is off, 512
+requests may run at a time. A case counts only if each request returned exactly its number of
+tokens: otherwise its row is an error and the exit status 1.
 
-What the figures mean: TTFT from sending a request, connection included, to its first text. ITL between two reads that
-brought text: events that came in one read are one, as they were when vLLM was measured. "step" is the wall time of a round
-over the engine's steps in it. "ratio" is to vLLM, above 1 is better. "client's CPU" is that of the busiest client process;
-near 100 % it is the client that is measured. A line of JSON is printed as each case ends, and the table at the end.
+What the figures mean: TTFT from sending a request, connection included, to its first text. ITL
+between two reads that brought text: events that came in one read are one, as they were when vLLM
+was measured. "step" is the wall time of a round over the engine's steps in it. "ratio" is to vLLM,
+above 1 is better. "client's CPU" is that of the busiest client process; near 100 % it is the client
+that is measured. A line of JSON is printed as each case ends, and the table at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +53,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a checkout is enough: nothing need be installed but what aioinfer needs
+# a checkout is enough: nothing need be installed but what aioinfer needs
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer.config import Config, load_config
 from aioinfer.errors import AioinferError, ConfigError
@@ -58,7 +67,8 @@ from benchlib.server_process import ServerProcess
 from benchlib.workload import Call, RequestShape
 
 if TYPE_CHECKING:
-    from aioinfer import LLM  # at run time it is imported late: it needs torch, which client processes do without
+    # at run time it is imported late: it needs torch, which client processes do without
+    from aioinfer import LLM
 
 #: The length that vLLM was given; longer only where a case needs it.
 MAX_MODEL_LEN = 8192
@@ -68,19 +78,43 @@ FILE_WIDTH = 200
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns the options, with `cases` and `models` as what they name; ends the process with status 2 where they are wrong."""
-    parser = argparse.ArgumentParser(description="Measures models of random weights on GPUs, beside vLLM's figures.")
-    parser.add_argument("--model", action="append", required=True, type=Path, metavar="FOLDER", help="with a tokenizer (repeatable)")
-    parser.add_argument("--cases", help=f"default: {','.join(OFFLINE_CASES)}; with --http: {','.join(HTTP_CASES)}")
-    parser.add_argument("--rounds", type=int, default=1, help="medians of so many (default: %(default)s)")
+    """Returns the options, with `cases` and `models` as what they name; ends the process with
+    status 2 where they are wrong."""
+    parser = argparse.ArgumentParser(
+        description="Measures models of random weights on GPUs, beside vLLM's figures."
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="with a tokenizer (repeatable)",
+    )
+    parser.add_argument(
+        "--cases", help=f"default: {','.join(OFFLINE_CASES)}; with --http: {','.join(HTTP_CASES)}"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="medians of so many (default: %(default)s)"
+    )
     parser.add_argument("--http", action="store_true", help="over HTTP, not offline")
-    parser.add_argument("--client-processes", type=int, default=8, help="with --http (default: %(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the configuration (repeatable)")
+    parser.add_argument(
+        "--client-processes", type=int, default=8, help="with --http (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="for the configuration (repeatable)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="for the JSON lines too")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.client_processes < 1:
         parser.error("--rounds and --client-processes must be above 0")
-    names = options.cases.split(",") if options.cases else HTTP_CASES if options.http else OFFLINE_CASES
+    names = (
+        options.cases.split(",") if options.cases else HTTP_CASES if options.http else OFFLINE_CASES
+    )
     try:
         options.cases = [Case.parse(name, options.http) for name in names]
         parallel = load_config(None, ["model.path=none", *options.set]).parallel
@@ -94,7 +128,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_settings(options: argparse.Namespace, model: Model) -> list[str]:
-    """Returns the engine's configuration as `section.key=value`: as vLLM's was, and `--set` over it."""
+    """Returns the engine's configuration as `section.key=value`: as vLLM's was, and `--set` over
+    it."""
     longest = max(MAX_MODEL_LEN, *(case.max_len for case in options.cases))
     return [
         f"model.path={model.folder}",
@@ -113,18 +148,31 @@ def run_offline(options: argparse.Namespace, model: Model, config: Config, rows:
     """Measures the offline cases in one engine. Raises `AioinferError` if it does not start."""
     from aioinfer import LLM
 
-    settings = {f"{section}.{name}": value for section, keys in asdict(config).items() for name, value in keys.items()}
+    settings = {
+        f"{section}.{name}": value
+        for section, keys in asdict(config).items()
+        for name, value in keys.items()
+    }
     begin = perf_counter()
     with LLM(settings=settings, progress=False) as llm:
         seconds = perf_counter() - begin
         report = llm.frontend.engines[0].report
-        rows.add(model, "startup", {"seconds": seconds, **asdict(report), "phases": dict(report.phases)})
+        rows.add(
+            model, "startup", {"seconds": seconds, **asdict(report), "phases": dict(report.phases)}
+        )
         for case in options.cases:
-            rows.add(model, case.name, _or_error(measure_offline, llm, case, options.rounds, model.vocab_size))
+            rows.add(
+                model,
+                case.name,
+                _or_error(measure_offline, llm, case, options.rounds, model.vocab_size),
+            )
 
 
 def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[str, Any]:
-    """Returns the medians of a case. Raises `RuntimeError` if a request returned another number of tokens than it was asked for."""
+    """Returns the medians of a case.
+
+    Raises `RuntimeError` if a request returned another number of tokens than it was asked for.
+    """
     run_batch(llm, case, case.prompts(0, vocab_size), WARMUP_OUTPUT_LEN)
     timed = [run_batch(llm, case, case.prompts(1 + number, vocab_size)) for number in range(rounds)]
     durations = [duration for duration, _ in timed]
@@ -136,20 +184,28 @@ def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[
         "output_tokens_per_s": sum(output for _, output in case.lengths()) / seconds,
         "input_tokens_per_s": sum(prompt for prompt, _ in case.lengths()) / seconds,
         "steps": statistics.median(counts["steps"] for _, counts in timed),
-        "step_ms": statistics.median(1000 * duration / counts["steps"] for duration, counts in timed),
+        "step_ms": statistics.median(
+            1000 * duration / counts["steps"] for duration, counts in timed
+        ),
         "engine_last_round": timed[-1][1],
     }
 
 
-def run_batch(llm: LLM, case: Case, prompts: list[list[int]], most: int | None = None) -> tuple[float, dict[str, float]]:
+def run_batch(
+    llm: LLM, case: Case, prompts: list[list[int]], most: int | None = None
+) -> tuple[float, dict[str, float]]:
     """Completes the prompts of a case, to at most `most` tokens each.
 
-    Returns the seconds that it took, and what the engine's counters rose by. Raises as `measure_offline` does.
+    Returns the seconds that it took, and what the engine's counters rose by. Raises as
+    `measure_offline` does.
     """
     from aioinfer import SamplingParams
 
     wanted = [output if most is None else min(output, most) for _, output in case.lengths()]
-    params = [SamplingParams(temperature=case.temperature, ignore_eos=True, max_tokens=count) for count in wanted]
+    params = [
+        SamplingParams(temperature=case.temperature, ignore_eos=True, max_tokens=count)
+        for count in wanted
+    ]
     before = llm.frontend.stats()
     begin = perf_counter()
     outputs = llm.generate(prompts, params)
@@ -171,28 +227,50 @@ class HttpLoader:
     vocab_size: int
 
     def send(self, case: Case, round_number: int) -> Run:
-        """Sends a round. Raises `RuntimeError` if a request failed or returned another number of tokens than it was asked for."""
+        """Sends a round.
+
+        Raises `RuntimeError` if a request failed or returned another number of tokens than it was
+        asked for.
+        """
         return self._send(case, round_number, [output for _, output in case.lengths()])
 
     def warm_up(self, case: Case) -> None:
         """Sends a request for each stream. Raises as `send` does."""
-        self._send(case, 0, [min(output, WARMUP_OUTPUT_LEN) for _, output in case.lengths()[: case.streams]])
+        self._send(
+            case,
+            0,
+            [min(output, WARMUP_OUTPUT_LEN) for _, output in case.lengths()[: case.streams]],
+        )
 
     def _send(self, case: Case, round_number: int, max_tokens: Sequence[int]) -> Run:
         prompts = case.prompts(round_number, self.vocab_size)
-        calls = [Call(self.shape.body(prompt, count), count) for prompt, count in zip(prompts, max_tokens, strict=False)]
+        calls = [
+            Call(self.shape.body(prompt, count), count)
+            for prompt, count in zip(prompts, max_tokens, strict=False)
+        ]
         run = self.clients.run_load(self.url, self.shape, calls, case.streams)
         for error in count_errors(run):
-            raise RuntimeError(f"{error['count']} of {len(run.records)} requests failed: {error['kind']}, such as: {error['example']}")
-        _require_counts([record.output_tokens for record in run.records], [record.max_tokens for record in run.records])
+            raise RuntimeError(
+                f"{error['count']} of {len(run.records)} requests failed: "
+                f"{error['kind']}, such as: {error['example']}"
+            )
+        _require_counts(
+            [record.output_tokens for record in run.records],
+            [record.max_tokens for record in run.records],
+        )
         return run
 
 
-def run_http(options: argparse.Namespace, model: Model, settings: Sequence[str], rows: Rows) -> None:
+def run_http(
+    options: argparse.Namespace, model: Model, settings: Sequence[str], rows: Rows
+) -> None:
     """Measures the HTTP cases against one server. Raises `RuntimeError` if it does not start."""
     shape = RequestShape(load_config(None, settings).served_model_names[0], ignore_eos=True)
     no_file = os.devnull  # an empty TOML file: all is in the settings
-    with ClientProcesses(options.client_processes) as clients, ServerProcess(no_file, settings) as server:
+    with (
+        ClientProcesses(options.client_processes) as clients,
+        ServerProcess(no_file, settings) as server,
+    ):
         rows.add(model, "startup", {"seconds": server.ready_s})
         loader = HttpLoader(clients, server.url, shape, model.vocab_size)
         for case in options.cases:
@@ -204,15 +282,23 @@ def measure_http(loader: HttpLoader, case: Case, rounds: int) -> dict[str, Any]:
     loader.warm_up(case)
     each = [summarize_http(loader.send(case, 1 + number)) for number in range(rounds)]
     medians = {name: _median([figures[name] for figures in each]) for name in each[0]}
-    return {"rounds": rounds, **medians, "seconds_each_round": [figures["seconds"] for figures in each]}
+    return {
+        "rounds": rounds,
+        **medians,
+        "seconds_each_round": [figures["seconds"] for figures in each],
+    }
 
 
 def summarize_http(run: Run) -> dict[str, Any]:
-    """Returns the figures of a round in which every request succeeded. Raises `RuntimeError` if there is no text to time."""
+    """Returns the figures of a round in which every request succeeded.
+
+    Raises `RuntimeError` if there is no text to time.
+    """
     records = run.records
     output = sum(record.output_tokens or 0 for record in records)
     ttft = percentiles([record.ttft for record in records if record.ttft is not None])
-    gaps = np.array([gap for record in records for gap in record.gaps if gap > 0.0])  # 0 within one read
+    # 0 within one read
+    gaps = np.array([gap for record in records for gap in record.gaps if gap > 0.0])
     itl = percentiles(gaps)
     if ttft is None or itl is None:
         raise RuntimeError("no reply held text at two times")
@@ -242,11 +328,15 @@ def _median(values: Sequence[Any]) -> Any:
 def _require_counts(found: Sequence[int | None], wanted: Sequence[int]) -> None:
     wrong = [f"{got} for {asked}" for got, asked in zip(found, wanted, strict=True) if got != asked]
     if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(wanted)} requests returned another number of tokens, such as {wrong[0]}")
+        raise RuntimeError(
+            f"{len(wrong)} of {len(wanted)} requests returned another number of "
+            f"tokens, such as {wrong[0]}"
+        )
 
 
 def _or_error(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Returns the figures of a case, or as the row's error what went wrong: the other cases may still be measured."""
+    """Returns the figures of a case, or as the row's error what went wrong: the other cases may
+    still be measured."""
     try:
         return measure(*arguments)
     except (AioinferError, RuntimeError) as error:
@@ -274,5 +364,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a run that is cut off ends its server
+    # so that a run that is cut off ends its server
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -1,14 +1,16 @@
-"""What others do to a stream's latency: long prompts that come in beside it, and thousands of connections that do nothing.
+"""What others do to a stream's latency: long prompts that come in beside it, and thousands of
+connections that do nothing.
 
-    python scripts/bench_interference.py [--streams 64] [--prompt-tokens 200000] [--delay-ms 10] [--seconds 8]
-    python scripts/bench_interference.py --idle 5000 --streams 1024
+    python scripts/bench_interference.py [--streams 64] [--prompt-tokens 200000] [--delay-ms 10]
+    [--seconds 8] python scripts/bench_interference.py --idle 5000 --streams 1024
 
-The server runs in a process of its own, over a worker that computes nothing and answers each plan after `--delay-ms`
-(`bench_loop.EchoExecutor`), so that what is measured is the event loop alone. A second process keeps `--streams` streams
-running and notes the time between the events of each; it asks for `/health` every 20 ms, too. After a quiet while, this process
-sends prompts of `--prompt-tokens` tokens, one after the other: as text to be encoded, as token ids, and as a chat; then short ones,
-many at the same moment. With `--idle`, instead, it opens that many keep-alive connections, each after one request, and
-tells what they cost the server's memory.
+The server runs in a process of its own, over a worker that computes nothing and answers each plan
+after `--delay-ms` (`bench_loop.EchoExecutor`), so that what is measured is the event loop alone. A
+second process keeps `--streams` streams running and notes the time between the events of each; it
+asks for `/health` every 20 ms, too. After a quiet while, this process sends prompts of
+`--prompt-tokens` tokens, one after the other: as text to be encoded, as token ids, and as a chat;
+then short ones, many at the same moment. With `--idle`, instead, it opens that many keep-alive
+connections, each after one request, and tells what they cost the server's memory.
 """
 
 from __future__ import annotations
@@ -65,20 +67,26 @@ def serve(streams: int, delay_ms: float, address: Any) -> None:
 
 @dataclass(slots=True)
 class Latencies:
-    """Milliseconds between two events of a stream, and that `/health` took, in one part of the run."""
+    """Milliseconds between two events of a stream, and that `/health` took, in one part of the
+    run."""
 
     between: list[float]
     health: list[float]
 
 
 class Watch:
-    """The watching process: keeps streams running and asks for `/health`, and notes how long both take in each part of the run."""
+    """The watching process: keeps streams running and asks for `/health`, and notes how long both
+    take in each part of the run."""
 
     def __init__(self, url: str, num_parts: int, part: Any):
-        """`part` is a shared number: which part runs. The watching ends when it reaches `num_parts`."""
+        """`part` is a shared number: which part runs.
+
+        The watching ends when it reaches `num_parts`.
+        """
         self._url = url
         self._part = part
-        self._parts = [Latencies([], []) for _ in range(num_parts + 1)]  # and one for what comes after the end
+        # and one for what comes after the end
+        self._parts = [Latencies([], []) for _ in range(num_parts + 1)]
 
     @property
     def _now(self) -> Latencies:
@@ -88,7 +96,9 @@ class Watch:
         """Returns the latencies of each part. Raises if a request failed."""
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(None)
         async with aiohttp.ClientSession(self._url, connector=connector, timeout=timeout) as http:
-            work = [asyncio.ensure_future(self._read(http)) for _ in range(streams)] + [asyncio.ensure_future(self._ask_health(http))]
+            work = [asyncio.ensure_future(self._read(http)) for _ in range(streams)] + [
+                asyncio.ensure_future(self._ask_health(http))
+            ]
             while self._part.value < len(self._parts) - 1 and not any(one.done() for one in work):  # noqa: ASYNC110  # another process tells
                 await asyncio.sleep(0.01)
             failed = [one for one in work if one.done()]
@@ -100,7 +110,13 @@ class Watch:
         return self._parts[:-1]
 
     async def _read(self, http: aiohttp.ClientSession) -> None:
-        body = {"prompt": [5] * 64, "max_tokens": STREAM_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
+        body = {
+            "prompt": [5] * 64,
+            "max_tokens": STREAM_TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
         while True:
             async with http.post("/v1/completions", json=body) as response:
                 response.raise_for_status()
@@ -127,7 +143,8 @@ def watch(url: str, streams: int, num_parts: int, part: Any, found: Any) -> None
 
 @dataclass(slots=True)
 class Disturbance:
-    """Requests that come beside the streams: `together` of one kind, again and again with `pause_s` between."""
+    """Requests that come beside the streams: `together` of one kind, again and again with `pause_s`
+    between."""
 
     path: str
     body: dict[str, Any]
@@ -136,18 +153,26 @@ class Disturbance:
 
 
 async def disturb(url: str, kind: Disturbance, seconds: float) -> int:
-    """Sends requests for so long. Returns how many; each has another prompt for the prefix cache."""
+    """Sends requests for so long.
+
+    Returns how many; each has another prompt for the prefix cache.
+    """
     sent, end = 0, time.perf_counter() + seconds
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as http:
 
         async def send(data: str) -> None:
-            async with http.post(kind.path, data=data, headers={"Content-Type": "application/json"}) as response:
+            async with http.post(
+                kind.path, data=data, headers={"Content-Type": "application/json"}
+            ) as response:
                 response.raise_for_status()
                 await response.read()
 
         while time.perf_counter() < end:
-            bodies = [json.dumps(kind.body).replace(_MARK, f"{sent + number + 100}") for number in range(kind.together)]
+            bodies = [
+                json.dumps(kind.body).replace(_MARK, f"{sent + number + 100}")
+                for number in range(kind.together)
+            ]
             await asyncio.gather(*map(send, bodies))
             sent += kind.together
             await asyncio.sleep(kind.pause_s)
@@ -155,16 +180,21 @@ async def disturb(url: str, kind: Disturbance, seconds: float) -> int:
 
 
 def disturbances(tokens: int) -> dict[str, Disturbance]:
-    """Returns a prompt of so many tokens in each form that it may take, and a burst of short ones."""
+    """Returns a prompt of so many tokens in each form that it may take, and a burst of short
+    ones."""
     text = f"{_MARK} " + TEXT * (tokens // TEXT_TOKENS)
     limits = {"max_tokens": 1, "temperature": 0}
     ids = [int(_MARK), *(number % 40_000 + 3 for number in range(tokens))]
     return {
         "text": Disturbance("/v1/completions", {"prompt": text, **limits}),
         "token ids": Disturbance("/v1/completions", {"prompt": ids, **limits}),
-        "chat": Disturbance("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **limits}),
+        "chat": Disturbance(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **limits}
+        ),
         "tokenize": Disturbance("/tokenize", {"prompt": text}),
-        f"{BURST} at once": Disturbance("/v1/completions", {"prompt": ids[:512], **limits}, BURST, pause_s=0.5),
+        f"{BURST} at once": Disturbance(
+            "/v1/completions", {"prompt": ids[:512], **limits}, BURST, pause_s=0.5
+        ),
     }
 
 
@@ -181,12 +211,16 @@ async def open_idle(url: str, number: int) -> list[asyncio.StreamWriter]:
         return writer
 
     while len(writers) < number:
-        writers += await asyncio.gather(*(open_one() for _ in range(min(OPENED_TOGETHER, number - len(writers)))))
+        writers += await asyncio.gather(
+            *(open_one() for _ in range(min(OPENED_TOGETHER, number - len(writers))))
+        )
     return writers
 
 
 def quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    return (
+        sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    )
 
 
 def show(parts: dict[str, Latencies], notes: dict[str, str]) -> None:
@@ -195,7 +229,11 @@ def show(parts: dict[str, Latencies], notes: dict[str, str]) -> None:
     for name in ("beside", "events", "ITL p50", "p99", "worst", "/health p50", "p99", "worst", ""):
         table.add_column(name, justify="left" if name in ("beside", "") else "right")
     for name, seen in parts.items():
-        figures = [f"{quantile(values, share):.1f}" for values in (seen.between, seen.health) for share in (0.5, 0.99, 1)]
+        figures = [
+            f"{quantile(values, share):.1f}"
+            for values in (seen.between, seen.health)
+            for share in (0.5, 0.99, 1)
+        ]
         table.add_row(name, f"{len(seen.between)}", *figures, notes.get(name, ""))
     Console(width=150).print(table)
 
@@ -204,18 +242,28 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
     """Runs the parts one after the other and prints what the watching process saw."""
     context = multiprocessing.get_context("spawn")
     kinds = {} if arguments.idle else disturbances(arguments.prompt_tokens)
-    names = ["nothing", f"{arguments.idle} idle connections"] if arguments.idle else ["nothing", *kinds]
+    names = (
+        ["nothing", f"{arguments.idle} idle connections"] if arguments.idle else ["nothing", *kinds]
+    )
     part, found = context.Value("i", 0), context.Queue()
     before = server.memory_info().rss
-    watcher = context.Process(target=watch, args=(url, arguments.streams, len(names), part, found), daemon=True)
+    watcher = context.Process(
+        target=watch, args=(url, arguments.streams, len(names), part, found), daemon=True
+    )
     watcher.start()
     await asyncio.sleep(arguments.seconds + 2)
-    notes = {"nothing": f"the server grew by {(server.memory_info().rss - before) / 1024 / arguments.streams:.0f} KiB a stream"}
+    notes = {
+        "nothing": f"the server grew by "
+        f"{(server.memory_info().rss - before) / 1024 / arguments.streams:.0f} KiB a stream"
+    }
     for name in names[1:]:
         with_streams = server.memory_info().rss
         if arguments.idle:
             held = await open_idle(url, arguments.idle)
-            notes[name] = f"{(server.memory_info().rss - with_streams) / 1024 / arguments.idle:.1f} KiB a connection"
+            notes[name] = (
+                f"{(server.memory_info().rss - with_streams) / 1024 / arguments.idle:.1f} KiB a "
+                f"connection"
+            )
         part.value += 1
         if arguments.idle:
             await asyncio.sleep(arguments.seconds)
@@ -229,16 +277,34 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures what long prompts and idle connections do to the latency of streams.")
+    parser = argparse.ArgumentParser(
+        description="Measures what long prompts and idle connections do to the latency of streams."
+    )
     parser.add_argument("--streams", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--prompt-tokens", type=int, default=200_000, help="of the long prompts (default: %(default)s)")
-    parser.add_argument("--delay-ms", type=float, default=10.0, help="what a step takes (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each part (default: %(default)s)")
-    parser.add_argument("--idle", type=int, default=0, help="connections to open instead of sending prompts (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=200_000,
+        help="of the long prompts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, default=10.0, help="what a step takes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="of each part (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--idle",
+        type=int,
+        default=0,
+        help="connections to open instead of sending prompts (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     address = context.Queue()
-    server = context.Process(target=serve, args=(arguments.streams, arguments.delay_ms, address), daemon=True)
+    server = context.Process(
+        target=serve, args=(arguments.streams, arguments.delay_ms, address), daemon=True
+    )
     server.start()
     try:
         asyncio.run(measure(address.get(timeout=60), psutil.Process(server.pid), arguments))

@@ -2,11 +2,11 @@
 
     python scripts/bench_kernels.py [--cases decode,prefill,...] [--tune] [--json FILE]
 
-A case's floor is the larger of its bytes over the copy bandwidth and its operations over the rate of a large bf16
-product, both measured first. A case that fails prints its error, and the others go on. Every kernel is timed inside
-a CUDA graph of many launches over inputs that do not fit in the L2 cache. With --tune each case tries the variants
-from which the tables in `kernels/` were filled; several processes with --shard i/n and --compile-only fill Triton's
-cache in parallel beforehand.
+A case's floor is the larger of its bytes over the copy bandwidth and its operations over the rate
+of a large bf16 product, both measured first. A case that fails prints its error, and the others go
+on. Every kernel is timed inside a CUDA graph of many launches over inputs that do not fit in the L2
+cache. With --tune each case tries the variants from which the tables in `kernels/` were filled;
+several processes with --shard i/n and --compile-only fill Triton's cache in parallel beforehand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from benchlib.kernel_cases import DEVICE, FAMILIES, Case, random_tensor
 
 
 def time_case(case: Case) -> float:
-    """Returns the median seconds of one run, over replays of a graph of `repeats` runs (of all `runs`, at least)."""
+    """Returns the median seconds of one run, over replays of a graph of `repeats` runs (of all
+    `runs`, at least)."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         case.runs[0]()
@@ -50,7 +51,8 @@ def time_case(case: Case) -> float:
 
 
 def ceilings() -> tuple[float, float]:
-    """Measures and returns the copy bandwidth (bytes/s, read and written) and the rate of a bf16 product (flop/s)."""
+    """Measures and returns the copy bandwidth (bytes/s, read and written) and the rate of a bf16
+    product (flop/s)."""
     a = torch.randn(2**30, device=DEVICE)
     b = torch.empty_like(a)
     copy = time_case(Case("", "", "", [lambda: torch.mul(a, 1.0, out=b)], 0, repeats=5))
@@ -87,7 +89,10 @@ def main() -> None:
                     line["error"] = case.check()
                 seconds = time_case(case)
             except Exception as failure:
-                print(f"{family:8} {case.name:24} {case.variant:28} FAILED {str(failure)[-300:]}", flush=True)
+                print(
+                    f"{family:8} {case.name:24} {case.variant:28} FAILED {str(failure)[-300:]}",
+                    flush=True,
+                )
                 traceback.print_exc(limit=-2)
                 continue
             floor = max(case.bytes / bandwidth, case.flops / rate)
@@ -103,7 +108,9 @@ def main() -> None:
             print(f"{family:8} {case.name:20} {case.variant:22} {times} {rates}", flush=True)
         print(f"-- {family}: {time.perf_counter() - began:.0f} s", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"bandwidth": bandwidth, "rate": rate, "cases": results}, indent=1))
+        options.json.write_text(
+            json.dumps({"bandwidth": bandwidth, "rate": rate, "cases": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""What the event loop costs a streamed token, and the parts of a turn: the engine and the HTTP server over a worker that computes nothing.
+"""What the event loop costs a streamed token, and the parts of a turn: the engine and the HTTP
+server over a worker that computes nothing.
 
-    python scripts/bench_loop.py [--streams 1,64,256,512,1024] [--runs 5] [--delay-ms 0] [--tokens 128]
+    python scripts/bench_loop.py [--streams 1,64,256,512,1024] [--runs 5] [--delay-ms 0] [--tokens
+    128]
 
-The scheduler, the detokenizer (SmolLM2's tokenizer) and the HTTP server are the real ones, and so are the sockets; the
-clients are other processes that read bytes and count events. In the worker's place stands an executor that answers each
-plan after `--delay-ms`, in the next turn of the loop if that is 0, with tokens of a text in many scripts. Requests have 128 tokens
-in and a stop string that never comes. CPU time is that of the loop's thread, from the first request to the last
-event, over all tokens streamed. In the same run the plain way: the same engine, and for each token an object on an
-asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. And the same work as ours without sockets, up to the bytes
-that would be written: the difference is what the system takes for them. The parts of a turn are those of `/metrics`.
+The scheduler, the detokenizer (SmolLM2's tokenizer) and the HTTP server are the real ones, and so
+are the sockets; the clients are other processes that read bytes and count events. In the worker's
+place stands an executor that answers each plan after `--delay-ms`, in the next turn of the loop if
+that is 0, with tokens of a text in many scripts. Requests have 128 tokens in and a stop string that
+never comes. CPU time is that of the loop's thread, from the first request to the last event, over
+all tokens streamed. In the same run the plain way: the same engine, and for each token an object on
+an asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. And the same work as ours without
+sockets, up to the bytes that would be written: the difference is what the system takes for them.
+The parts of a turn are those of `/metrics`.
 """
 
 from __future__ import annotations
@@ -48,14 +52,17 @@ PROMPT_LEN = 128
 CLIENTS = 2
 STOP = "\u2063never\u2063"
 TEXT = (
-    "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
+    "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den "
+    "großen Sylter Deich. "
     "人类社会的发展离不开语言和文字。いろはにほへと ちりぬるを。Съешь же ещё этих мягких французских булок. "
-    "नमस्ते दुनिया, आप कैसे हैं? مرحبا بالعالم. 😀🚀🌍 def f(x): return x ** 2  # naïve façade, 3.14159\n"
+    "नमस्ते दुनिया, आप कैसे हैं? مرحبا بالعالم. 😀🚀🌍 def f(x): return x ** 2  # naïve façade, "
+    "3.14159\n"
 )
 
 
 class EchoExecutor:
-    """Answers plans without computing: position p of slot s gets the token p + 7919 s of a text that is read round and round."""
+    """Answers plans without computing: position p of slot s gets the token p + 7919 s of a text
+    that is read round and round."""
 
     def __init__(self, config: Config, delay_s: float):
         self._config = config
@@ -67,7 +74,10 @@ class EchoExecutor:
         self.text = np.array(tokens, np.int32)
 
     async def start(
-        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+        self,
+        on_result: Callable[[StepResult], None],
+        on_failure: Callable[[Exception], None],
+        on_progress: ProgressCallback,
     ) -> WorkerReport:
         """See `Executor.start`."""
         self._loop = asyncio.get_running_loop()
@@ -91,9 +101,17 @@ class EchoExecutor:
         """See `Executor.shutdown`."""
 
 
-async def make_frontend(streams: int, delay_s: float, settings: Mapping[str, Any] | None = None) -> Frontend:
-    """Returns a ready frontend over `EchoExecutor`s, configured as in production but for `settings`."""
-    usual = {"scheduler.max_num_seqs": streams, "model.max_model_len": 2048, "server.port": 0, "scheduler.max_num_batched_tokens": 16384}
+async def make_frontend(
+    streams: int, delay_s: float, settings: Mapping[str, Any] | None = None
+) -> Frontend:
+    """Returns a ready frontend over `EchoExecutor`s, configured as in production but for
+    `settings`."""
+    usual = {
+        "scheduler.max_num_seqs": streams,
+        "model.max_model_len": 2048,
+        "server.port": 0,
+        "scheduler.max_num_batched_tokens": 16384,
+    }
     config = await asyncio.to_thread(load_config, CONFIG, usual | dict(settings or {}))
     executors = [EchoExecutor(config, delay_s) for _ in range(config.parallel.data_parallel_size)]
     frontend = Frontend(config, executors)
@@ -127,7 +145,12 @@ class PlainServer:
     async def _complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         frontend = request.app[FRONTEND]
-        params = SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True, stop=tuple(body["stop"]))
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=body["max_tokens"],
+            ignore_eos=True,
+            stop=tuple(body["stop"]),
+        )
         generation = await frontend.submit(body["prompt"], params)
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         generation.put = queue.put_nowait  # type: ignore[method-assign, assignment]
@@ -135,8 +158,19 @@ class PlainServer:
         await response.prepare(request)
         while True:
             delta = await queue.get()
-            choice = {"index": 0, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
-            chunk = {"id": "cmpl-0", "object": "text_completion", "created": int(time.time()), "model": "m", "choices": [choice]}
+            choice = {
+                "index": 0,
+                "text": delta.text,
+                "logprobs": None,
+                "finish_reason": delta.finish_reason,
+            }
+            chunk = {
+                "id": "cmpl-0",
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": "m",
+                "choices": [choice],
+            }
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
             if delta.finish_reason is not None:
                 break
@@ -145,12 +179,20 @@ class PlainServer:
 
 
 def read_streams(url: str, streams: int, tokens: int, seed: int, begin: Any, counts: Any) -> None:
-    """A client process: opens connections, sends a request on each at the same time, and counts the events of the replies."""
+    """A client process: opens connections, sends a request on each at the same time, and counts the
+    events of the replies."""
 
     async def one(host: str, port: int, prompt: list[int]) -> int:
         reader, writer = await asyncio.open_connection(host, port, limit=2**20)
         body = json.dumps(
-            {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, "stop": [STOP]}
+            {
+                "prompt": prompt,
+                "max_tokens": tokens,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+                "stop": [STOP],
+            }
         ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
@@ -172,7 +214,8 @@ def read_streams(url: str, streams: int, tokens: int, seed: int, begin: Any, cou
 
 @dataclass(slots=True)
 class Figures:
-    """One load: CPU of the loop and wall time in µs a token, events a token, seconds of each part of a turn, the worst lag's bound."""
+    """One load: CPU of the loop and wall time in µs a token, events a token, seconds of each part
+    of a turn, the worst lag's bound."""
 
     cpu_us: float
     wall_us: float
@@ -181,14 +224,22 @@ class Figures:
     lag_ms: float
 
 
-async def measure(frontend: Frontend, server: HttpServer | PlainServer, streams: int, tokens: int, seed: int) -> Figures:
+async def measure(
+    frontend: Frontend, server: HttpServer | PlainServer, streams: int, tokens: int, seed: int
+) -> Figures:
     """Streams `tokens` tokens to each of `streams` clients."""
     url = await server.start()
     context = multiprocessing.get_context("spawn")
     begin, counts = context.Event(), context.Queue()
-    shares = [streams // CLIENTS + (number < streams % CLIENTS) for number in range(min(CLIENTS, streams))]
+    shares = [
+        streams // CLIENTS + (number < streams % CLIENTS) for number in range(min(CLIENTS, streams))
+    ]
     clients = [
-        context.Process(target=read_streams, args=(url, share, tokens, seed * 100 + number, begin, counts), daemon=True)
+        context.Process(
+            target=read_streams,
+            args=(url, share, tokens, seed * 100 + number, begin, counts),
+            daemon=True,
+        )
         for number, share in enumerate(shares)
     ]
     for client in clients:
@@ -206,10 +257,22 @@ async def measure(frontend: Frontend, server: HttpServer | PlainServer, streams:
         await asyncio.to_thread(client.join)
     await server.close()
     total = streams * tokens
-    worst = max((i for i, (was, now) in enumerate(zip(lags, frontend.loop_lag.seconds.counts, strict=True)) if now > was), default=0)
+    worst = max(
+        (
+            i
+            for i, (was, now) in enumerate(zip(lags, frontend.loop_lag.seconds.counts, strict=True))
+            if now > was
+        ),
+        default=0,
+    )
     bounds = (*frontend.loop_lag.seconds.bounds, float("inf"))
-    parts = {name: (part.sum - phases[name]) / total * 1e6 for name, part in frontend.engines[0].metrics.phases.items()}
-    return Figures(cpu / total * 1e6, wall / total * 1e6, events / total, parts, bounds[worst] * 1e3)
+    parts = {
+        name: (part.sum - phases[name]) / total * 1e6
+        for name, part in frontend.engines[0].metrics.phases.items()
+    }
+    return Figures(
+        cpu / total * 1e6, wall / total * 1e6, events / total, parts, bounds[worst] * 1e3
+    )
 
 
 class NoTransport:
@@ -228,12 +291,15 @@ class NoTransport:
 
 
 async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> float:
-    """Returns the CPU time in us a token of the same work, up to the bytes of each event, over `NoTransport`s."""
+    """Returns the CPU time in us a token of the same work, up to the bytes of each event, over
+    `NoTransport`s."""
     frontend = await make_frontend(streams, delay_s)
     envelope = Envelope("cmpl-0123456789abcdef01234567", "text_completion", int(time.time()), "m")
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
     for number in range(streams):
-        events = ChoiceEvents(ChunkTemplate.for_completion(envelope, 0), b"", lambda logprobs, offset: {})
+        events = ChoiceEvents(
+            ChunkTemplate.for_completion(envelope, 0), b"", lambda logprobs, offset: {}
+        )
         generation = await frontend.submit([number + 5] * PROMPT_LEN, params)
         generation.attach(DirectSink(NoTransport(), [events]))  # type: ignore[arg-type]
     gc.collect()
@@ -260,20 +326,43 @@ def median(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures the event loop's CPU time a streamed token.")
+    parser = argparse.ArgumentParser(
+        description="Measures the event loop's CPU time a streamed token."
+    )
     parser.add_argument("--streams", default="1,64,256,512,1024", help="default: %(default)s")
-    parser.add_argument("--runs", type=int, default=5, help="medians of so many (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens a stream (default: %(default)s)")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="what a step takes (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="medians of so many (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens a stream (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.0, help="what a step takes (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     table = Table(title="the event loop, us a streamed token (medians)", title_justify="left")
     names = ("result", "update", "plan", "post", "emit")
-    for name in ("streams", "CPU", "plain way", "ratio", "no sockets", *names, "events a token", "lag up to ms"):
+    for name in (
+        "streams",
+        "CPU",
+        "plain way",
+        "ratio",
+        "no sockets",
+        *names,
+        "events a token",
+        "lag up to ms",
+    ):
         table.add_column(name, justify="right")
     for streams in map(int, arguments.streams.split(",")):
-        runs = [uvloop.run(compare(streams, arguments.tokens, arguments.delay_ms / 1e3, seed)) for seed in range(arguments.runs)]
+        runs = [
+            uvloop.run(compare(streams, arguments.tokens, arguments.delay_ms / 1e3, seed))
+            for seed in range(arguments.runs)
+        ]
         ours, plain = [a for a, _ in runs], [b for _, b in runs]
-        bare = [uvloop.run(measure_without_sockets(streams, arguments.tokens, arguments.delay_ms / 1e3)) for _ in range(arguments.runs)]
+        bare = [
+            uvloop.run(measure_without_sockets(streams, arguments.tokens, arguments.delay_ms / 1e3))
+            for _ in range(arguments.runs)
+        ]
         table.add_row(
             f"{streams}",
             f"{median([f.cpu_us for f in ours]):.1f}",

@@ -1,7 +1,9 @@
-"""What the scheduler costs: planning and update, in microseconds a step, for many decoding requests.
+"""What the scheduler costs: planning and update, in microseconds a step, for many decoding
+requests.
 
-The production objects with prefix caching, penalties, stop tokens and planning ahead on; the worker's results
-are random tokens that stop nobody. Prints the median over the steps of several runs.
+The production objects with prefix caching, penalties, stop tokens and planning ahead on; the
+worker's results are random tokens that stop nobody. Prints the median over the steps of several
+runs.
 
     python scripts/bench_scheduler.py [--requests 512] [--steps 400] [--runs 5]
 """
@@ -23,15 +25,24 @@ from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 
 
 def decoding_scheduler(requests: int, steps: int) -> tuple[Scheduler, StepPlan]:
-    """Returns a scheduler whose requests all decode, and its first decode step, posted and unanswered."""
+    """Returns a scheduler whose requests all decode, and its first decode step, posted and
+    unanswered."""
     blocks = requests * ((128 + steps) // 16 + 2)
     scheduler = Scheduler(
-        SchedulerLimits(num_blocks=blocks, block_size=16, max_num_seqs=requests, token_budget=requests * 128, prefill_cap=requests * 128)
+        SchedulerLimits(
+            num_blocks=blocks,
+            block_size=16,
+            max_num_seqs=requests,
+            token_budget=requests * 128,
+            prefill_cap=requests * 128,
+        )
     )
     params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5, stop=("###",))
     for number in range(requests):
         prompt = array("i", np.random.default_rng(number).integers(3, 40_000, 128).tolist())
-        scheduler.add(Request(str(number), prompt, 128, params, 128 + steps + 10, number, frozenset({2, 0})))
+        scheduler.add(
+            Request(str(number), prompt, 128, params, 128 + steps + 10, number, frozenset({2, 0}))
+        )
     prefill, plan = scheduler.schedule(), scheduler.schedule()
     assert prefill is not None
     assert plan is not None
@@ -60,14 +71,19 @@ def measure(requests: int, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     figures = [measure(options.requests, options.steps) for _ in range(options.runs)]
     plan, update = (statistics.median(f[i] for f in figures) for i in (0, 1))
-    print(f"{options.requests} decoding requests: plan {plan:.0f} us, update {update:.0f} us, together {plan + update:.0f} us a step")
+    print(
+        f"{options.requests} decoding requests: plan {plan:.0f} us, update {update:.0f} us, "
+        f"together {plan + update:.0f} us a step"
+    )
 
 
 if __name__ == "__main__":

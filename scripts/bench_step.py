@@ -1,16 +1,20 @@
-"""What a step costs: the worker's host time, the GPU's time, and the gap between two decode steps on the GPU.
+"""What a step costs: the worker's host time, the GPU's time, and the gap between two decode steps
+on the GPU.
 
-    python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels] [--trace FILE]
-    python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512 [--kernels]
+    python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels]
+    [--trace FILE] python scripts/bench_step.py --model FOLDER --rows 256 --prompts
+    1x512,4x448,8x512 [--kernels]
 
-Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two are in flight, the
-third is launched when the first has come back. Needs a GPU with kernels for the model; weights are random (the folder
-needs a config.json only). Events before and behind each graph give the gap: from the end of a step's graph to
-the beginning of the next one's, the copy of the plan between them included. The host's time is from a plan's bytes to
-the launch of the copy of its results. `--trace` writes the start and end of every step in microseconds, as JSON.
-With `--prompts NxT`, steps of each number of streams beside N prompts of T tokens each, which begin anew in every step;
-"GPU ms" is then the time in which some kernel ran, by torch's profiler, in a few steps more. `--kernels` adds what the profiler
-says of each kernel: how often a step launches it, and its time in microseconds.
+Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two
+are in flight, the third is launched when the first has come back. Needs a GPU with kernels for the
+model; weights are random (the folder needs a config.json only). Events before and behind each graph
+give the gap: from the end of a step's graph to the beginning of the next one's, the copy of the
+plan between them included. The host's time is from a plan's bytes to the launch of the copy of its
+results. `--trace` writes the start and end of every step in microseconds, as JSON. With `--prompts
+NxT`, steps of each number of streams beside N prompts of T tokens each, which begin anew in every
+step; "GPU ms" is then the time in which some kernel ran, by torch's profiler, in a few steps more.
+`--kernels` adds what the profiler says of each kernel: how often a step launches it, and its time
+in microseconds.
 """
 
 from __future__ import annotations
@@ -68,8 +72,14 @@ class TimedGraph:
 
 
 def start_worker(folder: Path, rows: int, longest: int) -> tuple[Worker, GpuModelRunner]:
-    """Returns a worker that is ready, with a slot for each row and KV blocks for `longest` tokens in each."""
-    settings = {"model.path": str(folder), "model.load_format": "dummy", "scheduler.max_num_seqs": rows, "parallel.device": "cuda"}
+    """Returns a worker that is ready, with a slot for each row and KV blocks for `longest` tokens
+    in each."""
+    settings = {
+        "model.path": str(folder),
+        "model.load_format": "dummy",
+        "scheduler.max_num_seqs": rows,
+        "parallel.device": "cuda",
+    }
     worker = Worker(load_config(None, settings), folder, ParallelGroup.single())
     report = worker.load(lambda done, total: None)
     if report.max_blocks * worker.block_size < rows * longest:
@@ -84,12 +94,15 @@ def start_worker(folder: Path, rows: int, longest: int) -> tuple[Worker, GpuMode
 def make_plan(step: int, slots: I32, start: int, length: int, samples: int) -> StepPlan:
     """Returns the plan in which each slot computes `length` tokens from `start`."""
     none = np.empty(0, np.int32)
-    starts, lengths, sampling = (np.full(len(slots), value, np.int32) for value in (start, length, samples))
+    starts, lengths, sampling = (
+        np.full(len(slots), value, np.int32) for value in (start, length, samples)
+    )
     return StepPlan(step, slots, starts, lengths, sampling, none, none, none, none, none)
 
 
 def fill(worker: Worker, rows: int, context: int, blocks: int) -> None:
-    """Gives each slot a prompt of `context` tokens with its KV blocks, computed 16 requests at a time."""
+    """Gives each slot a prompt of `context` tokens with its KV blocks, computed 16 requests at a
+    time."""
     random = np.random.default_rng(0)
     for first in range(0, rows, 16):
         slots = np.arange(first, min(rows, first + 16), dtype=np.int32)
@@ -101,15 +114,23 @@ def fill(worker: Worker, rows: int, context: int, blocks: int) -> None:
             if not begun:
                 plan.table_slots = np.repeat(slots, blocks)
                 plan.table_indices = np.tile(np.arange(blocks, dtype=np.int32), len(slots))
-                plan.table_blocks = np.arange(first * blocks, (first + len(slots)) * blocks, dtype=np.int32)
+                plan.table_blocks = np.arange(
+                    first * blocks, (first + len(slots)) * blocks, dtype=np.int32
+                )
                 greedy = SamplingParams(temperature=0)
-                plan.admissions = [Admission(int(slot), prompt, context, greedy, 0) for slot, prompt in zip(slots, prompts, strict=True)]
+                plan.admissions = [
+                    Admission(int(slot), prompt, context, greedy, 0)
+                    for slot, prompt in zip(slots, prompts, strict=True)
+                ]
             worker.execute(plan).wait()
             begun += length
 
 
 def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]]:
-    """Executes plans as a worker's process does. Returns the seconds of all, and the host's for each."""
+    """Executes plans as a worker's process does.
+
+    Returns the seconds of all, and the host's for each.
+    """
     messages = [b"".join(plan.encode()) for plan in plans]
     pending: deque[PendingGpuResult] = deque()
     host: list[float] = []
@@ -126,10 +147,13 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
     return perf_counter() - began, host
 
 
-def observe(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, dict[str, tuple[float, float]]]:
+def observe(
+    worker: Worker, plans: Sequence[StepPlan]
+) -> tuple[float, dict[str, tuple[float, float]]]:
     """Executes plans under torch's profiler.
 
-    Returns the microseconds in which some kernel ran, and of each kernel the launches a step and the mean microseconds of a launch.
+    Returns the microseconds in which some kernel ran, and of each kernel the launches a step and
+    the mean microseconds of a launch.
     """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         drive(worker, plans)
@@ -142,16 +166,22 @@ def observe(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, dict[str,
         busy += max(0.0, span.end - max(span.start, last))
         last = max(last, span.end)
         times[event.name].append(span.end - span.start)
-    return busy, {name: (len(spans) / len(plans), statistics.mean(spans)) for name, spans in times.items()}
+    return busy, {
+        name: (len(spans) / len(plans), statistics.mean(spans)) for name, spans in times.items()
+    }
 
 
 def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> dict[str, object]:
-    """Executes steps of `rows` decodes beside `prompts` prompts in the slots behind theirs; returns the figures."""
+    """Executes steps of `rows` decodes beside `prompts` prompts in the slots behind theirs; returns
+    the figures."""
     none = np.empty(0, np.int32)
     starts = np.repeat(np.array([context, 0], np.int32), [rows, prompts])
     lengths = np.repeat(np.array([1, length], np.int32), [rows, prompts])
     slots = np.arange(rows + prompts, dtype=np.int32)
-    plans = [StepPlan(step, slots, starts, lengths, np.ones_like(slots), none, none, none, none, none) for step in range(MIXED_STEPS)]
+    plans = [
+        StepPlan(step, slots, starts, lengths, np.ones_like(slots), none, none, none, none, none)
+        for step in range(MIXED_STEPS)
+    ]
     drive(worker, plans[:IN_FLIGHT])
     wall, host = drive(worker, plans)
     busy, kernels = observe(worker, plans[:PROFILED_STEPS])
@@ -166,8 +196,11 @@ def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> d
     }
 
 
-def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int, kernels: bool) -> dict[str, object]:
-    """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace, with `kernels` what each kernel took."""
+def decode(
+    worker: Worker, runner: GpuModelRunner, rows: int, context: int, kernels: bool
+) -> dict[str, object]:
+    """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace, with
+    `kernels` what each kernel took."""
     slots = np.arange(rows, dtype=np.int32)
     graphs = runner._decode_graphs.graphs
     size = runner._decode_graphs.fit(rows)
@@ -178,7 +211,10 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int, kern
     graphs[size] = timed.graph
     torch.cuda.synchronize()
     origin = timed.events[0][0]
-    trace = [(origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3) for begin, end in timed.events]
+    trace = [
+        (origin.elapsed_time(begin) * 1e3, origin.elapsed_time(end) * 1e3)
+        for begin, end in timed.events
+    ]
     gaps = [after[0] - before[1] for before, after in pairwise(trace)]
     return {
         "rows": rows,
@@ -195,8 +231,10 @@ def decode(worker: Worker, runner: GpuModelRunner, rows: int, context: int, kern
 
 
 COLUMNS = {
-    "streams": ("rows", "{}"), "prompts": ("prompts", "{}"), "step ms": ("step_ms", "{:.3f}"), "GPU ms": ("gpu_ms", "{:.3f}"),
-    "gap us": ("gap_us", "{:.1f}"), "largest gap us": ("gap_max_us", "{:.1f}"), "GPU idle": ("idle_share", "{:.2%}"),
+    "streams": ("rows", "{}"), "prompts": ("prompts", "{}"), "step ms": ("step_ms", "{:.3f}"),
+    "GPU ms": ("gpu_ms", "{:.3f}"),
+    "gap us": ("gap_us", "{:.1f}"), "largest gap us": ("gap_max_us", "{:.1f}"),
+    "GPU idle": ("idle_share", "{:.2%}"),
     "host us": ("host_us", "{:.0f}"),
 }  # fmt: skip
 
@@ -215,32 +253,63 @@ def show(title: str, results: Sequence[dict[str, object]]) -> None:
 def show_kernels(results: Sequence[dict[str, Any]]) -> None:
     """Prints the kernels of each result, those that take most of a step first."""
     for result in results:
-        table = Table(title=f"{result['rows']} streams, prompts {result.get('prompts', 'none')}", title_justify="left")
+        table = Table(
+            title=f"{result['rows']} streams, prompts {result.get('prompts', 'none')}",
+            title_justify="left",
+        )
         for name in ("kernel", "launches", "us", "ms a step"):
             table.add_column(name, justify="left" if name == "kernel" else "right")
-        for name, (count, mean) in sorted(result["kernels"].items(), key=lambda item: -item[1][0] * item[1][1])[:SHOWN_KERNELS]:
+        for name, (count, mean) in sorted(
+            result["kernels"].items(), key=lambda item: -item[1][0] * item[1][1]
+        )[:SHOWN_KERNELS]:
             table.add_row(name[:70], f"{count:g}", f"{mean:.2f}", f"{count * mean / 1e3:.3f}")
         Console(width=120).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures decode steps of a worker on a GPU.")
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="with a config.json")
-    parser.add_argument("--rows", default="1,64,256", help="numbers of streams (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=512, help="tokens in each stream at first (default: %(default)s)")
-    parser.add_argument("--prompts", metavar="NxT,...", help="mixed steps instead: so many prompts of so many tokens beside the streams")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="FOLDER", help="with a config.json"
+    )
+    parser.add_argument(
+        "--rows", default="1,64,256", help="numbers of streams (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=512,
+        help="tokens in each stream at first (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="NxT,...",
+        help="mixed steps instead: so many prompts of so many tokens beside the streams",
+    )
     parser.add_argument("--kernels", action="store_true", help="show what each kernel takes")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="for the figures with the start and end of every step")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="for the figures with the start and end of every step",
+    )
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.rows.split(",")]
-    prompts = [tuple(map(int, text.split("x"))) for text in arguments.prompts.split(",")] if arguments.prompts else []
+    prompts = (
+        [tuple(map(int, text.split("x"))) for text in arguments.prompts.split(",")]
+        if arguments.prompts
+        else []
+    )
     context = arguments.context
     longest = max([context + STEPS + 1, *(length + 1 for _, length in prompts)])
     slots = max(numbers) + max([0, *(number for number, _ in prompts)])
     worker, runner = start_worker(arguments.model, slots, longest)
     fill(worker, slots, context, -(-longest // worker.block_size))
     if prompts:
-        results = [mix(worker, rows, context, number, length) for rows in numbers for number, length in prompts]
+        results = [
+            mix(worker, rows, context, number, length)
+            for rows in numbers
+            for number, length in prompts
+        ]
     else:
         results = [decode(worker, runner, rows, context, arguments.kernels) for rows in numbers]
     show(f"{arguments.model.name}, {context} tokens of context", results)

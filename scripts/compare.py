@@ -1,12 +1,14 @@
-"""The marks on this machine: our server over HTTP, beside `generate` of transformers in the same run.
+"""The marks on this machine: our server over HTTP, beside `generate` of transformers in the same
+run.
 
     python scripts/compare.py [--rounds 3] [--output result.json]
 
-Start-up is timed twice, with an empty cache folder and with what the first start left there (the weights' file itself may be
-in the system's page cache both times). Then, round by round, transformers completes one prompt (float32, greedy,
-batch 1), and the server completes as many as each number of streams asks for (closed loop, greedy, streamed):
-the ratio of the two holds when the machine's speed drifts. Medians over the rounds are printed. The figures are
-those of bench.py; for transformers they are the new tokens over the time of `generate`, prompt included.
+Start-up is timed twice, with an empty cache folder and with what the first start left there (the
+weights' file itself may be in the system's page cache both times). Then, round by round,
+transformers completes one prompt (float32, greedy, batch 1), and the server completes as many as
+each number of streams asks for (closed loop, greedy, streamed): the ratio of the two holds when the
+machine's speed drifts. Medians over the rounds are printed. The figures are those of bench.py; for
+transformers they are the new tokens over the time of `generate`, prompt included.
 """
 
 from __future__ import annotations
@@ -45,10 +47,21 @@ def parse_arguments() -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description="Measures the server beside transformers.")
     parser.add_argument("--config", default=ROOT / "configs" / "smollm2.toml", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the server (repeatable)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="for the server (repeatable)",
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests-per-stream", type=int, default=2, help="at least 4 in all (default: %(default)s)")
+    parser.add_argument(
+        "--requests-per-stream",
+        type=int,
+        default=2,
+        help="at least 4 in all (default: %(default)s)",
+    )
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--no-transformers", dest="transformers", action="store_false")
@@ -58,7 +71,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def time_startup(options: argparse.Namespace) -> dict[str, float]:
-    """Returns the seconds until the server is ready, without and with a cache of the converted weights."""
+    """Returns the seconds until the server is ready, without and with a cache of the converted
+    weights."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("first", "second"):
@@ -77,7 +91,8 @@ class Peer:
         self.tokens_per_s([1, 2, 3], 4)  # the first call is slower than the others
 
     def tokens_per_s(self, prompt: Sequence[int], output_len: int) -> float:
-        """Returns the new tokens a second for one prompt, completed greedily to exactly `output_len` tokens."""
+        """Returns the new tokens a second for one prompt, completed greedily to exactly
+        `output_len` tokens."""
         ids = torch.tensor([list(prompt)])
         begin = perf_counter()
         with torch.inference_mode():
@@ -93,24 +108,41 @@ class Peer:
         return output_len / (perf_counter() - begin)
 
 
-def make_calls(options: argparse.Namespace, shape: RequestShape, count: int, seed: int) -> list[Call]:
-    """Returns requests of the wanted lengths; no two seeds share a prompt, so the prefix cache does not help."""
-    lengths = IntRange(options.input_len, options.input_len), IntRange(options.output_len, options.output_len)
+def make_calls(
+    options: argparse.Namespace, shape: RequestShape, count: int, seed: int
+) -> list[Call]:
+    """Returns requests of the wanted lengths; no two seeds share a prompt, so the prefix cache does
+    not help."""
+    lengths = (
+        IntRange(options.input_len, options.input_len),
+        IntRange(options.output_len, options.output_len),
+    )
     return list(islice(random_token_calls(shape, *lengths, TOKEN_IDS, seed), count))
 
 
-async def load_server(url: str, shape: RequestShape, calls: Sequence[Call], streams: int) -> dict[str, Any]:
+async def load_server(
+    url: str, shape: RequestShape, calls: Sequence[Call], streams: int
+) -> dict[str, Any]:
     """Returns the figures of a closed loop. Raises `RuntimeError` if a request failed."""
     async with Client(url) as client:
-        figures = summarize(await run_load(client, shape, calls, num_requests=len(calls), concurrency=streams))
+        figures = summarize(
+            await run_load(client, shape, calls, num_requests=len(calls), concurrency=streams)
+        )
     if figures["requests"]["failed"] or figures["tokens"]["requests_shorter_than_asked"]:
-        raise RuntimeError(f"requests failed or ended early: {figures['errors'] or figures['tokens']}")
+        raise RuntimeError(
+            f"requests failed or ended early: {figures['errors'] or figures['tokens']}"
+        )
     return figures
 
 
-def run_rounds(options: argparse.Namespace, server: ServerProcess, peer: Peer | None) -> list[dict[str, Any]]:
-    """Returns the figures of each round: by the number of streams, and under "transformers" its tokens a second."""
-    shape = RequestShape(load_config(options.config, options.set).served_model_names[0], ignore_eos=True)
+def run_rounds(
+    options: argparse.Namespace, server: ServerProcess, peer: Peer | None
+) -> list[dict[str, Any]]:
+    """Returns the figures of each round: by the number of streams, and under "transformers" its
+    tokens a second."""
+    shape = RequestShape(
+        load_config(options.config, options.set).served_model_names[0], ignore_eos=True
+    )
     warmup = make_calls(argparse.Namespace(input_len=16, output_len=8), shape, 4, seed=0)
     asyncio.run(load_server(server.url, shape, warmup, streams=4))
     rounds = []
@@ -120,7 +152,9 @@ def run_rounds(options: argparse.Namespace, server: ServerProcess, peer: Peer | 
             figures: dict[str, Any] = {}
             if peer is not None:
                 [call] = make_calls(options, shape, 1, seed=1000 + number)
-                figures["transformers"] = peer.tokens_per_s(json.loads(call.body)["prompt"], options.output_len)
+                figures["transformers"] = peer.tokens_per_s(
+                    json.loads(call.body)["prompt"], options.output_len
+                )
             progress.advance(task)
             for streams in options.streams:
                 count = max(4, streams * options.requests_per_stream)
@@ -137,40 +171,74 @@ def median(rounds: list[dict[str, Any]], *path: str) -> float:
     return statistics.median(values)
 
 
-def show(options: argparse.Namespace, rounds: list[dict[str, Any]], idle: float, startup: dict[str, float] | None) -> None:
+def show(
+    options: argparse.Namespace,
+    rounds: list[dict[str, Any]],
+    idle: float,
+    startup: dict[str, float] | None,
+) -> None:
     """Prints the medians."""
     title = f"{options.config.name}, {options.input_len} in / {options.output_len} out, greedy; medians of {options.rounds}; ms"
-    table = Table("server", "output tokens/s", "TTFT p50", "ITL p50", "ITL p99", title=title, title_justify="left")
+    table = Table(
+        "server",
+        "output tokens/s",
+        "TTFT p50",
+        "ITL p50",
+        "ITL p99",
+        title=title,
+        title_justify="left",
+    )
     for column in table.columns:
         column.no_wrap = True
         column.justify = "left" if column is table.columns[0] else "right"
     for streams in map(str, options.streams):
         rate = median(rounds, streams, "throughput", "output_tokens_per_s")
-        latencies = [median(rounds, streams, "latency_ms", *path) for path in (("ttft", "p50"), ("itl", "p50"), ("itl", "p99"))]
-        table.add_row(f"aioinfer, {streams} stream{'s' * (streams != '1')}", *(f"{value:.1f}" for value in (rate, *latencies)))
+        latencies = [
+            median(rounds, streams, "latency_ms", *path)
+            for path in (("ttft", "p50"), ("itl", "p50"), ("itl", "p99"))
+        ]
+        table.add_row(
+            f"aioinfer, {streams} stream{'s' * (streams != '1')}",
+            *(f"{value:.1f}" for value in (rate, *latencies)),
+        )
     console = Console()
     if options.transformers:
         table.add_row("transformers", f"{median(rounds, 'transformers'):.1f}", "", "", "")
     console.print(table)
     if options.transformers and 1 in options.streams:
-        ratio = statistics.median(figures["1"]["throughput"]["output_tokens_per_s"] / figures["transformers"] for figures in rounds)
+        ratio = statistics.median(
+            figures["1"]["throughput"]["output_tokens_per_s"] / figures["transformers"]
+            for figures in rounds
+        )
         console.print(f"one stream against transformers: {ratio:.2f} times")
     console.print(f"idle: {idle:.2%} of a core over {IDLE_S:g} s")
     if startup is not None:
-        console.print(f"ready after {startup['first']:.1f} s the first time, {startup['second']:.1f} s the second")
+        console.print(
+            f"ready after {startup['first']:.1f} s the first time, "
+            f"{startup['second']:.1f} s the second"
+        )
 
 
 def main() -> None:
     """Measures and prints."""
     options = parse_arguments()
     startup = time_startup(options) if options.startup else None
-    peer = Peer(resolve_model(load_config(options.config, options.set).model)) if options.transformers else None
+    peer = (
+        Peer(resolve_model(load_config(options.config, options.set).model))
+        if options.transformers
+        else None
+    )
     with ServerProcess(options.config, options.set) as server:
         idle = server.cpu_share(IDLE_S)
         rounds = run_rounds(options, server, peer)
     show(options, rounds, idle, startup)
     if options.output:
-        result = {"settings": vars(options), "startup_s": startup, "idle_cpu": idle, "rounds": rounds}
+        result = {
+            "settings": vars(options),
+            "startup_s": startup,
+            "idle_cpu": idle,
+            "rounds": rounds,
+        }
         options.output.write_text(json.dumps(result, indent=2, default=str) + "\n", "utf-8")
 
 

@@ -42,14 +42,20 @@ def render() -> str:
         ]
         for dotted, kind, default, doc in keys:
             if dotted.startswith(f"{section.name}."):
-                cells = [f"`{dotted.partition('.')[2]}`", kind.replace("'", '"'), _in_toml(default), doc]
+                cells = [
+                    f"`{dotted.partition('.')[2]}`",
+                    kind.replace("'", '"'),
+                    _in_toml(default),
+                    doc,
+                ]
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
 def _in_toml(default: str) -> str:
-    """Returns a default, which `describe_keys` gives in Python's notation, in TOML's; for these types that is JSON's."""
+    """Returns a default, which `describe_keys` gives in Python's notation, in TOML's; for these
+    types that is JSON's."""
     return default if default in ("", "required") else f"`{json.dumps(ast.literal_eval(default))}`"
 
 

@@ -1,8 +1,10 @@
-"""Writes requirements.lock and requirements-test.lock: the exact versions of all dependencies (`make lock`).
+"""Writes requirements.lock and requirements-test.lock: the exact versions of all dependencies
+(`make lock`).
 
-pip resolves what pyproject.toml asks for, without installing anything: once the run-time dependencies, once
-those together with the `test` group. The first file holds the versions that the second resolution chose for
-the run-time packages, so that both files can be installed into one environment; the second file holds the rest.
+pip resolves what pyproject.toml asks for, without installing anything: once the run-time
+dependencies, once those together with the `test` group. The first file holds the versions that the
+second resolution chose for the run-time packages, so that both files can be installed into one
+environment; the second file holds the rest.
 
     python scripts/lock.py
 """
@@ -23,12 +25,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def resolve(requirements: Sequence[str], pins: Sequence[str]) -> dict[str, str]:
-    """Returns the version of every package that `requirements` lead to, by name, under the constraints `pins`."""
+    """Returns the version of every package that `requirements` lead to, by name, under the
+    constraints `pins`."""
     with tempfile.TemporaryDirectory() as folder:
         report, constraints = Path(folder, "report.json"), Path(folder, "constraints.txt")
         constraints.write_text("\n".join(pins), "utf-8")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        subprocess.run([*command, "--report", report, "--constraint", constraints, *requirements], check=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--ignore-installed",
+        ]
+        subprocess.run(
+            [*command, "--report", report, "--constraint", constraints, *requirements], check=True
+        )
         found = json.loads(report.read_text("utf-8"))["install"]
     versions = {item["metadata"]["name"]: item["metadata"]["version"] for item in found}
     # a local version such as 2.13.0+cpu names one build; the lock leaves the build to the machine
@@ -53,10 +66,14 @@ def main() -> None:
     test: list[str] = project["dependency-groups"]["test"]
     pins: list[str] = project["tool"]["aioinfer"]["lock"]["pins"]
     everything = resolve([*run_time, *test], pins)
-    needed = resolve(run_time, [*pins, *(f"{name}=={version}" for name, version in everything.items())])
+    needed = resolve(
+        run_time, [*pins, *(f"{name}=={version}" for name, version in everything.items())]
+    )
     rest = {name: version for name, version in everything.items() if name not in needed}
     (ROOT / "requirements.lock").write_text(lock_text("What the server needs.", needed), "utf-8")
-    (ROOT / "requirements-test.lock").write_text(lock_text("What the tests need besides requirements.lock.", rest), "utf-8")
+    (ROOT / "requirements-test.lock").write_text(
+        lock_text("What the tests need besides requirements.lock.", rest), "utf-8"
+    )
 
 
 if __name__ == "__main__":

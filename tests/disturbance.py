@@ -1,4 +1,5 @@
-"""Worker processes that are held up at random: so that ranks, which wait for each other, are out of step."""
+"""Worker processes that are held up at random: so that ranks, which wait for each other, are out of
+step."""
 
 from __future__ import annotations
 
@@ -12,15 +13,23 @@ from contextlib import contextmanager
 
 
 def worker_pids(besides: Sequence[int] = ()) -> list[int]:
-    """Returns the process ids of this process's workers, in the order of engines and ranks (ten at most), without those given."""
-    workers = [process for process in multiprocessing.active_children() if process.name.startswith("aioinfer-worker-")]
+    """Returns the process ids of this process's workers, in the order of engines and ranks (ten at
+    most), without those given."""
+    workers = [
+        process
+        for process in multiprocessing.active_children()
+        if process.name.startswith("aioinfer-worker-")
+    ]
     pids = [process.pid or 0 for process in sorted(workers, key=lambda process: process.name)]
     return [pid for pid in pids if pid not in besides]
 
 
 @contextmanager
 def disturbed(pids: Sequence[int], *, seed: int, longest_s: float) -> Iterator[list[int]]:
-    """Stops one process after the other, for up to `longest_s` seconds. The list holds those that have been stopped so far."""
+    """Stops one process after the other, for up to `longest_s` seconds.
+
+    The list holds those that have been stopped so far.
+    """
     over, choice = threading.Event(), random.Random(seed)
     stopped: list[int] = []
 

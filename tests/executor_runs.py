@@ -1,4 +1,5 @@
-"""A tiny random Llama, hand-made plans, and a record of what an executor tells: for the tests of both executors."""
+"""A tiny random Llama, hand-made plans, and a record of what an executor tells: for the tests of
+both executors."""
 
 from __future__ import annotations
 
@@ -25,18 +26,28 @@ def tiny_llama(folder: Path, *, inner: int = 64) -> Path:
     """Writes a Llama of one layer with random weights, and `inner` channels in its MLP."""
     vocab, hidden, heads, kv_heads = 64, 32, 4, 2
     description = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "tie_word_embeddings": False,
-        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": 1, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
     }  # fmt: skip
     kv = hidden // heads * kv_heads
     layer = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
     }  # fmt: skip
     shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
-    shapes |= {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    shapes |= {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
     noise = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=noise) * 0.5 for name, shape in shapes.items()}
     (folder / "config.json").write_text(json.dumps(description))
@@ -44,7 +55,9 @@ def tiny_llama(folder: Path, *, inner: int = 64) -> Path:
     return folder
 
 
-def tiny_config(folder: Path, *, executor: str = "auto", tensor_parallel_size: int = 1, **settings: Any) -> Config:
+def tiny_config(
+    folder: Path, *, executor: str = "auto", tensor_parallel_size: int = 1, **settings: Any
+) -> Config:
     return load_config(
         None,
         {
@@ -74,7 +87,9 @@ class Run:
         self._told = asyncio.Event()
 
     async def start(self) -> WorkerReport:
-        return await self.executor.start(self._take, self._fail, lambda *arguments: self.progress.append(arguments))
+        return await self.executor.start(
+            self._take, self._fail, lambda *arguments: self.progress.append(arguments)
+        )
 
     def _take(self, result: StepResult) -> None:
         self.threads.add(threading.get_ident())
@@ -109,7 +124,17 @@ def prefill_plan(step_id: int) -> StepPlan:
     """Admits `PROMPT` to slot 0, with room for eight tokens in blocks 7, 3."""
     admission = Admission(0, _ids(*PROMPT), len(PROMPT), SamplingParams(temperature=0), 0)
     return StepPlan(
-        step_id, _ids(0), _ids(0), _ids(len(PROMPT)), _ids(1), _ids(0, 0, 0), _ids(0, 1, 2), _ids(7, 3, 9), _NONE, _NONE, [admission]
+        step_id,
+        _ids(0),
+        _ids(0),
+        _ids(len(PROMPT)),
+        _ids(1),
+        _ids(0, 0, 0),
+        _ids(0, 1, 2),
+        _ids(7, 3, 9),
+        _NONE,
+        _NONE,
+        [admission],
     )
 
 
@@ -117,20 +142,37 @@ def long_prefill_plan(step_id: int, length: int) -> StepPlan:
     """Admits a prompt of `length` tokens to slot 1, in the first blocks."""
     admission = Admission(1, np.zeros(length, np.int32), length, SamplingParams(temperature=0), 0)
     blocks = np.arange(-(-length // 4), dtype=np.int32)
-    return StepPlan(step_id, _ids(1), _ids(0), _ids(length), _ids(1), np.ones_like(blocks), blocks, blocks, _NONE, _NONE, [admission])
+    return StepPlan(
+        step_id,
+        _ids(1),
+        _ids(0),
+        _ids(length),
+        _ids(1),
+        np.ones_like(blocks),
+        blocks,
+        blocks,
+        _NONE,
+        _NONE,
+        [admission],
+    )
 
 
 def decode_plan(step_id: int, position: int) -> StepPlan:
-    return StepPlan(step_id, _ids(0), _ids(position), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE)
+    return StepPlan(
+        step_id, _ids(0), _ids(position), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE
+    )
 
 
 def broken_plan(step_id: int) -> StepPlan:
     """Names a slot that does not exist."""
-    return StepPlan(step_id, _ids(4000), _ids(0), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE)
+    return StepPlan(
+        step_id, _ids(4000), _ids(0), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE
+    )
 
 
 async def greedy(run: Run, count: int) -> list[int]:
-    """Returns what follows `PROMPT`: all plans are posted at once, as the scheduler does when it plans ahead."""
+    """Returns what follows `PROMPT`: all plans are posted at once, as the scheduler does when it
+    plans ahead."""
     begin = len(run.results)
     run.executor.post(prefill_plan(begin))
     for number in range(1, count):

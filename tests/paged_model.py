@@ -1,4 +1,5 @@
-"""Runs a model folder over a paged KV cache by hand, without a worker: for the tests of models and layers."""
+"""Runs a model folder over a paged KV cache by hand, without a worker: for the tests of models and
+layers."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ def load_model(folder: Path, group: ParallelGroup, dtype: torch.dtype = torch.fl
     return model
 
 
-def make_metadata(tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], block_size: int) -> AttentionMetadata:
-    """Returns the metadata of a step in which row i computes `lengths[i]` tokens from `starts[i]`; tables may be ragged."""
+def make_metadata(
+    tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], block_size: int
+) -> AttentionMetadata:
+    """Returns the metadata of a step in which row i computes `lengths[i]` tokens from `starts[i]`;
+    tables may be ragged."""
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     slots = [
         table[position // block_size] * block_size + position % block_size
@@ -37,7 +41,9 @@ def make_metadata(tables: Sequence[Sequence[int]], starts: Sequence[int], length
     longer = [row for row, length in enumerate(lengths) if length > 1]
     return AttentionMetadata(
         slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor([[*table, *[0] * (widest - len(table))] for table in tables], dtype=torch.int32),
+        block_tables=torch.tensor(
+            [[*table, *[0] * (widest - len(table))] for table in tables], dtype=torch.int32
+        ),
         query_starts=torch.tensor([0, *lengths]).cumsum(0).int(),
         seq_lens=torch.tensor(ends, dtype=torch.int32),
         num_decodes=longer[0] if longer else len(lengths),
@@ -47,12 +53,26 @@ def make_metadata(tables: Sequence[Sequence[int]], starts: Sequence[int], length
 
 
 class PagedModel:
-    """A model with a cache of NaN, of which each sequence gets scattered blocks as it grows: a stray read shows in the logits."""
+    """A model with a cache of NaN, of which each sequence gets scattered blocks as it grows: a
+    stray read shows in the logits."""
 
-    def __init__(self, model: CausalLM, block_size: int, dtype: torch.dtype = torch.float32, num_tokens: int = 512):
+    def __init__(
+        self,
+        model: CausalLM,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        num_tokens: int = 512,
+    ):
         self.model = model
         self.block_size = block_size
-        shape = (2, model.num_layers, num_tokens // block_size, block_size, model.num_kv_heads, model.head_size)
+        shape = (
+            2,
+            model.num_layers,
+            num_tokens // block_size,
+            block_size,
+            model.num_kv_heads,
+            model.head_size,
+        )
         keys, values = torch.full(shape, torch.nan, dtype=dtype)
         self.caches = [KVCache(*pair) for pair in zip(keys, values, strict=True)]
         self.free = list(range(shape[2]))
@@ -62,7 +82,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Computes the next tokens of some sequences together; returns the logits [tokens, vocab_size] of each.
+        """Computes the next tokens of some sequences together; returns the logits [tokens,
+        vocab_size] of each.
 
         Sequences with one token go first, the others after them, as in a plan.
         """
@@ -74,21 +95,35 @@ class PagedModel:
             while len(table) * self.block_size < self.lengths[name]:
                 table.append(self.free.pop())
         lengths = [len(chunk) for chunk in chunks.values()]
-        metadata = make_metadata([self.tables[name] for name in chunks], starts, lengths, self.block_size)
+        metadata = make_metadata(
+            [self.tables[name] for name in chunks], starts, lengths, self.block_size
+        )
         input_ids = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+        positions = torch.cat(
+            [
+                torch.arange(start, start + length)
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+        )
         logits = self.model.logits(self.model.forward(input_ids, positions, self.caches, metadata))
         return dict(zip(chunks, logits.split(lengths), strict=True))
 
-    def run_at_random(self, texts: Sequence[Sequence[int]], longest: int, seed: int) -> list[torch.Tensor]:
-        """Computes whole texts in chunks of 1 to `longest` tokens, some of them in each step; returns the logits of each text."""
+    def run_at_random(
+        self, texts: Sequence[Sequence[int]], longest: int, seed: int
+    ) -> list[torch.Tensor]:
+        """Computes whole texts in chunks of 1 to `longest` tokens, some of them in each step;
+        returns the logits of each text."""
         choice = random.Random(seed)
         logits: dict[int, list[torch.Tensor]] = {name: [] for name in range(len(texts))}
-        while unfinished := [name for name in logits if self.lengths.get(name, 0) < len(texts[name])]:
+        while unfinished := [
+            name for name in logits if self.lengths.get(name, 0) < len(texts[name])
+        ]:
             chunks = {}
             for name in choice.sample(unfinished, choice.randint(1, len(unfinished))):
                 start = self.lengths.get(name, 0)
-                chunks[name] = texts[name][start : start + choice.choice([1, choice.randint(1, longest)])]
+                chunks[name] = texts[name][
+                    start : start + choice.choice([1, choice.randint(1, longest)])
+                ]
             for name, part in self.step(chunks).items():
                 logits[name].append(part)
         return [torch.cat(parts) for parts in logits.values()]

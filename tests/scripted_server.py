@@ -1,4 +1,5 @@
-"""A server on a real socket that replies as a test says, and the load generator as a process of its own."""
+"""A server on a real socket that replies as a test says, and the load generator as a process of its
+own."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ USAGE_EVENT: dict[str, Any] = {"choices": [], "usage": USAGE}
 
 
 def sse(*events: dict[str, Any] | str) -> bytes:
-    return b"".join(b"data: " + (e if isinstance(e, str) else json.dumps(e)).encode() + b"\n\n" for e in events)
+    return b"".join(
+        b"data: " + (e if isinstance(e, str) else json.dumps(e)).encode() + b"\n\n" for e in events
+    )
 
 
 async def stream(request: web.Request, *blocks: bytes, delay_s: float = 0.0) -> web.StreamResponse:
@@ -60,13 +63,20 @@ async def stream(request: web.Request, *blocks: bytes, delay_s: float = 0.0) -> 
 
 
 async def good_reply(request: web.Request) -> web.StreamResponse:
-    return await stream(request, sse(text_event("a"), text_event("b"), text_event("", "length"), USAGE_EVENT, "[DONE]"))
+    return await stream(
+        request,
+        sse(text_event("a"), text_event("b"), text_event("", "length"), USAGE_EVENT, "[DONE]"),
+    )
 
 
 async def run_bench(*arguments: str) -> tuple[int, str, str]:
     """Runs the script as a process of its own. Returns its exit status, output and error output."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, BENCH, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        BENCH,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     output, errors = await process.communicate()
     assert process.returncode is not None

@@ -1,9 +1,11 @@
-"""A worker without arithmetic: it executes plans on a KV cache whose entries say which prefix they belong to.
+"""A worker without arithmetic: it executes plans on a KV cache whose entries say which prefix they
+belong to.
 
-In place of keys and values, each cache position holds a hash of all tokens up to and including its own. A row
-that attends to anything but its own prefix is found at once, whatever the reason: a block shared wrongly,
-reused too early, copied too late, or never written. The token chosen is a function of the prefix, so that
-a request's text does not depend on how it was scheduled; `complete` gives it directly.
+In place of keys and values, each cache position holds a hash of all tokens up to and including its
+own. A row that attends to anything but its own prefix is found at once, whatever the reason: a
+block shared wrongly, reused too early, copied too late, or never written. The token chosen is a
+function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
+gives it directly.
 """
 
 from __future__ import annotations
@@ -64,23 +66,41 @@ class SymbolicWorker:
             self.tables[admission.slot] = {}
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
-        for slot, index, block in zip(plan.table_slots, plan.table_indices, plan.table_blocks, strict=True):
+        for slot, index, block in zip(
+            plan.table_slots, plan.table_indices, plan.table_blocks, strict=True
+        ):
             self.tables[slot][int(index)] = int(block)
-        copies = [(target, list(self.cache[source])) for source, target in zip(plan.copy_sources, plan.copy_targets, strict=True)]
+        copies = [
+            (target, list(self.cache[source]))
+            for source, target in zip(plan.copy_sources, plan.copy_targets, strict=True)
+        ]
         for target, contents in copies:
             self.cache[target] = contents
             self.num_copies += 1
-        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True))
+        rows = list(
+            zip(
+                plan.slots.tolist(),
+                plan.starts.tolist(),
+                plan.lengths.tolist(),
+                plan.samples.tolist(),
+                strict=True,
+            )
+        )
         for slot, start, length, _ in rows:
             self._write(slot, start, length)
-        chosen = [self._choose(slot, start + length) for slot, start, length, samples in rows if samples]
+        chosen = [
+            self._choose(slot, start + length) for slot, start, length, samples in rows if samples
+        ]
         return StepResult(plan.step_id, np.array(chosen, np.int32))
 
     def _entry(self, slot: int, position: int) -> tuple[list[int], int]:
-        return self.cache[self.tables[slot][position // self.block_size]], position % self.block_size
+        return self.cache[
+            self.tables[slot][position // self.block_size]
+        ], position % self.block_size
 
     def _write(self, slot: int, start: int, length: int) -> None:
-        """Writes before any row reads, as a layer does: a row may share a block that another fills in this very step."""
+        """Writes before any row reads, as a layer does: a row may share a block that another fills
+        in this very step."""
         prefix = 0
         for position in range(start + length):
             prefix = extend(prefix, self.tokens[slot][position])
@@ -93,7 +113,9 @@ class SymbolicWorker:
         for position in range(end):  # every position that attention reads holds this very sequence
             prefix = extend(prefix, self.tokens[slot][position])
             block, offset = self._entry(slot, position)
-            assert block[offset] == prefix, f"slot {slot} reads a foreign or unwritten key at position {position}"
+            assert block[offset] == prefix, (
+                f"slot {slot} reads a foreign or unwritten key at position {position}"
+            )
         token = choose(prefix, self.seeds[slot])
         del self.tokens[slot][end:]
         self.tokens[slot].append(token)
@@ -102,4 +124,9 @@ class SymbolicWorker:
 
 def expected_output(request: Request) -> list[int]:
     """Returns the output that a request must get once it has ended by itself."""
-    return complete(request.tokens[: request.prompt_len].tolist(), request.max_len, request.end_tokens, request.seed)
+    return complete(
+        request.tokens[: request.prompt_len].tolist(),
+        request.max_len,
+        request.end_tokens,
+        request.seed,
+    )

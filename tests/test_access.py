@@ -18,7 +18,10 @@ from aioinfer.errors import ConfigError
 from tests.test_server import make_server
 
 PAGE = "https://page.example"
-PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,x-stainless-os",
+}
 
 
 @asynccontextmanager
@@ -30,7 +33,10 @@ async def client(**settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def ask(
-    http: aiohttp.ClientSession, path: str = "/version", method: str = "GET", headers: Mapping[str, str] | None = None
+    http: aiohttp.ClientSession,
+    path: str = "/version",
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, CIMultiDictProxy[str]]:
     async with http.request(method, path, headers=headers) as response:
         return response.status, response.headers
@@ -50,19 +56,42 @@ async def test_every_key_opens_and_nothing_else_does(tmp_path: Path) -> None:
         for key in ("one", "two", "from-file-1", "from-file-2"):
             assert (await ask(http, headers=bearer(key)))[0] == 200, key
         assert (await ask(http, headers={"Authorization": "bearer  one"}))[0] == 200
-        for header in ("Bearer on", "Bearer onee", "Bearer ", "Bearer", "one", "Basic one", "Bearer # comment", "Bearer \xff", ""):
+        for header in (
+            "Bearer on",
+            "Bearer onee",
+            "Bearer ",
+            "Bearer",
+            "one",
+            "Basic one",
+            "Bearer # comment",
+            "Bearer \xff",
+            "",
+        ):
             assert (await ask(http, headers={"Authorization": header}))[0] == 401, header
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/version"), ("GET", "/nothing"), ("POST", "/v1/completions"), ("OPTIONS", "/version")]
+    ("method", "path"),
+    [
+        ("GET", "/version"),
+        ("GET", "/nothing"),
+        ("POST", "/v1/completions"),
+        ("OPTIONS", "/version"),
+    ],
 )
 async def test_without_a_key_nothing_is_told(method: str, path: str) -> None:
-    async with client(api_keys=["secret-key"]) as http, http.request(method, path, headers=bearer("secret-kez")) as response:
+    async with (
+        client(api_keys=["secret-key"]) as http,
+        http.request(method, path, headers=bearer("secret-kez")) as response,
+    ):
         assert response.status == 401
         assert response.headers["WWW-Authenticate"] == "Bearer"
         error = (await response.json())["error"]
-        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error",
+            None,
+            "invalid_api_key",
+        )
         assert "secret" not in error["message"]
 
 
@@ -94,7 +123,9 @@ def test_without_keys_all_are_let_in() -> None:
         (b"sk-two words", "without blanks"),
     ],
 )
-def test_a_wrong_key_file(tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_key_file(
+    tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -137,9 +168,17 @@ async def test_pages_of_one_origin() -> None:
     async with client(cors_origins=[PAGE, "null"]) as http:
         for path, expected in (("/version", 200), ("/nothing", 404)):
             status, headers = await ask(http, path, headers={"Origin": PAGE})
-            assert (status, headers["Access-Control-Allow-Origin"], headers["Vary"]) == (expected, PAGE, "Origin")
+            assert (status, headers["Access-Control-Allow-Origin"], headers["Vary"]) == (
+                expected,
+                PAGE,
+                "Origin",
+            )
             assert "X-Request-Id" in headers["Access-Control-Expose-Headers"]
-        for origin in ({"Origin": "https://other.example"}, {"Origin": f"{PAGE}.other.example"}, {}):
+        for origin in (
+            {"Origin": "https://other.example"},
+            {"Origin": f"{PAGE}.other.example"},
+            {},
+        ):
             status, headers = await ask(http, headers=origin)
             assert status == 200
             assert "Access-Control-Allow-Origin" not in headers
@@ -148,13 +187,21 @@ async def test_pages_of_one_origin() -> None:
 
 async def test_a_preflight_needs_no_key() -> None:
     async with client(cors_origins=[PAGE], api_keys=["key"]) as http:
-        status, headers = await ask(http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": PAGE})
+        status, headers = await ask(
+            http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": PAGE}
+        )
         assert (status, headers["Access-Control-Allow-Origin"]) == (204, PAGE)
         assert "POST" in headers["Access-Control-Allow-Methods"]
         assert headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os"
-        assert (await ask(http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": "https://other.example"}))[0] == 401
+        assert (
+            await ask(
+                http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": "https://other.example"}
+            )
+        )[0] == 401
         status, headers = await ask(http, headers={"Origin": PAGE})
-        assert (status, headers["Access-Control-Allow-Origin"]) == (401, PAGE), "the page may read why"
+        assert (status, headers["Access-Control-Allow-Origin"]) == (401, PAGE), (
+            "the page may read why"
+        )
 
 
 async def test_all_origins() -> None:
@@ -171,7 +218,9 @@ async def test_request_ids_come_back() -> None:
     async with client(api_keys=["key"]) as http:
         for given in ("abc", "a b/~!", "x" * 128):
             for path, headers in (("/health", {}), ("/nothing", bearer("key")), ("/version", {})):
-                assert (await ask(http, path, headers=headers | {"X-Request-Id": given}))[1]["X-Request-Id"] == given
+                assert (await ask(http, path, headers=headers | {"X-Request-Id": given}))[1][
+                    "X-Request-Id"
+                ] == given
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 129, "ä", "a\tb"])

@@ -1,4 +1,5 @@
-"""The bound of the queue by its numbers, and deadlines of requests that have not been submitted yet."""
+"""The bound of the queue by its numbers, and deadlines of requests that have not been submitted
+yet."""
 
 from __future__ import annotations
 
@@ -18,18 +19,46 @@ from aioinfer.sampling_params import SamplingParams
 from tests.test_server import make_server
 
 
-def admission(*, slots: int = 4, running: int = 4, waiting: int = 0, waiting_tokens: int = 0, engines: int = 1, **limits: Any) -> Admission:
-    settings = {"model.path": "none", "scheduler.max_num_seqs": slots} | {f"scheduler.{name}": value for name, value in limits.items()}
-    scheduler = SimpleNamespace(running=[None] * running, num_waiting=waiting, num_waiting_tokens=waiting_tokens)
+def admission(
+    *,
+    slots: int = 4,
+    running: int = 4,
+    waiting: int = 0,
+    waiting_tokens: int = 0,
+    engines: int = 1,
+    **limits: Any,
+) -> Admission:
+    settings = {"model.path": "none", "scheduler.max_num_seqs": slots} | {
+        f"scheduler.{name}": value for name, value in limits.items()
+    }
+    scheduler = SimpleNamespace(
+        running=[None] * running, num_waiting=waiting, num_waiting_tokens=waiting_tokens
+    )
     engine = SimpleNamespace(scheduler=scheduler)
-    return Admission(cast(Frontend, SimpleNamespace(config=load_config(None, settings), engines=[engine] * engines)))
+    return Admission(
+        cast(
+            Frontend,
+            SimpleNamespace(config=load_config(None, settings), engines=[engine] * engines),
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("running", "waiting", "bound", "room"),
-    [(4, 0, 3, 3), (4, 2, 3, 1), (4, 3, 3, 0), (4, 9, 3, 0), (2, 0, 3, 5), (2, 1, 3, 4), (0, 0, 0, 4), (4, 0, 0, 0)],
+    [
+        (4, 0, 3, 3),
+        (4, 2, 3, 1),
+        (4, 3, 3, 0),
+        (4, 9, 3, 0),
+        (2, 0, 3, 5),
+        (2, 1, 3, 4),
+        (0, 0, 0, 4),
+        (4, 0, 0, 0),
+    ],
 )
-def test_free_slots_are_room_beyond_the_bound(running: int, waiting: int, bound: int, room: int) -> None:
+def test_free_slots_are_room_beyond_the_bound(
+    running: int, waiting: int, bound: int, room: int
+) -> None:
     tested = admission(running=running, waiting=waiting, max_waiting_requests=bound)
     if room:
         tested.check(room)
@@ -82,15 +111,22 @@ def test_what_is_on_its_way_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "request_s", "expected"), [(None, None, None), (5, None, 5), (None, 5, 5), (5, 9, 5), (9, 5, 5), (5, 0.001, 0.001)]
+    ("server", "request_s", "expected"),
+    [(None, None, None), (5, None, 5), (None, 5, 5), (5, 9, 5), (9, 5, 5), (5, 0.001, 0.001)],
 )
-async def test_a_request_may_shorten_its_deadline(server: float | None, request_s: float | None, expected: float | None) -> None:
+async def test_a_request_may_shorten_its_deadline(
+    server: float | None, request_s: float | None, expected: float | None
+) -> None:
     began = asyncio.get_running_loop().time()
     deadline = Deadline(server)
     async with deadline.guard:
         deadline.shorten(request_s)
         when = deadline.guard.when()
-        assert when is expected if expected is None else when is not None and 0 <= when - began - expected < 0.5
+        assert (
+            when is expected
+            if expected is None
+            else when is not None and 0 <= when - began - expected < 0.5
+        )
 
 
 async def test_generations_end_at_the_deadline_and_their_handler_does_not() -> None:
@@ -125,7 +161,9 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     server = make_server(request_timeout_s=0.1)
     async with (
         aiohttp.ClientSession(await server.start()) as http,
-        http.post("/tokenize", data=endless(), headers={"Content-Type": "application/json"}) as response,
+        http.post(
+            "/tokenize", data=endless(), headers={"Content-Type": "application/json"}
+        ) as response,
     ):
         assert response.status == 504
         assert (await response.json())["error"]["code"] == "timeout"

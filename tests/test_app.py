@@ -18,7 +18,9 @@ CONFIG = load_config(None, {"model.path": "nowhere"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_while_loading_ends_the_server(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+async def test_a_signal_while_loading_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     ended = asyncio.Event()
 
     async def launch(*_: Any) -> None:

@@ -1,4 +1,5 @@
-"""The torch backend against plain loops in float64, on random mixed batches over a cache full of NaN."""
+"""The torch backend against plain loops in float64, on random mixed batches over a cache full of
+NaN."""
 
 from __future__ import annotations
 
@@ -14,9 +15,16 @@ HEADS, KV_HEADS, SIZE, BLOCKS = 6, 2, 8, 96
 
 
 class Batch:
-    """Rows (tokens before the step, tokens in the step) over scattered blocks, with everything that was ever written."""
+    """Rows (tokens before the step, tokens in the step) over scattered blocks, with everything that
+    was ever written."""
 
-    def __init__(self, rows: list[tuple[int, int]], block_size: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    def __init__(
+        self,
+        rows: list[tuple[int, int]],
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ):
         noise = torch.Generator().manual_seed(seed)
 
         def draw(tokens: int, heads: int) -> torch.Tensor:
@@ -24,21 +32,35 @@ class Batch:
 
         self.rows = rows
         free = random.Random(seed).sample(range(BLOCKS), BLOCKS)
-        tables = [[free.pop() for _ in range(-(-(before + count) // block_size))] for before, count in rows]
+        tables = [
+            [free.pop() for _ in range(-(-(before + count) // block_size))]
+            for before, count in rows
+        ]
         before, counts = zip(*rows, strict=True)
         self.metadata: AttentionMetadata = make_metadata(tables, before, counts, block_size)
         self.queries = draw(sum(counts), HEADS)
         self.keys, self.values = ([draw(sum(row), KV_HEADS) for row in rows] for _ in range(2))
         shape = (BLOCKS, block_size, KV_HEADS, SIZE)
-        self.cache = KVCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+        self.cache = KVCache(
+            torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+        )
         for table, past, keys, values in zip(tables, before, self.keys, self.values, strict=True):
             for position in range(past):
-                self.cache.keys[table[position // block_size], position % block_size] = keys[position]
-                self.cache.values[table[position // block_size], position % block_size] = values[position]
+                self.cache.keys[table[position // block_size], position % block_size] = keys[
+                    position
+                ]
+                self.cache.values[table[position // block_size], position % block_size] = values[
+                    position
+                ]
 
     def attend(self, window: int | None = None) -> torch.Tensor:
-        new = [torch.cat([part[past:] for part, (past, _) in zip(parts, self.rows, strict=True)]) for parts in (self.keys, self.values)]
-        return PagedAttention(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window)(self.queries, *new, self.cache, self.metadata)
+        new = [
+            torch.cat([part[past:] for part, (past, _) in zip(parts, self.rows, strict=True)])
+            for parts in (self.keys, self.values)
+        ]
+        return PagedAttention(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window)(
+            self.queries, *new, self.cache, self.metadata
+        )
 
     def reference(self, window: int | None = None) -> torch.Tensor:
         """Each token and head by itself, float64 [T, HEADS, SIZE]."""
@@ -48,8 +70,14 @@ class Batch:
                 first = 0 if window is None else max(0, position + 1 - window)
                 for head in range(HEADS):
                     shared = head // (HEADS // KV_HEADS)
-                    scores = keys[first : position + 1, shared].double() @ self.queries[token, head].double() * SIZE**-0.5
-                    outputs.append(scores.softmax(0) @ values[first : position + 1, shared].double())
+                    scores = (
+                        keys[first : position + 1, shared].double()
+                        @ self.queries[token, head].double()
+                        * SIZE**-0.5
+                    )
+                    outputs.append(
+                        scores.softmax(0) @ values[first : position + 1, shared].double()
+                    )
                 token += 1
         return torch.stack(outputs).view(-1, HEADS, SIZE)
 
@@ -72,18 +100,25 @@ def test_equals_the_reference(rows: list[tuple[int, int]], window: int | None, b
     if block_size == 1 and sum(map(sum, rows)) > BLOCKS:
         rows = [(min(before, 12), min(count, 4)) for before, count in rows]
     batch = Batch(rows, block_size)
-    torch.testing.assert_close(batch.attend(window).double(), batch.reference(window), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        batch.attend(window).double(), batch.reference(window), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(seed: int):
     choice = random.Random(seed)
     decodes = [(choice.randint(0, 60), 1) for _ in range(choice.randint(0, 6))]
-    others = [(choice.choice([0, choice.randint(1, 30)]), choice.choice([1, choice.randint(2, 20)])) for _ in range(choice.randint(1, 4))]
+    others = [
+        (choice.choice([0, choice.randint(1, 30)]), choice.choice([1, choice.randint(2, 20)]))
+        for _ in range(choice.randint(1, 4))
+    ]
     rows = decodes + sorted(others, key=lambda row: row[1] == 1)
     batch = Batch(rows, choice.choice([4, 8, 16]), seed=seed)
     window = choice.choice([None, 6, 25])
-    torch.testing.assert_close(batch.attend(window).double(), batch.reference(window), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        batch.attend(window).double(), batch.reference(window), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -99,10 +134,14 @@ def test_only_the_steps_own_slots_are_written():
     batch = Batch([(5, 1), (2, 6)], 4)
     before = batch.cache.keys.clone()
     batch.attend()
-    written = (batch.cache.keys != before).flatten(0, 1).any(-1).any(-1) & ~batch.cache.keys.isnan().flatten(0, 1).any(-1).any(-1)
+    written = (batch.cache.keys != before).flatten(0, 1).any(-1).any(
+        -1
+    ) & ~batch.cache.keys.isnan().flatten(0, 1).any(-1).any(-1)
     assert written.nonzero()[:, 0].tolist() == sorted(batch.metadata.slot_mapping.tolist())
     mine = batch.cache.keys.flatten(0, 1)[batch.metadata.slot_mapping]
-    torch.testing.assert_close(mine, torch.cat([batch.keys[0][5:], batch.keys[1][2:]]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        mine, torch.cat([batch.keys[0][5:], batch.keys[1][2:]]), rtol=0, atol=0
+    )
 
 
 def test_a_sick_row_does_not_touch_the_others():
@@ -129,7 +168,10 @@ def test_the_work_is_planned_once_a_step_for_each_window():
 
 def test_what_lies_before_the_window_is_left_where_it_is():
     batch = Batch([(99, 1), (12, 1), (101, 1), (80, 10), (3, 2)], 4)
-    seen = {gather.first: gather.shape[1] for gather in plan_gathers(batch.metadata, batch.cache.keys, 6)}
+    seen = {
+        gather.first: gather.shape[1]
+        for gather in plan_gathers(batch.metadata, batch.cache.keys, 6)
+    }
     assert max(length for first, length in seen.items() if first < 3) < 6 + 4, "decodes"
     assert seen[3] < 10 + 6 + 4
     assert seen[13] == 5
@@ -142,10 +184,19 @@ def test_what_lies_before_the_window_is_left_where_it_is():
 def test_decodes_that_go_together_waste_at_most_half(seed: int):
     choice = random.Random(seed)
     lengths = [choice.choice([choice.randint(1, 20), choice.randint(100, 300)]) for _ in range(40)]
-    metadata = make_metadata([[0] * -(-length // 4) for length in lengths], [length - 1 for length in lengths], [1] * len(lengths), 4)
+    metadata = make_metadata(
+        [[0] * -(-length // 4) for length in lengths],
+        [length - 1 for length in lengths],
+        [1] * len(lengths),
+        4,
+    )
     gathers = plan_gathers(metadata, torch.empty(1, 4, 1, 16), None)
-    assert [row for gather in gathers for row in range(gather.first, gather.first + gather.count)] == list(range(len(lengths)))
+    assert [
+        row for gather in gathers for row in range(gather.first, gather.first + gather.count)
+    ] == list(range(len(lengths)))
     for gather in gathers:
-        held = sum(-(-length // 4) for length in lengths[gather.first : gather.first + gather.count])
+        held = sum(
+            -(-length // 4) for length in lengths[gather.first : gather.first + gather.count]
+        )
         assert gather.blocks is not None
         assert len(gather.blocks) <= 2 * held

@@ -1,7 +1,7 @@
 """The load generator against a server whose timing and faults are known: are its figures right?
 
-The server is a real one on a socket. Where times are checked, client and server share a clock that stands
-still until the server moves it, so that every figure is exact and nothing sleeps.
+The server is a real one on a socket. Where times are checked, client and server share a clock that
+stands still until the server moves it, so that every figure is exact and nothing sleeps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,17 @@ from benchlib.workload import (
     random_token_calls,
     read_entries,
 )
-from tests.scripted_server import USAGE, USAGE_EVENT, Handler, good_reply, run_bench, serving, sse, stream, text_event
+from tests.scripted_server import (
+    USAGE,
+    USAGE_EVENT,
+    Handler,
+    good_reply,
+    run_bench,
+    serving,
+    sse,
+    stream,
+    text_event,
+)
 
 SHAPE = RequestShape("m")
 CALL = Call(SHAPE.body([5], 4), 4)
@@ -70,7 +80,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def timed_record(clock: Clock, blocks: Sequence[tuple[float, bytes]], shape: RequestShape = SHAPE) -> Record:
+async def timed_record(
+    clock: Clock, blocks: Sequence[tuple[float, bytes]], shape: RequestShape = SHAPE
+) -> Record:
     """Returns the record of a request to a server that sends these blocks after these times."""
 
     async def reply(request: web.Request) -> web.StreamResponse:
@@ -110,20 +122,34 @@ async def test_a_chat_role_is_not_the_first_token(clock: Clock) -> None:
     def delta(**fields: Any) -> bytes:
         return sse({"choices": [{"index": 0, "delta": fields, "finish_reason": None}]})
 
-    blocks = [(0.25, delta(role="assistant", content="")), (0.5, delta(reasoning_content="hm")), (0.5, delta(content="Hi"))]
-    record = await timed_record(clock, [*blocks, (0.0, sse("[DONE]"))], RequestShape("m", chat=True))
+    blocks = [
+        (0.25, delta(role="assistant", content="")),
+        (0.5, delta(reasoning_content="hm")),
+        (0.5, delta(content="Hi")),
+    ]
+    record = await timed_record(
+        clock, [*blocks, (0.0, sse("[DONE]"))], RequestShape("m", chat=True)
+    )
     assert record.ttft == 0.75
     assert list(record.gaps) == [0.5]
 
 
 async def test_chunks_that_arrive_together_have_no_time_between_them(clock: Clock) -> None:
-    record = await timed_record(clock, [(0.5, sse(text_event("a"), text_event("b"))), (0.5, sse(text_event("c", "stop"), "[DONE]"))])
+    record = await timed_record(
+        clock,
+        [
+            (0.5, sse(text_event("a"), text_event("b"))),
+            (0.5, sse(text_event("c", "stop"), "[DONE]")),
+        ],
+    )
     assert record.ttft == 0.5
     assert list(record.gaps) == [0.0, 0.5]
 
 
 async def test_without_usage_chunks_are_counted(clock: Clock) -> None:
-    record = await timed_record(clock, [(0.5, sse(text_event("a"))), (0.5, sse(text_event("b"))), (0.5, sse("[DONE]"))])
+    record = await timed_record(
+        clock, [(0.5, sse(text_event("a"))), (0.5, sse(text_event("b"))), (0.5, sse("[DONE]"))]
+    )
     assert record.output_tokens is None
     assert record.tokens == 2
     figures = summarize(Run([record], duration_s=1.0))
@@ -142,8 +168,17 @@ async def test_whole_replies_have_no_first_token() -> None:
     assert record.error is None
     assert (record.ttft, record.tpot, record.tokens) == (None, None, 4)
     figures = summarize(Run([record], duration_s=2.0))
-    assert figures["latency_ms"]["ttft"] is figures["latency_ms"]["itl"] is figures["latency_ms"]["tpot"] is None
-    assert figures["throughput"] == {"output_tokens_per_s": 2.0, "total_tokens_per_s": 5.5, "requests_per_s": 0.5}
+    assert (
+        figures["latency_ms"]["ttft"]
+        is figures["latency_ms"]["itl"]
+        is figures["latency_ms"]["tpot"]
+        is None
+    )
+    assert figures["throughput"] == {
+        "output_tokens_per_s": 2.0,
+        "total_tokens_per_s": 5.5,
+        "requests_per_s": 0.5,
+    }
 
 
 # ---------------------------------------------------------------- faults
@@ -156,7 +191,9 @@ async def test_failures_are_counted_by_kind_with_an_example() -> None:
         return web.json_response({"error": {"message": "queue is full"}}, status=503)
 
     async def error_event(request: web.Request) -> web.StreamResponse:
-        return await stream(request, started, sse({"error": {"message": "worker died", "code": 500}}))
+        return await stream(
+            request, started, sse({"error": {"message": "worker died", "code": 500}})
+        )
 
     async def cut_off(request: web.Request) -> web.StreamResponse:
         response = await stream(request, started)
@@ -173,7 +210,16 @@ async def test_failures_are_counted_by_kind_with_an_example() -> None:
     async def nothing(request: web.Request) -> web.StreamResponse:
         return await stream(request, sse("[DONE]"))
 
-    replies: list[Handler] = [overloaded, error_event, good_reply, cut_off, no_end, garbage, overloaded, nothing]
+    replies: list[Handler] = [
+        overloaded,
+        error_event,
+        good_reply,
+        cut_off,
+        no_end,
+        garbage,
+        overloaded,
+        nothing,
+    ]
     waiting = iter(replies)
 
     async def reply(request: web.Request) -> web.StreamResponse:
@@ -221,10 +267,16 @@ async def test_no_server() -> None:
 
 
 def test_events_are_the_same_however_the_stream_is_cut() -> None:
-    text = b': ping\n\ndata: {"a": 1}\n\nevent: x\ndata:two\r\ndata: lines\r\n\r\n\ndata: [DONE]\n\n'
+    text = (
+        b': ping\n\ndata: {"a": 1}\n\nevent: x\ndata:two\r\ndata: lines\r\n\r\n\ndata: [DONE]\n\n'
+    )
     for cut in range(len(text)):
         splitter = EventSplitter()
-        assert [*splitter.feed(text[:cut]), *splitter.feed(text[cut:])] == [b'{"a": 1}', b"two\nlines", b"[DONE]"]
+        assert [*splitter.feed(text[:cut]), *splitter.feed(text[cut:])] == [
+            b'{"a": 1}',
+            b"two\nlines",
+            b"[DONE]",
+        ]
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +303,9 @@ async def test_a_closed_loop_keeps_its_streams_busy() -> None:
 
     seen: list[Record] = []
     async with serving(reply) as url, Client(url) as client:
-        run = await run_load(client, SHAPE, [CALL] * 100, num_requests=12, concurrency=4, on_done=seen.append)
+        run = await run_load(
+            client, SHAPE, [CALL] * 100, num_requests=12, concurrency=4, on_done=seen.append
+        )
     assert most == run.peak_in_flight == 4
     assert len(run.records) == 12
     assert seen == run.records
@@ -268,12 +322,15 @@ async def test_an_open_loop_does_not_wait_for_replies() -> None:
 
     async with serving(reply) as url, Client(url) as client:
         begin = perf_counter()
-        run = await run_load(client, SHAPE, [CALL] * 20, num_requests=20, concurrency=100, rate=500.0)
+        run = await run_load(
+            client, SHAPE, [CALL] * 20, num_requests=20, concurrency=100, rate=500.0
+        )
     assert run.peak_in_flight == 20
     assert not count_errors(run)
     sent = sorted(record.sent - begin for record in run.records)
     for at, due in zip(sent, arrival_times(500.0, seed=0), strict=False):
-        assert at >= due - 0.002  # an event loop's timers may fire a little early, however late they may be
+        # an event loop's timers may fire a little early, however late they may be
+        assert at >= due - 0.002
 
 
 async def test_an_open_loop_is_bounded() -> None:
@@ -287,7 +344,8 @@ def test_arrivals_are_a_poisson_process() -> None:
     times = np.array(list(islice(arrival_times(50.0, seed=3), 20_000)))
     gaps = np.diff(times)
     assert times[-1] / len(times) == pytest.approx(1 / 50, rel=0.03)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)  # an exponential distribution's are equal
+    # an exponential distribution's are equal
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)
     assert times.tolist() == list(islice(arrival_times(50.0, seed=3), 20_000))
     assert times[0] != next(arrival_times(50.0, seed=4))
 
@@ -299,7 +357,9 @@ async def test_seconds_bound_a_closed_loop() -> None:
         run = await send_load(client, SHAPE, arrivals, load, concurrency=2)
     assert run.num_items == len(run.records) > 2
     assert not count_errors(run)
-    assert max(record.sent for record in run.records) - min(record.sent for record in run.records) < 5
+    assert (
+        max(record.sent for record in run.records) - min(record.sent for record in run.records) < 5
+    )
 
 
 def test_seconds_bound_an_open_loop() -> None:
@@ -308,10 +368,14 @@ def test_seconds_bound_an_open_loop() -> None:
 
 
 def test_an_infinite_rate_is_all_at_once() -> None:
-    assert list(Load(9, rate=float("inf"), num_items=5).arrivals()) == [(index, 0.0) for index in range(5)]
+    assert list(Load(9, rate=float("inf"), num_items=5).arrivals()) == [
+        (index, 0.0) for index in range(5)
+    ]
 
 
-@pytest.mark.parametrize("load", [Load(7, num_items=500), Load(7, 50.0, num_items=500), Load(7, 50.0, seconds=8.0)])
+@pytest.mark.parametrize(
+    "load", [Load(7, num_items=500), Load(7, 50.0, num_items=500), Load(7, 50.0, seconds=8.0)]
+)
 def test_processes_share_the_arrivals_of_one(load: Load) -> None:
     shares = [list(load.arrivals(process, 3)) for process in range(3)]
     assert sorted(arrival for share in shares for arrival in share) == list(load.arrivals())
@@ -324,8 +388,11 @@ def test_a_thinned_poisson_process_is_one() -> None:
         gaps = np.diff([at for _, at in share])
         assert gaps.mean() == pytest.approx(4 / 40, rel=0.05)
         assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
-        # in turn instead of at random, every share would be a fourth, and no two of one process neighbours
-        assert np.mean(np.diff([index for index, _ in share]) == 1) == pytest.approx(1 / 4, abs=0.02)
+        # in turn instead of at random, every share would be a fourth, and no two of one process
+        # neighbours
+        assert np.mean(np.diff([index for index, _ in share]) == 1) == pytest.approx(
+            1 / 4, abs=0.02
+        )
 
 
 # ---------------------------------------------------------------- what is sent
@@ -333,7 +400,9 @@ def test_a_thinned_poisson_process_is_one() -> None:
 
 def test_random_prompts_keep_their_ranges_and_repeat_by_seed() -> None:
     def bodies(seed: int) -> list[dict[str, Any]]:
-        calls = random_token_calls(SHAPE, IntRange(3, 6), IntRange(10, 12), IntRange(500, 600), seed)
+        calls = random_token_calls(
+            SHAPE, IntRange(3, 6), IntRange(10, 12), IntRange(500, 600), seed
+        )
         return [json.loads(call.body) for call in islice(calls, 200)]
 
     some = bodies(0)
@@ -355,9 +424,24 @@ def test_shared_prefixes() -> None:
     assert len({tuple(prompt[40:]) for prompt in prompts}) == 120
     assert workload.item(7) == workload.item(7)
     assert replace(workload, seed=2).item(7) != workload.item(7)
-    chat = SharedPrefixPrompts(RequestShape("m", chat=True), PromptMaker(None), 1, 4, IntRange(2, 2), IntRange(8, 8), seed=1)
-    [[system, user], [same, other]] = [json.loads(chat.item(index).body)["messages"] for index in range(2)]
-    assert (system["role"], user["role"], len(system["content"].split()), len(user["content"].split())) == ("system", "user", 4, 2)
+    chat = SharedPrefixPrompts(
+        RequestShape("m", chat=True),
+        PromptMaker(None),
+        1,
+        4,
+        IntRange(2, 2),
+        IntRange(8, 8),
+        seed=1,
+    )
+    [[system, user], [same, other]] = [
+        json.loads(chat.item(index).body)["messages"] for index in range(2)
+    ]
+    assert (
+        system["role"],
+        user["role"],
+        len(system["content"].split()),
+        len(user["content"].split()),
+    ) == ("system", "user", 4, 2)
     assert system == same
     assert user != other
     words = replace(chat, shape=SHAPE)
@@ -388,11 +472,23 @@ def test_bodies_by_endpoint() -> None:
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "two"}]
-    file.write_text(json.dumps({"prompt": "one", "max_tokens": 3}) + "\n\n" + json.dumps({"messages": messages}) + "\n", "utf-8")
-    workload = FilePrompts(RequestShape("m", chat=True), read_entries(file, chat=True), IntRange(9, 9), seed=0)
+    file.write_text(
+        json.dumps({"prompt": "one", "max_tokens": 3})
+        + "\n\n"
+        + json.dumps({"messages": messages})
+        + "\n",
+        "utf-8",
+    )
+    workload = FilePrompts(
+        RequestShape("m", chat=True), read_entries(file, chat=True), IntRange(9, 9), seed=0
+    )
     calls = [workload.item(index) for index in range(3)]
     bodies = [json.loads(call.body) for call in calls]
-    assert [body["messages"] for body in bodies] == [[{"role": "user", "content": "one"}], messages, bodies[0]["messages"]]
+    assert [body["messages"] for body in bodies] == [
+        [{"role": "user", "content": "one"}],
+        messages,
+        bodies[0]["messages"],
+    ]
     assert [call.max_tokens for call in calls] == [3, 9, 3]
     assert [body["max_tokens"] for body in bodies] == [3, 9, 3]
 
@@ -427,9 +523,38 @@ def test_ranges() -> None:
 
 
 def test_figures_of_known_records() -> None:
-    first = Record(0.0, 3, e2e=1.0, ttft=0.2, gaps=array("d", [0.1, 0.7]), chunks=3, prompt_tokens=10, output_tokens=5, cached_tokens=6)
-    second = Record(0.0, 9, e2e=3.0, ttft=0.4, gaps=array("d", [0.3]), chunks=2, prompt_tokens=20, output_tokens=3)
-    failed = Record(0.0, 9, e2e=9.0, ttft=7.0, gaps=array("d", [5.0]), chunks=2, prompt_tokens=1, output_tokens=1, error="timeout")
+    first = Record(
+        0.0,
+        3,
+        e2e=1.0,
+        ttft=0.2,
+        gaps=array("d", [0.1, 0.7]),
+        chunks=3,
+        prompt_tokens=10,
+        output_tokens=5,
+        cached_tokens=6,
+    )
+    second = Record(
+        0.0,
+        9,
+        e2e=3.0,
+        ttft=0.4,
+        gaps=array("d", [0.3]),
+        chunks=2,
+        prompt_tokens=20,
+        output_tokens=3,
+    )
+    failed = Record(
+        0.0,
+        9,
+        e2e=9.0,
+        ttft=7.0,
+        gaps=array("d", [5.0]),
+        chunks=2,
+        prompt_tokens=1,
+        output_tokens=1,
+        error="timeout",
+    )
     figures = summarize(Run([first, failed, second], duration_s=4.0, client_cpus=[0.2, 0.5]))
     assert figures["requests"] == {"sent": 3, "succeeded": 2, "failed": 1}
     assert figures["tokens"] == {
@@ -441,14 +566,22 @@ def test_figures_of_known_records() -> None:
         "requests_without_usage": 0,
         "requests_shorter_than_asked": 1,
     }
-    assert figures["throughput"] == {"output_tokens_per_s": 2.0, "total_tokens_per_s": 9.5, "requests_per_s": 0.5}
+    assert figures["throughput"] == {
+        "output_tokens_per_s": 2.0,
+        "total_tokens_per_s": 9.5,
+        "requests_per_s": 0.5,
+    }
     latency = figures["latency_ms"]
     assert latency["ttft"] == pytest.approx({"mean": 300, "p50": 300, "p90": 380, "p99": 398})
     assert latency["itl"] == pytest.approx({"mean": 1100 / 3, "p50": 300, "p90": 620, "p99": 692})
     assert latency["tpot"] == pytest.approx({"mean": 750, "p50": 750, "p90": 1190, "p99": 1289})
     assert latency["e2e"] == pytest.approx({"mean": 2000, "p50": 2000, "p90": 2800, "p99": 2980})
     assert percentiles([]) is None
-    assert (figures["peak_in_flight"], figures["client_cpu"], figures["client_cpus"]) == (3, 0.5, [0.2, 0.5])
+    assert (figures["peak_in_flight"], figures["client_cpu"], figures["client_cpus"]) == (
+        3,
+        0.5,
+        [0.2, 0.5],
+    )
     assert figures["goodput"] is None
 
 
@@ -459,7 +592,8 @@ def test_chunks_per_token_leaves_out_replies_without_usage() -> None:
 
 
 def test_the_most_requests_at_a_time() -> None:
-    times = [(0.0, 2.0), (1.0, 4.0), (2.0, 3.0), (2.5, 0.5), (9.0, 1.0)]  # the third begins as the first ends
+    # the third begins as the first ends
+    times = [(0.0, 2.0), (1.0, 4.0), (2.0, 3.0), (2.5, 0.5), (9.0, 1.0)]
     run = Run([Record(sent, 1, e2e=e2e) for sent, e2e in times])
     assert run.peak_in_flight == 3
     assert Run().peak_in_flight == 0
@@ -468,7 +602,11 @@ def test_the_most_requests_at_a_time() -> None:
 def test_a_busy_client_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(0.0, 1, e2e=1.0, chunks=1, output_tokens=1)
     for cpu, warned in ((0.89, False), (0.95, True)):
-        show(summarize(Run([record], duration_s=1.0, client_cpus=[0.1, cpu])), "title", Console(width=200))
+        show(
+            summarize(Run([record], duration_s=1.0, client_cpus=[0.1, cpu])),
+            "title",
+            Console(width=200),
+        )
         output = capsys.readouterr().out
         assert f"10%, {cpu:.0%} of a core" in output
         assert ("measured itself" in output) == warned
@@ -487,11 +625,27 @@ async def test_the_command_writes_a_table_and_json(tmp_path: Path) -> None:
 
     file = tmp_path / "result.json"
     async with serving(reply) as url:
-        arguments = ["--url", f"{url}/v1", "--num-requests", "6", "--warmup", "2", "--concurrency", "3", "--input-len", "5-9"]
-        status, output, errors = await run_bench(*arguments, "--ignore-eos", "--header", "X-Key: secret", "--output", str(file))
+        arguments = [
+            "--url",
+            f"{url}/v1",
+            "--num-requests",
+            "6",
+            "--warmup",
+            "2",
+            "--concurrency",
+            "3",
+            "--input-len",
+            "5-9",
+        ]
+        status, output, errors = await run_bench(
+            *arguments, "--ignore-eos", "--header", "X-Key: secret", "--output", str(file)
+        )
     assert status == 0, errors
     assert len(bodies) == 8
-    assert all(body["model"] == "known-model" and 5 <= len(body["prompt"]) <= 9 and body["ignore_eos"] for body in bodies)
+    assert all(
+        body["model"] == "known-model" and 5 <= len(body["prompt"]) <= 9 and body["ignore_eos"]
+        for body in bodies
+    )
     for word in ("TTFT", "ITL", "TPOT", "end to end", "output tokens/s", "6 of 6", "p99"):
         assert word in output
     figures = json.loads(file.read_text("utf-8"))
@@ -507,12 +661,27 @@ async def test_the_command_shows_goodput_and_the_cache(tmp_path: Path) -> None:
     async def reply(request: web.Request) -> web.StreamResponse:
         prompt = (await request.json())["prompt"]
         slow = len(prompt) > 60
-        return await stream(request, sse(text_event("a"), text_event("b"), {"choices": [], "usage": usage}, "[DONE]"), delay_s=0.6 * slow)
+        return await stream(
+            request,
+            sse(text_event("a"), text_event("b"), {"choices": [], "usage": usage}, "[DONE]"),
+            delay_s=0.6 * slow,
+        )
 
     file, result = tmp_path / "prompts.jsonl", tmp_path / "result.json"
-    file.write_text("".join(json.dumps({"prompt": [5] * length}) + "\n" for length in (3, 70, 4, 5)), "utf-8")
+    file.write_text(
+        "".join(json.dumps({"prompt": [5] * length}) + "\n" for length in (3, 70, 4, 5)), "utf-8"
+    )
     async with serving(reply) as url:
-        arguments = ["--url", url, "--file", str(file), "--slo", "ttft=300ms,itl=300ms,e2e=10s", "--output", str(result)]
+        arguments = [
+            "--url",
+            url,
+            "--file",
+            str(file),
+            "--slo",
+            "ttft=300ms,itl=300ms,e2e=10s",
+            "--output",
+            str(result),
+        ]
         status, output, errors = await run_bench(*arguments)
     assert status == 0, errors
     figures = json.loads(result.read_text("utf-8"))
@@ -542,7 +711,9 @@ async def test_the_command_shows_goodput_and_the_cache(tmp_path: Path) -> None:
         (["--force"], "needs --compare"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(arguments)
     assert ended.value.code == 2
@@ -555,10 +726,16 @@ async def test_the_command_fails_if_a_request_did() -> None:
     async def reply(request: web.Request) -> web.StreamResponse:
         nonlocal count
         count += 1
-        return await good_reply(request) if count != 2 else web.Response(status=500, text="[oops] no markup")
+        return (
+            await good_reply(request)
+            if count != 2
+            else web.Response(status=500, text="[oops] no markup")
+        )
 
     async with serving(reply) as url:
-        status, output, _ = await run_bench("--url", url, "--num-requests", "4", "--endpoint", "chat")
+        status, output, _ = await run_bench(
+            "--url", url, "--num-requests", "4", "--endpoint", "chat"
+        )
     assert status == 1
     assert "3 of 4" in output
     assert "1 failed: HTTP 500, such as: [oops] no markup" in output

@@ -18,16 +18,31 @@ from benchlib.slo import Slo
 
 
 def result(speed: float, *arguments: str) -> dict[str, Any]:
-    """Returns the result of two requests, `speed` times as fast as in one second, under the settings of a command line."""
+    """Returns the result of two requests, `speed` times as fast as in one second, under the
+    settings of a command line."""
     options = parse_arguments(list(arguments))
     records = [
-        Record(0.0, 4, e2e=1 / speed, ttft=ttft / speed, gaps=array("d", [0.1 / speed]), chunks=2, prompt_tokens=7, output_tokens=4)
+        Record(
+            0.0,
+            4,
+            e2e=1 / speed,
+            ttft=ttft / speed,
+            gaps=array("d", [0.1 / speed]),
+            chunks=2,
+            prompt_tokens=7,
+            output_tokens=4,
+        )
         for ttft in (0.2, 0.4)
     ]
     figures = summarize(Run(records, duration_s=1 / speed), options.slo)
     if options.sweep:
         points = [{"value": value, **figures} for value in options.sweep.values]
-        return {"model": "m", "settings": settings_of(options), "sweep": options.sweep.kind, "points": points}
+        return {
+            "model": "m",
+            "settings": settings_of(options),
+            "sweep": options.sweep.kind,
+            "points": points,
+        }
     return {"model": "m", "settings": settings_of(options), **figures}
 
 
@@ -39,7 +54,11 @@ def compare(tmp_path: Path, first: Any, second: Any, *arguments: str) -> int:
 
 
 def rows(output: str) -> dict[str, list[str]]:
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in output.splitlines()
+        if line.startswith("│")
+    ]
     return {name: rest for name, *rest in cells if rest[0]}
 
 
@@ -49,7 +68,14 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ratios_and_arrows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(tmp_path, result(1.0, "--seed", "1"), result(2.0, "--seed", "2", "--url", "http://other", "--processes", "4")) == 0
+    assert (
+        compare(
+            tmp_path,
+            result(1.0, "--seed", "1"),
+            result(2.0, "--seed", "2", "--url", "http://other", "--processes", "4"),
+        )
+        == 0
+    )
     found = rows(capsys.readouterr().out)
     assert found["output tokens/s"] == ["8.000", "16.000", "2.000", "▲ better"]
     assert found["TTFT mean ms"] == ["300.000", "150.000", "0.500", "▲ better"]
@@ -76,10 +102,15 @@ def test_other_workloads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert compare(tmp_path, *both, "--force") == 0
     output, _ = capsys.readouterr()
     assert rows(output)["requests/s"][2] == "2.000"
-    assert "The workloads differ in --concurrency (not set and 3), --output-len (100-200 and 128)." in output.replace("\n", " ")
+    assert (
+        "The workloads differ in --concurrency (not set and 3), --output-len (100-200 and 128)."
+        in output.replace("\n", " ")
+    )
 
 
-def test_a_file_from_before_an_option_existed_had_its_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_from_before_an_option_existed_had_its_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = result(1.0)
     del old["settings"]["workload"], old["tokens"]["chunks_per_token"], old["goodput"]
     assert compare(tmp_path, old, result(1.0)) == 0
@@ -88,10 +119,17 @@ def test_a_file_from_before_an_option_existed_had_its_default(tmp_path: Path, ca
     assert "--workload (random and shared-prefix)" in capsys.readouterr().err
 
 
-def test_goodput_is_compared_under_the_same_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goodput_is_compared_under_the_same_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     limits = str(Slo.parse("ttft=300ms"))
     assert compare(tmp_path, result(1.0, "--slo", limits), result(2.0, "--slo", limits)) == 0
-    assert rows(capsys.readouterr().out)["goodput, % (ttft 300 ms)"] == ["50.000", "100.000", "2.000", "▲ better"]
+    assert rows(capsys.readouterr().out)["goodput, % (ttft 300 ms)"] == [
+        "50.000",
+        "100.000",
+        "2.000",
+        "▲ better",
+    ]
     assert compare(tmp_path, result(1.0, "--slo", limits), result(2.0, "--slo", "ttft=100ms")) == 0
     assert rows(capsys.readouterr().out)["goodput, % (ttft 300 ms)"] == ["50.000", "–", "–", ""]
 
@@ -107,8 +145,15 @@ def test_points_of_sweeps_are_matched(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("{", "is not JSON"), ("[]", "was not written by"), ('{"settings": {}}', "was not written by")]
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "was not written by"),
+        ('{"settings": {}}', "was not written by"),
+    ],
 )
-def test_other_files_are_refused(tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_refused(
+    tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert compare(tmp_path, result(1.0), content) == 1
     assert f"b.json {words}" in capsys.readouterr().err

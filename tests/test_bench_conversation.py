@@ -1,4 +1,5 @@
-"""Conversations: the history is what was really answered, turns wait for answers, and files in ShareGPT's format."""
+"""Conversations: the history is what was really answered, turns wait for answers, and files in
+ShareGPT's format."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def delta(text: str) -> dict[str, Any]:
 
 
 class Answering:
-    """Answers with the number of the request, in two chunks of chat or of completion; can fail from one number on."""
+    """Answers with the number of the request, in two chunks of chat or of completion; can fail from
+    one number on."""
 
     def __init__(self, fail_from: int = 10**9) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -40,34 +42,56 @@ class Answering:
         if number >= self._fail_from:
             return web.Response(status=500, text="no")
         if not self.bodies[-1]["stream"]:
-            return web.json_response({"choices": [{"message": {"content": f"an{number}"}}], "usage": USAGE_EVENT["usage"]})
+            return web.json_response(
+                {
+                    "choices": [{"message": {"content": f"an{number}"}}],
+                    "usage": USAGE_EVENT["usage"],
+                }
+            )
         event = delta if request.path.endswith("chat/completions") else text_event
         return await stream(request, sse(event("an"), event(str(number)), USAGE_EVENT, "[DONE]"))
 
 
-async def talk(shape: RequestShape, conversations: Sequence[Conversation], server: Answering) -> Run:
+async def talk(
+    shape: RequestShape, conversations: Sequence[Conversation], server: Answering
+) -> Run:
     async with serving(server.reply) as url, Client(url) as client:
-        return await run_load(client, shape, conversations, num_requests=len(conversations), concurrency=1)
+        return await run_load(
+            client, shape, conversations, num_requests=len(conversations), concurrency=1
+        )
 
 
 @pytest.mark.parametrize("stream_it", [True, False])
 async def test_a_chat_keeps_its_history(stream_it: bool) -> None:
     server = Answering()
     run = await talk(RequestShape("m", chat=True, stream=stream_it), [TALK], server)
-    said = [[(message["role"], message["content"]) for message in body["messages"]] for body in server.bodies]
+    said = [
+        [(message["role"], message["content"]) for message in body["messages"]]
+        for body in server.bodies
+    ]
     start = [("system", "Be brief."), ("user", "one")]
     middle = [*start, ("assistant", "an1"), ("user", "two")]
     assert said == [start, middle, [*middle, ("assistant", "an2"), ("user", "three")]]
-    assert [body["max_tokens"] for body in server.bodies] == [record.max_tokens for record in run.records] == [5, 6, 7]
+    assert (
+        [body["max_tokens"] for body in server.bodies]
+        == [record.max_tokens for record in run.records]
+        == [5, 6, 7]
+    )
     assert [record.turn for record in run.records] == [1, 2, 3]
     assert {record.text for record in run.records} == {""}  # nothing is kept that is not needed
-    assert all(record.sent >= before.sent + before.e2e for before, record in zip(run.records, run.records[1:], strict=False))
+    assert all(
+        record.sent >= before.sent + before.e2e
+        for before, record in zip(run.records, run.records[1:], strict=False)
+    )
 
 
 async def test_completions_get_one_text() -> None:
     server = Answering()
     await talk(RequestShape("m"), [TALK], server)
-    assert [body["prompt"] for body in server.bodies[:2]] == ["Be brief.\n\none\n\n", "Be brief.\n\none\n\nan1\n\ntwo\n\n"]
+    assert [body["prompt"] for body in server.bodies[:2]] == [
+        "Be brief.\n\none\n\n",
+        "Be brief.\n\none\n\nan1\n\ntwo\n\n",
+    ]
 
 
 async def test_a_turn_that_fails_ends_its_conversation_alone() -> None:
@@ -81,7 +105,9 @@ async def test_a_turn_that_fails_ends_its_conversation_alone() -> None:
 
 async def test_users_think_before_a_turn() -> None:
     begin = perf_counter()
-    run = await talk(CHAT, [Conversation((Turn("one", 5), Turn("two", 5, think_s=0.2)))], Answering())
+    run = await talk(
+        CHAT, [Conversation((Turn("one", 5), Turn("two", 5, think_s=0.2)))], Answering()
+    )
     first, second = run.records
     assert second.sent - (first.sent + first.e2e) >= 0.19
     assert second.e2e < perf_counter() - begin - 0.19  # thinking is no part of a request
@@ -103,7 +129,8 @@ def test_made_conversations() -> None:
 def test_conversations_of_a_file(tmp_path: Path) -> None:
     talks = [
         {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "x"},
-                           {"from": "human", "value": "b"}, {"from": "gpt", "value": "y"}, {"from": "human", "value": "c"}]},
+                           {"from": "human", "value": "b"}, {"from": "gpt", "value": "y"},
+                           {"from": "human", "value": "c"}]},
         {"conversations": [{"from": "gpt", "value": "nobody asked"}]},
         {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "z"}]},
     ]  # fmt: skip
@@ -112,9 +139,15 @@ def test_conversations_of_a_file(tmp_path: Path) -> None:
     as_lines.write_text("\n".join(map(json.dumps, talks)) + "\n\n", "utf-8")
     transcripts = read_transcripts(as_list)
     assert read_transcripts(as_lines) == transcripts
-    workload = Conversations(transcripts, IntRange(2, 2), IntRange(1, 1), IntRange(9, 9), 0.0, seed=0)
+    workload = Conversations(
+        transcripts, IntRange(2, 2), IntRange(1, 1), IntRange(9, 9), 0.0, seed=0
+    )
     items = [workload.item(index) for index in range(3)]
-    assert [(item.system, [turn.text for turn in item.turns]) for item in items] == [("S", ["a", "b"]), ("", ["d"]), ("S", ["a", "b"])]
+    assert [(item.system, [turn.text for turn in item.turns]) for item in items] == [
+        ("S", ["a", "b"]),
+        ("", ["d"]),
+        ("S", ["a", "b"]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +155,10 @@ def test_conversations_of_a_file(tmp_path: Path) -> None:
     [
         ("[{", "neither a JSON list nor JSON lines"),
         ('{"conversations": []}\n', "no conversation in which a user speaks"),
-        ('{"messages": [{"role": "user", "content": "x"}]}\n{"prompt": "x"}', "conversation 2: an object with"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}\n{"prompt": "x"}',
+            "conversation 2: an object with",
+        ),
         ('{"messages": [{"role": "user", "content": [1]}]}', "conversation 1"),
         ("[3]", "conversation 1"),
     ],
@@ -135,21 +171,67 @@ def test_a_bad_file_of_conversations(tmp_path: Path, text: str, message: str) ->
 
 
 def test_figures_by_turn() -> None:
-    records = [Record(0.0, 1, ttft=0.2, e2e=1.0, prompt_tokens=10, cached_tokens=0, chunks=1, output_tokens=1, turn=1)]
+    records = [
+        Record(
+            0.0,
+            1,
+            ttft=0.2,
+            e2e=1.0,
+            prompt_tokens=10,
+            cached_tokens=0,
+            chunks=1,
+            output_tokens=1,
+            turn=1,
+        )
+    ]
     records += [
-        Record(1.0, 1, ttft=ttft, e2e=1.0, prompt_tokens=30, cached_tokens=20, chunks=1, output_tokens=1, turn=2) for ttft in (0.1, 0.3)
+        Record(
+            1.0,
+            1,
+            ttft=ttft,
+            e2e=1.0,
+            prompt_tokens=30,
+            cached_tokens=20,
+            chunks=1,
+            output_tokens=1,
+            turn=2,
+        )
+        for ttft in (0.1, 0.3)
     ]
     first, second = summarize(Run(records, duration_s=2.0))["turns"]
-    assert (first["turn"], first["requests"], first["prompt_tokens"], first["cached_share"]) == (1, 1, 10, 0.0)
-    assert (second["turn"], second["requests"], second["prompt_tokens"], second["cached_share"]) == (2, 2, 30, 2 / 3)
+    assert (first["turn"], first["requests"], first["prompt_tokens"], first["cached_share"]) == (
+        1,
+        1,
+        10,
+        0.0,
+    )
+    assert (
+        second["turn"],
+        second["requests"],
+        second["prompt_tokens"],
+        second["cached_share"],
+    ) == (2, 2, 30, 2 / 3)
     assert second["ttft_ms"]["mean"] == pytest.approx(200)
 
 
 async def test_the_command(tmp_path: Path) -> None:
     server, result = Answering(), tmp_path / "result.json"
     async with serving(server.reply) as url:
-        arguments = ["--url", url, "--workload", "multi-turn", "--turns", "3", "--conversations", "4", "--endpoint", "chat"]
-        status, output, errors = await run_bench(*arguments, "--concurrency", "2", "--input-len", "6", "--output", str(result))
+        arguments = [
+            "--url",
+            url,
+            "--workload",
+            "multi-turn",
+            "--turns",
+            "3",
+            "--conversations",
+            "4",
+            "--endpoint",
+            "chat",
+        ]
+        status, output, errors = await run_bench(
+            *arguments, "--concurrency", "2", "--input-len", "6", "--output", str(result)
+        )
     assert status == 0, errors
     assert sorted(len(body["messages"]) for body in server.bodies) == [1] * 4 + [3] * 4 + [5] * 4
     figures = json.loads(result.read_text("utf-8"))

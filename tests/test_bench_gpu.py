@@ -1,4 +1,5 @@
-"""The GPU benchmark on a CPU with a tiny model: real engines, a real server, real client processes, other numbers."""
+"""The GPU benchmark on a CPU with a tiny model: real engines, a real server, real client processes,
+other numbers."""
 
 from __future__ import annotations
 
@@ -61,11 +62,29 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ended:
 # ---------------------------------------------------------------- whole runs
 
 
-def test_offline(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VLLM_H200, (64, 2, 1), {"k3x20x9": Figures(vllm=1e-3, mark=1e9), "p2": Figures(vllm=1.0)})
+def test_offline(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        VLLM_H200, (64, 2, 1), {"k3x20x9": Figures(vllm=1e-3, mark=1e9), "p2": Figures(vllm=1.0)}
+    )
     file = tmp_path / "rows.jsonl"
-    ended = run(capsys, "--model", str(folder), "--cases", "k3x20x9,p2,d1", "--rounds", "2", "--json", str(file))
-    # a prompt of 4096 tokens does not fit into this model: its row says so, and the others are measured
+    ended = run(
+        capsys,
+        "--model",
+        str(folder),
+        "--cases",
+        "k3x20x9,p2,d1",
+        "--rounds",
+        "2",
+        "--json",
+        str(file),
+    )
+    # a prompt of 4096 tokens does not fit into this model: its row says so, and the others are
+    # measured
     assert ended.status == 1
     assert list(ended.rows) == ["startup", "k3x20x9", "p2", "d1"]
     assert "the prompt has 4096 tokens" in ended.rows["p2"]["error"]
@@ -82,13 +101,17 @@ def test_offline(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert row["engine_last_round"]["prefix_tokens_hit"] == 0
     assert ended.rows["d1"]["steps"] >= 256
     assert "ratio_to_vllm" not in ended.rows["d1"]
-    assert [json.loads(line) for line in file.read_text("utf-8").splitlines()] == list(ended.rows.values())
+    assert [json.loads(line) for line in file.read_text("utf-8").splitlines()] == list(
+        ended.rows.values()
+    )
     assert "failed" in ended.table
     assert "✗" in ended.table
 
 
 def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = run(capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2")
+    ended = run(
+        capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2"
+    )
     # 512 tokens and 256 more do not fit into this model
     assert (ended.status, list(ended.rows)) == (1, ["startup", "s3", "h2"]), ended.errors
     assert "2 of 2 requests failed: HTTP 400" in ended.rows["h2"]["error"]
@@ -103,16 +126,24 @@ def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_engine_is_a_failed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = run(capsys, "--model", str(folder), "--cases", "d1", "--set", "model.max_model_len=100000")
+    ended = run(
+        capsys, "--model", str(folder), "--cases", "d1", "--set", "model.max_model_len=100000"
+    )
     assert ended.status == 1
     assert "100000" in ended.rows["startup"]["error"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--cases", "x3"], "no offline case 'x3'"), (["--cases", "d0"], "'d0'"), (["--cases", "d1", "--http"], "no HTTP case 'd1'")],
+    [
+        (["--cases", "x3"], "no offline case 'x3'"),
+        (["--cases", "d0"], "'d0'"),
+        (["--cases", "d1", "--http"], "no HTTP case 'd1'"),
+    ],
 )
-def test_a_mistyped_case(folder: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_case(
+    folder: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         bench_gpu.main(["--model", str(folder), *arguments])
     assert ended.value.code == 2
@@ -125,18 +156,28 @@ def test_a_mistyped_case(folder: Path, arguments: Sequence[str], words: str, cap
 def test_the_named_cases() -> None:
     offline = {name: Case.parse(name, http=False) for name in OFFLINE_CASES}
     http = {name: Case.parse(name, http=True) for name in HTTP_CASES}
-    assert [(len(c.lengths()), c.lengths()[0]) for c in (offline["d256"], offline["p16"], offline["l32"], offline["k64x2000"])] == [
+    assert [
+        (len(c.lengths()), c.lengths()[0])
+        for c in (offline["d256"], offline["p16"], offline["l32"], offline["k64x2000"])
+    ] == [
         (256, (128, 256)),
         (16, (4096, 1)),
         (32, (4096, 128)),
         (64, (2000, 256)),
     ]
-    assert [(c.streams, len(c.lengths()), c.lengths()[0]) for c in (http["h512"], http["s256"], http["h1"])] == [
+    assert [
+        (c.streams, len(c.lengths()), c.lengths()[0])
+        for c in (http["h512"], http["s256"], http["h1"])
+    ] == [
         (512, 1536, (512, 256)),
         (256, 768, (128, 256)),
         (1, 1, (128, 512)),
     ]
-    for case, count in ((offline["nano"], 256), (http["mix"], 512), (Case.parse("mix512", http=True), 1024)):
+    for case, count in (
+        (offline["nano"], 256),
+        (http["mix"], 512),
+        (Case.parse("mix512", http=True), 1024),
+    ):
         lengths = np.array(case.lengths())
         assert lengths.shape == (count, 2)
         assert 100 <= lengths.min() < 110 < 1010 < lengths.max() <= 1024
@@ -148,7 +189,11 @@ def test_the_named_cases() -> None:
 def test_rounds_and_cases_share_no_prompt_but_their_lengths() -> None:
     case = Case.parse("nano", http=False)
     first, second = (case.prompts(number, vocab_size=512) for number in (1, 2))
-    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in second] == [length for length, _ in case.lengths()]
+    assert (
+        [len(prompt) for prompt in first]
+        == [len(prompt) for prompt in second]
+        == [length for length, _ in case.lengths()]
+    )
     assert case.prompts(1, vocab_size=512) == first
     assert {token for prompt in first for token in prompt} == set(range(100, 512))
     other = Case.parse("d8", http=False).prompts(1, vocab_size=512)
@@ -156,25 +201,42 @@ def test_rounds_and_cases_share_no_prompt_but_their_lengths() -> None:
 
 
 def test_another_number_of_tokens_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="1 of 3 requests returned another number of tokens, such as 7 for 8"):
+    with pytest.raises(
+        RuntimeError, match="1 of 3 requests returned another number of tokens, such as 7 for 8"
+    ):
         bench_gpu._require_counts([8, 7, 8], [8, 8, 8])
     with pytest.raises(RuntimeError, match="such as None for 8"):
         bench_gpu._require_counts([None], [8])
 
 
 def test_marks() -> None:
-    row = {"output_tokens_per_s": 120.0, "seconds": 20.0, "ttft_ms": {"mean": 9.0, "p99": 30.0}, "itl_ms": {"p50": 5.0, "p99": 40.0}}
+    row = {
+        "output_tokens_per_s": 120.0,
+        "seconds": 20.0,
+        "ttft_ms": {"mean": 9.0, "p99": 30.0},
+        "itl_ms": {"p50": 5.0, "p99": 40.0},
+    }
     known = Figures(vllm=100, mark=110, ttft=(10, 30), itl=(6, 200), itl_p99_mark=60)
     assert compare(row, known)["mark_reached"] is True
     assert compare(row, known)["ratio_to_vllm"] == pytest.approx(1.2)
-    for worse in (replace(known, mark=121), replace(known, itl_p99_mark=40), replace(known, ttft=(8, 30)), replace(known, ttft=(10, 29))):
+    for worse in (
+        replace(known, mark=121),
+        replace(known, itl_p99_mark=40),
+        replace(known, ttft=(8, 30)),
+        replace(known, ttft=(10, 29)),
+    ):
         assert compare(row, worse)["mark_reached"] is False
     startup = compare(row, Figures(vllm=50, mark=15, unit="s"))
     assert (startup["ratio_to_vllm"], startup["mark_reached"]) == (2.5, False)
 
 
 def test_figures_belong_to_the_models_shape(tmp_path: Path) -> None:
-    fields = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+    fields = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
     assert Model.load(tmp_path).figures["d1"].mark == 240
     assert Model.load(tmp_path, 2).figures["d1"].mark == 330

@@ -1,4 +1,5 @@
-"""Plots: pictures of a sensible size with something on them, and matplotlib only where it is wanted."""
+"""Plots: pictures of a sensible size with something on them, and matplotlib only where it is
+wanted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,18 @@ def records(count: int) -> list[Record]:
     made = []
     for number in range(count):
         gaps = array("d", random.exponential(0.02, 30).tolist())
-        made.append(Record(0.1 * number, 32, e2e=0.2 + sum(gaps), ttft=0.2, gaps=gaps, chunks=31, prompt_tokens=8, output_tokens=31))
+        made.append(
+            Record(
+                0.1 * number,
+                32,
+                e2e=0.2 + sum(gaps),
+                ttft=0.2,
+                gaps=gaps,
+                chunks=31,
+                prompt_tokens=8,
+                output_tokens=31,
+            )
+        )
     return made
 
 
@@ -48,16 +60,24 @@ def test_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     slo = Slo.parse("ttft=300ms")
     points = [
-        {"value": value, **summarize(Run(records(5 * number), duration_s=3.0), slo)} for number, value in ((1, 1.0), (2, float("inf")))
+        {"value": value, **summarize(Run(records(5 * number), duration_s=3.0), slo)}
+        for number, value in ((1, 1.0), (2, float("inf")))
     ]
-    points.append({"value": 3.0, **summarize(Run([Record(0.0, 1, e2e=1.0, error="timeout")], duration_s=1.0), slo)})
+    points.append(
+        {
+            "value": 3.0,
+            **summarize(Run([Record(0.0, 1, e2e=1.0, error="timeout")], duration_s=1.0), slo),
+        }
+    )
     plot_sweep(points, "rate", "title", tmp_path / "sweep.png")
     check_picture(tmp_path / "sweep.png")
 
 
 def test_a_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot_run([*records(20), Record(0.0, 1, e2e=9.0, error="timeout")], "title", tmp_path / "run.png")
+    plot_run(
+        [*records(20), Record(0.0, 1, e2e=9.0, error="timeout")], "title", tmp_path / "run.png"
+    )
     check_picture(tmp_path / "run.png")
 
 
@@ -68,18 +88,25 @@ def test_nothing_to_draw_is_no_error(tmp_path: Path) -> None:
 
 
 def test_tokens_over_time() -> None:
-    early = Record(5.0, 4, e2e=1.0, ttft=0.25, gaps=array("d", [0.5]), chunks=2, output_tokens=6)  # 3 at 0.25, 3 at 0.75
+    # 3 at 0.25, 3 at 0.75
+    early = Record(5.0, 4, e2e=1.0, ttft=0.25, gaps=array("d", [0.5]), chunks=2, output_tokens=6)
     whole = Record(5.5, 4, e2e=1.5, output_tokens=10)  # not streamed: all at 2.0
     seconds, rates = tokens_over_time([early, whole])
     span = seconds[1] - seconds[0]
     assert len(seconds) * span == pytest.approx(2.0)
     assert rates.sum() * span == pytest.approx(16)
-    spans = {round(float(at), 2): rate * span for at, rate in zip(seconds, rates, strict=True) if rate}
+    spans = {
+        round(float(at), 2): rate * span for at, rate in zip(seconds, rates, strict=True) if rate
+    }
     assert list(spans.values()) == pytest.approx([3, 3, 10])
-    assert [abs(at - wanted) <= span + 0.01 for at, wanted in zip(spans, (0.25, 0.75, 2.0), strict=True)] == [True] * 3
+    assert [
+        abs(at - wanted) <= span + 0.01 for at, wanted in zip(spans, (0.25, 0.75, 2.0), strict=True)
+    ] == [True] * 3
 
 
-def test_without_matplotlib_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_matplotlib_the_command_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(options_module, "is_available", lambda: False)
     parse_arguments([])
     with pytest.raises(SystemExit):
@@ -97,7 +124,17 @@ async def test_the_command(tmp_path: Path, arguments: list[str]) -> None:
     pytest.importorskip("matplotlib")
     file, result = tmp_path / "plot.png", tmp_path / "result.json"
     async with serving(good_reply) as url:
-        status, _, errors = await run_bench("--url", url, "--num-requests", "4", "--plot", str(file), "--output", str(result), *arguments)
+        status, _, errors = await run_bench(
+            "--url",
+            url,
+            "--num-requests",
+            "4",
+            "--plot",
+            str(file),
+            "--output",
+            str(result),
+            *arguments,
+        )
     assert status == 0, errors
     check_picture(file)
     assert "plot" not in json.loads(result.read_text("utf-8"))["settings"]

@@ -22,7 +22,9 @@ from benchlib.workload import Call, Calls, IntRange, PromptMaker, RandomPrompts,
 from tests.scripted_server import good_reply, serving
 
 SHAPE = RequestShape("m")
-WORKLOAD = RandomPrompts(SHAPE, PromptMaker(IntRange(500, 60_000)), IntRange(3, 9), IntRange(4, 8), seed=2)
+WORKLOAD = RandomPrompts(
+    SHAPE, PromptMaker(IntRange(500, 60_000)), IntRange(3, 9), IntRange(4, 8), seed=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,13 @@ def processes() -> Iterator[ClientProcesses]:
 
 
 def random_record(random: np.random.Generator) -> Record:
-    record = Record(float(random.uniform(10, 20)), 50, ttft=float(random.exponential(0.1)), prompt_tokens=9, cached_tokens=3)
+    record = Record(
+        float(random.uniform(10, 20)),
+        50,
+        ttft=float(random.exponential(0.1)),
+        prompt_tokens=9,
+        cached_tokens=3,
+    )
     record.gaps.extend(random.exponential(0.01, int(random.integers(0, 40))).tolist())
     record.chunks = record.output_tokens = 1 + len(record.gaps)
     assert record.ttft is not None
@@ -46,8 +54,17 @@ def test_merged_runs_have_the_statistics_of_one() -> None:
     records = [random_record(random) for _ in range(300)]
     slo = Slo.parse("ttft=100ms,itl=40ms,e2e=400ms")
     one = summarize(merge_runs([Run(list(records), client_cpus=[0.4])]), slo)
-    unequal = [records[:200], records[200:290], records[290:]]  # so that a mean of percentiles would be another figure
-    merged = summarize(merge_runs([Run(share, client_cpus=[cpu]) for share, cpu in zip(unequal, (0.1, 0.4, 0.2), strict=True)]), slo)
+    # so that a mean of percentiles would be another figure
+    unequal = [records[:200], records[200:290], records[290:]]
+    merged = summarize(
+        merge_runs(
+            [
+                Run(share, client_cpus=[cpu])
+                for share, cpu in zip(unequal, (0.1, 0.4, 0.2), strict=True)
+            ]
+        ),
+        slo,
+    )
     assert merged.pop("client_cpus") == [0.1, 0.4, 0.2]
     assert one.pop("client_cpus") == [0.4]
     assert merged == one
@@ -56,14 +73,25 @@ def test_merged_runs_have_the_statistics_of_one() -> None:
 
 def test_runs_of_several_processes_are_one() -> None:
     early, late = Record(10.0, 5, e2e=2.0), Record(11.0, 5, e2e=6.0)
-    run = merge_runs([Run([late], 6.0, num_items=3, client_cpus=[0.25]), Run([early], 2.0, num_items=2, client_cpus=[0.5])])
+    run = merge_runs(
+        [
+            Run([late], 6.0, num_items=3, client_cpus=[0.25]),
+            Run([early], 2.0, num_items=2, client_cpus=[0.5]),
+        ]
+    )
     assert run.records == [early, late]
     assert (run.duration_s, run.num_items, run.peak_in_flight, run.client_cpu) == (7.0, 3, 2, 0.5)
     assert merge_runs([Run()]).duration_s == 0.0
 
 
-@pytest.mark.parametrize("load", [Load(6, num_items=40, seed=5), Load(64, rate=400.0, num_items=40, seed=5)], ids=["closed", "open"])
-async def test_what_is_sent_is_the_same_by_one_or_three(processes: ClientProcesses, load: Load) -> None:
+@pytest.mark.parametrize(
+    "load",
+    [Load(6, num_items=40, seed=5), Load(64, rate=400.0, num_items=40, seed=5)],
+    ids=["closed", "open"],
+)
+async def test_what_is_sent_is_the_same_by_one_or_three(
+    processes: ClientProcesses, load: Load
+) -> None:
     sent: list[list[int]] = []
     ports: set[Any] = set()
 
@@ -76,15 +104,25 @@ async def test_what_is_sent_is_the_same_by_one_or_three(processes: ClientProcess
     progress: list[tuple[int, int]] = []
     async with serving(reply) as url:
         run = await asyncio.to_thread(
-            lambda: processes.send(Target(url, SHAPE), WORKLOAD, load, first=10, on_progress=lambda *counts: progress.append(counts))
+            lambda: processes.send(
+                Target(url, SHAPE),
+                WORKLOAD,
+                load,
+                first=10,
+                on_progress=lambda *counts: progress.append(counts),
+            )
         )
     assert [record.error for record in run.records] == [None] * 40
-    assert sorted(sent) == sorted(json.loads(WORKLOAD.item(index).body)["prompt"] for index in range(10, 50))
+    assert sorted(sent) == sorted(
+        json.loads(WORKLOAD.item(index).body)["prompt"] for index in range(10, 50)
+    )
     assert run.num_items == 40
     assert len(run.client_cpus) == 3
     assert len(ports) >= 3
     assert progress[-1] == (40, 0)
-    assert sorted(record.max_tokens for record in run.records) == sorted(WORKLOAD.item(index).max_tokens for index in range(10, 50))
+    assert sorted(record.max_tokens for record in run.records) == sorted(
+        WORKLOAD.item(index).max_tokens for index in range(10, 50)
+    )
 
 
 async def test_they_begin_together_and_keep_the_concurrency(processes: ClientProcesses) -> None:
@@ -102,7 +140,9 @@ async def test_they_begin_together_and_keep_the_concurrency(processes: ClientPro
 
     async with serving(reply) as url:
         calls = [WORKLOAD.item(index) for index in range(7)]
-        run = await asyncio.to_thread(processes.send, Target(url, SHAPE), Calls(calls), Load(7, num_items=7))
+        run = await asyncio.to_thread(
+            processes.send, Target(url, SHAPE), Calls(calls), Load(7, num_items=7)
+        )
         assert most == run.peak_in_flight == 7
         again = await asyncio.to_thread(processes.run_load, url, SHAPE, calls, 7)
     assert len(again.records) == 7
@@ -119,7 +159,9 @@ async def test_headers_and_failures_come_through(processes: ClientProcesses) -> 
     async with serving(reply) as url:
         target = Target(url, SHAPE, {"X-Key": "secret"})
         good = await asyncio.to_thread(processes.send, target, WORKLOAD, Load(3, num_items=3))
-        bad = await asyncio.to_thread(processes.send, replace(target, headers={}), WORKLOAD, Load(3, num_items=3))
+        bad = await asyncio.to_thread(
+            processes.send, replace(target, headers={}), WORKLOAD, Load(3, num_items=3)
+        )
     assert [record.error for record in good.records] == [None] * 3
     assert [(record.error, record.example) for record in bad.records] == [("HTTP 401", "who?")] * 3
 
@@ -132,5 +174,10 @@ class Fatal:
 
 
 async def test_a_client_process_that_ends_is_an_error() -> None:
-    with ClientProcesses(2) as processes, pytest.raises(RuntimeError, match="a client process ended"):
-        await asyncio.to_thread(processes.send, Target("http://127.0.0.1:9", SHAPE), Fatal(), Load(2, num_items=2))
+    with (
+        ClientProcesses(2) as processes,
+        pytest.raises(RuntimeError, match="a client process ended"),
+    ):
+        await asyncio.to_thread(
+            processes.send, Target("http://127.0.0.1:9", SHAPE), Fatal(), Load(2, num_items=2)
+        )

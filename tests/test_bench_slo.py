@@ -15,13 +15,26 @@ from benchlib.slo import Slo, goodput
 from benchlib.workload import RequestShape
 from tests.scripted_server import USAGE_EVENT, serving, sse, stream, text_event
 
-GOOD = Record(0.0, 9, e2e=1.0, ttft=0.2, gaps=array("d", [0.01] * 99 + [0.11]), chunks=101, output_tokens=101)
+GOOD = Record(
+    0.0, 9, e2e=1.0, ttft=0.2, gaps=array("d", [0.01] * 99 + [0.11]), chunks=101, output_tokens=101
+)
 
 
 def test_limits_are_parsed() -> None:
-    assert Slo.parse("ttft=200ms, itl=500us,tpot=.5s,e2e=5s").limits == pytest.approx({"ttft": 0.2, "itl": 0.0005, "tpot": 0.5, "e2e": 5.0})
+    assert Slo.parse("ttft=200ms, itl=500us,tpot=.5s,e2e=5s").limits == pytest.approx(
+        {"ttft": 0.2, "itl": 0.0005, "tpot": 0.5, "e2e": 5.0}
+    )
     assert str(Slo.parse("ttft=0.2s,e2e=5s")) == "ttft=200ms,e2e=5000ms"
-    for wrong in ("", "ttft", "ttft=5", "ttft=0ms", "speed=5ms", "ttft=1s,ttft=2s", "ttft=-1s", "ttft=1m"):
+    for wrong in (
+        "",
+        "ttft",
+        "ttft=5",
+        "ttft=0ms",
+        "speed=5ms",
+        "ttft=1s,ttft=2s",
+        "ttft=-1s",
+        "ttft=1m",
+    ):
         with pytest.raises(ArgumentTypeError, match="no limit"):
             Slo.parse(wrong)
 
@@ -32,7 +45,8 @@ def test_limits_are_parsed() -> None:
         ("ttft=200ms", GOOD, True),
         ("ttft=199ms", GOOD, False),
         ("ttft=10s", replace(GOOD, ttft=None), False),
-        # p99 of a hundred gaps lies a hundredth of the way from the 99th to the greatest: 10 ms + 0.01 · 100 ms
+        # p99 of a hundred gaps lies a hundredth of the way from the 99th to the greatest: 10 ms +
+        # 0.01 · 100 ms
         ("itl=11.1ms", GOOD, True),
         ("itl=10.9ms", GOOD, False),
         ("itl=1us", replace(GOOD, gaps=array("d")), True),
@@ -49,7 +63,9 @@ def test_each_limit(limit: str, record: Record, met: bool) -> None:
 
 def test_all_limits_must_be_met_and_failures_meet_none() -> None:
     slow, stalled = replace(GOOD, ttft=0.9), replace(GOOD, ttft=0.9, gaps=array("d", [0.5]))
-    figures = goodput([GOOD, slow, stalled, replace(GOOD, error="timeout")], 2.0, Slo.parse("ttft=300ms,itl=50ms"))
+    figures = goodput(
+        [GOOD, slow, stalled, replace(GOOD, error="timeout")], 2.0, Slo.parse("ttft=300ms,itl=50ms")
+    )
     assert figures == {
         "limits_ms": {"ttft": 300.0, "itl": 50.0},
         "met": 1,
@@ -70,7 +86,9 @@ async def test_scripted_delays() -> None:
         tokens = [sse(text_event("a")), sse(text_event("b"), USAGE_EVENT, "[DONE]")]
         if count == 2:
             return await stream(request, b"".join(tokens), delay_s=0.5)
-        return await stream(request, *(tokens if count == 3 else [b"".join(tokens)]), delay_s=0.5 * (count == 3))
+        return await stream(
+            request, *(tokens if count == 3 else [b"".join(tokens)]), delay_s=0.5 * (count == 3)
+        )
 
     shape = RequestShape("m")
     async with serving(reply) as url, Client(url) as client:

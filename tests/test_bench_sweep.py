@@ -22,7 +22,16 @@ def test_sweeps_are_parsed() -> None:
     assert Sweep.parse("concurrency=1,2,8") == Sweep("concurrency", (1, 2, 8))
     assert Sweep.parse("rate=0.5,inf") == Sweep("rate", (0.5, INFINITE))
     assert str(Sweep.parse("rate=0.5,4,inf")) == "rate=0.5,4,inf"
-    for wrong in ("", "rate", "rate=", "rate=0", "rate=nan", "concurrency=1.5", "concurrency=inf", "speed=1"):
+    for wrong in (
+        "",
+        "rate",
+        "rate=",
+        "rate=0",
+        "rate=nan",
+        "concurrency=1.5",
+        "concurrency=inf",
+        "speed=1",
+    ):
         with pytest.raises(ArgumentTypeError, match="no sweep"):
             Sweep.parse(wrong)
 
@@ -31,14 +40,18 @@ def test_the_best_point_is_the_greatest_with_enough_goodput() -> None:
     def point(value: float, share: float) -> dict[str, Any]:
         return {"value": value, "goodput": {"share": share}}
 
-    assert best_point([point(1, 1.0), point(4, 0.9), point(8, 0.89), point(2, 1.0)]) == point(4, 0.9)
+    assert best_point([point(1, 1.0), point(4, 0.9), point(8, 0.89), point(2, 1.0)]) == point(
+        4, 0.9
+    )
     assert best_point([point(1, 0.5)]) is None
     assert best_point([{"value": 1, "goodput": None}]) is None
 
 
 async def sweep(url: str, file: Path, *arguments: str) -> tuple[int, str, str, dict[str, Any]]:
     """Returns exit status, output, error output and the result file of a sweep."""
-    status, output, errors = await run_bench("--url", url, "--input-len", "5", "--output", str(file), *arguments)
+    status, output, errors = await run_bench(
+        "--url", url, "--input-len", "5", "--output", str(file), *arguments
+    )
     return status, output, errors, json.loads(await asyncio.to_thread(file.read_text, "utf-8"))
 
 
@@ -50,18 +63,40 @@ async def test_a_sweep_over_concurrency(tmp_path: Path) -> None:
         return await good_reply(request)
 
     async with serving(reply) as url:
-        arguments = ["--sweep", "concurrency=1,3,2", "--num-requests", "6", "--warmup", "2", "--processes", "2", "--slo", "e2e=60s"]
+        arguments = [
+            "--sweep",
+            "concurrency=1,3,2",
+            "--num-requests",
+            "6",
+            "--warmup",
+            "2",
+            "--processes",
+            "2",
+            "--slo",
+            "e2e=60s",
+        ]
         status, output, errors, result = await sweep(url, tmp_path / "result.json", *arguments)
     assert status == 0, errors
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 3 * (6 + 2)
     assert [point["value"] for point in result["points"]] == [1, 3, 2]
-    assert [point["requests"]["succeeded"] for point in result["points"]] == [6, 6, 6]  # the warm-up does not count
+    # the warm-up does not count
+    assert [point["requests"]["succeeded"] for point in result["points"]] == [6, 6, 6]
     assert [len(point["client_cpus"]) for point in result["points"]] == [1, 2, 2]
     assert all(point["peak_in_flight"] <= point["value"] for point in result["points"])
-    assert (result["sweep"], result["settings"]["sweep"], result["best_goodput_at"]) == ("concurrency", "concurrency=1,3,2", 3)
+    assert (result["sweep"], result["settings"]["sweep"], result["best_goodput_at"]) == (
+        "concurrency",
+        "concurrency=1,3,2",
+        3,
+    )
     rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row[:2]] for row in rows] == [["1", "6/6"], ["3", "6/6"], ["2", "6/6"]]
-    assert [float(row[2]) for row in rows] == pytest.approx([p["throughput"]["output_tokens_per_s"] for p in result["points"]], abs=0.1)
+    assert [[cell.strip() for cell in row[:2]] for row in rows] == [
+        ["1", "6/6"],
+        ["3", "6/6"],
+        ["2", "6/6"],
+    ]
+    assert [float(row[2]) for row in rows] == pytest.approx(
+        [p["throughput"]["output_tokens_per_s"] for p in result["points"]], abs=0.1
+    )
     assert "The greatest concurrency at which 90% met the limits: 3 (100.0%" in output
 
 

@@ -1,4 +1,5 @@
-"""KV blocks and the longest request: what fits, what was asked for, and what is said when the two differ."""
+"""KV blocks and the longest request: what fits, what was asked for, and what is said when the two
+differ."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from aioinfer.worker.worker import LoadReport
 
 def config(**keys: int) -> Config:
     names = {"num_blocks": "cache.num_blocks", "max_model_len": "model.max_model_len"}
-    return load_config(None, {"model.path": "m", **{names[key]: value for key, value in keys.items()}})
+    return load_config(
+        None, {"model.path": "m", **{names[key]: value for key, value in keys.items()}}
+    )
 
 
 def report(max_blocks: int) -> LoadReport:
@@ -43,19 +46,39 @@ def test_a_cache_that_is_too_small_limits_the_length_and_says_so() -> None:
 
 
 def test_configured_numbers_are_kept() -> None:
-    assert settle_capacity(config(num_blocks=10, max_model_len=160), [report(500)]) == Capacity(10, 160, "as configured")
+    assert settle_capacity(config(num_blocks=10, max_model_len=160), [report(500)]) == Capacity(
+        10, 160, "as configured"
+    )
     assert settle_capacity(config(max_model_len=1000), [report(500)]) == Capacity(500, 1000)
 
 
 @pytest.mark.parametrize(
     ("keys", "max_blocks", "message"),
     [
-        ({"num_blocks": 501}, 500, "cache.num_blocks is 501, but memory holds 500: set it to 500 or less"),
-        ({"max_model_len": 1001}, 500, "model.max_model_len is 1001, but the model was made for 1000: set it to 1000 or less"),
-        ({"num_blocks": 10, "max_model_len": 161}, 500, "10 KV blocks hold 160 tokens: set it to 160 or less, or .* 11 or more"),
-        ({"max_model_len": 801}, 50, "50 KV blocks hold 800 tokens: set it to 800 or less, or give the cache more memory"),
+        (
+            {"num_blocks": 501},
+            500,
+            "cache.num_blocks is 501, but memory holds 500: set it to 500 or less",
+        ),
+        (
+            {"max_model_len": 1001},
+            500,
+            "model.max_model_len is 1001, but the model was made for 1000: set it to 1000 or less",
+        ),
+        (
+            {"num_blocks": 10, "max_model_len": 161},
+            500,
+            "10 KV blocks hold 160 tokens: set it to 160 or less, or .* 11 or more",
+        ),
+        (
+            {"max_model_len": 801},
+            50,
+            "50 KV blocks hold 800 tokens: set it to 800 or less, or give the cache more memory",
+        ),
     ],
 )
-def test_what_cannot_be_kept_is_refused(keys: dict[str, int], max_blocks: int, message: str) -> None:
+def test_what_cannot_be_kept_is_refused(
+    keys: dict[str, int], max_blocks: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         settle_capacity(config(**keys), [report(max_blocks)])

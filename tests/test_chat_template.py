@@ -22,7 +22,11 @@ CONVERSATION = [
 ]
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "description": "Tells <the> weather & more", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "weather",
+        "description": "Tells <the> weather & more",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 #: Uses whatever transformers adds to Jinja or sets in it.
 EVERYTHING = """\
@@ -62,21 +66,32 @@ def real_pair(request: pytest.FixtureRequest, tokenizer_cache: Path) -> Pair:
     return load_both(FOLDERS[request.param](tokenizer_cache))
 
 
-def render_both(pair: Pair, messages: list[dict[str, Any]], template_kwargs: dict[str, Any] | None = None, **options: Any) -> str:
-    """Renders here and with transformers, asserts that both agree on the text and on the ids, and returns the text."""
+def render_both(
+    pair: Pair,
+    messages: list[dict[str, Any]],
+    template_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> str:
+    """Renders here and with transformers, asserts that both agree on the text and on the ids, and
+    returns the text."""
     tokenizer, reference = pair
     everything = {"add_generation_prompt": True} | options | (template_kwargs or {})
     text = tokenizer.render_chat(messages, template_kwargs=template_kwargs, **options)
     assert text == reference.apply_chat_template(messages, tokenize=False, **everything)
-    assert tokenizer.encode_chat(messages, template_kwargs=template_kwargs, **options) == reference.apply_chat_template(
-        messages, return_dict=False, **everything
-    )
+    assert tokenizer.encode_chat(
+        messages, template_kwargs=template_kwargs, **options
+    ) == reference.apply_chat_template(messages, return_dict=False, **everything)
     return text
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"add_generation_prompt": False}, {"add_generation_prompt": False, "continue_final_message": True}, {"tools": [TOOL]}],
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"tools": [TOOL]},
+    ],
     ids=["plain", "no-prompt", "continued", "tools"],
 )
 def test_real_templates(real_pair: Pair, options: dict[str, Any]):
@@ -85,9 +100,16 @@ def test_real_templates(real_pair: Pair, options: dict[str, Any]):
 
 def test_what_transformers_offers_templates(plain_folder: Path):
     (plain_folder / "chat_template.jinja").write_text(EVERYTHING, "utf-8")
-    messages = [{"role": "skipped", "content": "x"}, *CONVERSATION, {"role": "user", "content": "beyond the break"}]
+    messages = [
+        {"role": "skipped", "content": "x"},
+        *CONVERSATION,
+        {"role": "user", "content": "beyond the break"},
+    ]
     text = render_both(
-        load_both(plain_folder), messages, {"enable_thinking": False, "documents": [{"title": "T", "text": "D"}]}, tools=[TOOL]
+        load_both(plain_folder),
+        messages,
+        {"enable_thinking": False, "documents": [{"title": "T", "text": "D"}]},
+        tools=[TOOL],
     )
     assert "<the> weather & more" in text  # tojson does not escape for HTML
     assert "beyond" not in text
@@ -107,7 +129,9 @@ def test_the_last_message_is_left_open(tokenizer_cache: Path):
 def test_the_template_with_tools_serves_requests_with_tools(plain_folder: Path):
     (plain_folder / "chat_template.jinja").write_text("default {{ messages[0].content }}", "utf-8")
     (plain_folder / "additional_chat_templates").mkdir()
-    (plain_folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ tools[0].function.name }}", "utf-8")
+    (plain_folder / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "tools {{ tools[0].function.name }}", "utf-8"
+    )
     assert render_both(load_both(plain_folder), CONVERSATION).startswith("default Hi")
     assert render_both(load_both(plain_folder), CONVERSATION, tools=[TOOL]) == "tools weather"
 
@@ -149,10 +173,13 @@ def test_a_template_that_is_missing_or_wrong_ends_the_start(tokenizer_cache: Pat
     ],
     ids=["refused", "undefined", "empty", "number"],
 )
-def test_messages_that_a_template_cannot_take(tokenizer_cache: Path, tmp_path: Path, messages: list[dict[str, Any]], message: str):
+def test_messages_that_a_template_cannot_take(
+    tokenizer_cache: Path, tmp_path: Path, messages: list[dict[str, Any]], message: str
+):
     strict = tmp_path / "strict.jinja"
     strict.write_text(
-        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only user and assistant roles') }}{% endif %}"
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only user and "
+        "assistant roles') }}{% endif %}"
         "{{ '[' + m.content + ']' }}{% endfor %}"
     )
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache), strict)
@@ -161,7 +188,9 @@ def test_messages_that_a_template_cannot_take(tokenizer_cache: Path, tmp_path: P
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation", "add_generation_prompt", "return_tensors"])
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "conversation", "add_generation_prompt", "return_tensors"]
+)
 def test_a_request_cannot_change_how_its_prompt_is_rendered(tokenizer_cache: Path, name: str):
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     with pytest.raises(RequestError, match=name) as caught:
@@ -171,5 +200,7 @@ def test_a_request_cannot_change_how_its_prompt_is_rendered(tokenizer_cache: Pat
 
 def test_a_prompt_cannot_both_go_on_and_begin_anew(tokenizer_cache: Path):
     with pytest.raises(RequestError) as caught:
-        Tokenizer.load(smollm2_folder(tokenizer_cache)).encode_chat(CONVERSATION, continue_final_message=True)
+        Tokenizer.load(smollm2_folder(tokenizer_cache)).encode_chat(
+            CONVERSATION, continue_final_message=True
+        )
     assert caught.value.param == "continue_final_message"

@@ -1,4 +1,5 @@
-"""The configuration: what is read, what is refused and with which hint, and that every key is documented."""
+"""The configuration: what is read, what is refused and with which hint, and that every key is
+documented."""
 
 from __future__ import annotations
 
@@ -76,15 +77,32 @@ def test_a_file_and_what_lies_over_it(tmp_path: Path) -> None:
         ("model.tokenizer=/a folder/with=sign", "model", "tokenizer", "/a folder/with=sign"),
     ],
 )
-def test_overrides_in_toml_or_as_bare_strings(override: str, section: str, key: str, value: Any) -> None:
+def test_overrides_in_toml_or_as_bare_strings(
+    override: str, section: str, key: str, value: Any
+) -> None:
     config = load_config(overrides=[MODEL, override])
     assert getattr(getattr(config, section), key) == value
 
 
 def test_derived_values() -> None:
-    assert load_config(overrides=[MODEL, "scheduler.max_num_batched_tokens=100"]).max_prefill_tokens_beside_decode == 25
-    assert load_config(overrides=[MODEL, "scheduler.max_num_batched_tokens=2"]).max_prefill_tokens_beside_decode == 1
-    assert load_config(overrides=[MODEL, "scheduler.max_prefill_tokens_beside_decode=7"]).max_prefill_tokens_beside_decode == 7
+    assert (
+        load_config(
+            overrides=[MODEL, "scheduler.max_num_batched_tokens=100"]
+        ).max_prefill_tokens_beside_decode
+        == 25
+    )
+    assert (
+        load_config(
+            overrides=[MODEL, "scheduler.max_num_batched_tokens=2"]
+        ).max_prefill_tokens_beside_decode
+        == 1
+    )
+    assert (
+        load_config(
+            overrides=[MODEL, "scheduler.max_prefill_tokens_beside_decode=7"]
+        ).max_prefill_tokens_beside_decode
+        == 7
+    )
 
 
 def test_a_configuration_does_not_change() -> None:
@@ -95,7 +113,9 @@ def test_a_configuration_does_not_change() -> None:
     assert load_config(overrides=[MODEL]).server.served_model_names == []
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name
+)
 def test_the_examples_are_right(file: Path) -> None:
     config = load_config(file)
     assert config.server.served_model_names
@@ -109,7 +129,8 @@ def test_the_examples_are_right(file: Path) -> None:
     [
         ("model.pat=x", r"unknown key 'model\.pat' \(did you mean 'model\.path'\?\)"),
         ("scheduler.max_num_seq=1", r"did you mean 'scheduler\.max_num_seqs'"),
-        ("model.max_num_seqs=1", r"did you mean 'scheduler\.max_num_seqs'"),  # the right key in the wrong section
+        # the right key in the wrong section
+        ("model.max_num_seqs=1", r"did you mean 'scheduler\.max_num_seqs'"),
         ("cache.gpu_memory_utilisation=0.5", r"did you mean 'cache\.gpu_memory_utilization'"),
         ("schduler.policy=fcfs", r"unknown section 'schduler' \(did you mean 'scheduler'\?\)"),
         ("port=80", r"write section\.key \(did you mean 'server\.port'\?\)"),
@@ -121,9 +142,17 @@ def test_the_examples_are_right(file: Path) -> None:
         ("scheduler.plan_ahead=1", r"scheduler\.plan_ahead must be boolean, not 1"),
         ("model.max_model_len=long", r"model\.max_model_len must be integer, not 'long'"),
         ("model.path=[1]", r"model\.path must be string"),
-        ("server.served_model_names=x", r"server\.served_model_names must be list of string, not 'x'"),
+        (
+            "server.served_model_names=x",
+            r"server\.served_model_names must be list of string, not "
+            r"'x'",
+        ),
         ("server.served_model_names=[1]", r"server\.served_model_names must be string, not 1"),
-        ("model.dtype=float8", r"model\.dtype must be 'auto' \| .*not 'float8' \(did you mean 'float"),
+        (
+            "model.dtype=float8",
+            r"model\.dtype must be 'auto' \| .*not 'float8' \(did you mean "
+            r"'float",
+        ),
         ("scheduler.policy=lifo", r"'fcfs' \| 'priority'"),
     ],
 )
@@ -169,7 +198,11 @@ def test_an_inline_executor_is_one_worker(name: str) -> None:
     [
         ("path = 'x'", r"unknown section 'path'"),
         ("model = 'x'", r"'model' is a section, not a value"),
-        ("[model]\npath = 'x'\n[modle]\nseed = 1", r"unknown section 'modle' \(did you mean 'model'\?\)"),
+        (
+            "[model]\npath = 'x'\n[modle]\nseed = 1",
+            r"unknown section 'modle' \(did you mean "
+            r"'model'\?\)",
+        ),
         ("[model\npath", r"config\.toml: "),
     ],
 )
@@ -225,7 +258,9 @@ def test_the_command_line_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> 
         assert doc in output
 
 
-def test_the_command_line_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--config", str(tmp_path / "no.toml")]) == 2
     assert "no.toml" in capsys.readouterr().err
     assert main(["--set", MODEL, "--set", "server.prt=1"]) == 2

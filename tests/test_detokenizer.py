@@ -1,4 +1,5 @@
-"""Text that comes token by token: it must add up to the text of the whole, and never show half a character."""
+"""Text that comes token by token: it must add up to the text of the whole, and never show half a
+character."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from sentencepiece import SentencePieceProcessor
 from aioinfer.engine.detokenizer import DecodeRules
 from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import ConfigError
-from tests.real_tokenizers import TEXTS, mistral_folder, qwen_folder, sentencepiece_model, smollm2_folder
+from tests.real_tokenizers import (
+    TEXTS,
+    mistral_folder,
+    qwen_folder,
+    sentencepiece_model,
+    smollm2_folder,
+)
 
 FOLDERS = {"qwen": qwen_folder, "smollm2": smollm2_folder, "mistral": mistral_folder}
 
@@ -33,9 +40,14 @@ def tokenizer(request: pytest.FixtureRequest, all_tokenizers: dict[str, Tokenize
 
 
 @pytest.fixture(scope="session")
-def library(all_tokenizers: dict[str, Tokenizer], tokenizer_cache: Path) -> dict[str, tokenizers.Tokenizer]:
+def library(
+    all_tokenizers: dict[str, Tokenizer], tokenizer_cache: Path
+) -> dict[str, tokenizers.Tokenizer]:
     """The byte-level vocabularies as the library `tokenizers` has them."""
-    return {name: tokenizers.Tokenizer.from_file(str(FOLDERS[name](tokenizer_cache) / "tokenizer.json")) for name in ("qwen", "smollm2")}
+    return {
+        name: tokenizers.Tokenizer.from_file(str(FOLDERS[name](tokenizer_cache) / "tokenizer.json"))
+        for name in ("qwen", "smollm2")
+    }
 
 
 @pytest.fixture(scope="session")
@@ -44,10 +56,21 @@ def native() -> SentencePieceProcessor:
     return SentencePieceProcessor(model_file=str(sentencepiece_model()))
 
 
-def stream(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = (), skip: bool = True, cuts: Sequence[int] = ()) -> list[str]:
-    """Returns the pieces of a stream that is fed token by token, or cut at these places; the last one is the flush."""
+def stream(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    prompt: Sequence[int] = (),
+    skip: bool = True,
+    cuts: Sequence[int] = (),
+) -> list[str]:
+    """Returns the pieces of a stream that is fed token by token, or cut at these places; the last
+    one is the flush."""
     detokenizer = tokenizer.detokenizer(prompt, skip)
-    borders = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)}) if cuts else range(len(ids) + 1)
+    borders = (
+        sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+        if cuts
+        else range(len(ids) + 1)
+    )
     pieces = [detokenizer.step(ids[a:b]) for a, b in itertools.pairwise(borders)]
     return [*pieces, detokenizer.flush()]
 
@@ -70,9 +93,16 @@ def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, skip: bool):
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 2**32), count=st.integers(0, 60), skip=st.booleans(), cuts=st.lists(st.integers(0, 60), max_size=4))
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.integers(0, 60),
+    skip=st.booleans(),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_any_tokens_in_any_pieces_add_up(all_tokenizers, library, name: str, seed: int, count: int, skip: bool, cuts: list[int]):
+def test_any_tokens_in_any_pieces_add_up(
+    all_tokenizers, library, name: str, seed: int, count: int, skip: bool, cuts: list[int]
+):
     tokenizer = all_tokenizers[name]
     ids = some_ids(tokenizer, random.Random(seed), count)
     text = "".join(stream(tokenizer, ids, skip=skip, cuts=cuts))
@@ -83,11 +113,14 @@ def test_any_tokens_in_any_pieces_add_up(all_tokenizers, library, name: str, see
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 60))
-def test_byte_pieces_decode_as_in_sentencepiece(all_tokenizers, native: SentencePieceProcessor, seed: int, count: int):
+def test_byte_pieces_decode_as_in_sentencepiece(
+    all_tokenizers, native: SentencePieceProcessor, seed: int, count: int
+):
     tokenizer, source = all_tokenizers["mistral"], random.Random(seed)
     pools = [range(3, 259), range(3 + 0x80, 259), range(259, 32000)]
     ids = [source.choice(source.choice(pools)) for _ in range(count)]
-    if ids[:1] == [3 + ord(" ")]:  # a space at the start goes, however spelled, as in transformers; in sentencepiece not as a byte
+    # a space at the start goes, however spelled, as in transformers; in sentencepiece not as a byte
+    if ids[:1] == [3 + ord(" ")]:
         ids = ids[1:]
     assert "".join(stream(tokenizer, ids)) == native.decode(ids)
 
@@ -95,12 +128,16 @@ def test_byte_pieces_decode_as_in_sentencepiece(all_tokenizers, native: Sentence
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), text=st.text(max_size=20))
 @pytest.mark.parametrize("name", FOLDERS)
-def test_output_is_what_the_whole_has_beyond_the_prompt(all_tokenizers, name: str, seed: int, text: str):
+def test_output_is_what_the_whole_has_beyond_the_prompt(
+    all_tokenizers, name: str, seed: int, text: str
+):
     tokenizer = all_tokenizers[name]
     prompt = tokenizer.encode("A prompt:")
     output = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(prompt + output)
-    assert "".join(stream(tokenizer, output, prompt)) == whole.removeprefix(tokenizer.decode(prompt))
+    assert "".join(stream(tokenizer, output, prompt)) == whole.removeprefix(
+        tokenizer.decode(prompt)
+    )
 
 
 def test_the_space_before_the_first_word(all_tokenizers):
@@ -109,8 +146,10 @@ def test_the_space_before_the_first_word(all_tokenizers):
     assert stream(mistral, hello) == ["Hello", " world", ""]
     assert stream(mistral, hello, prompt=mistral.encode("Say:")) == [" Hello", " world", ""]
     assert stream(mistral, hello, prompt=[1]) == ["Hello", " world", ""]  # skipped, BOS is no text
-    assert stream(mistral, hello, prompt=[1], skip=False) == [" Hello", " world", ""]  # shown, it is
-    assert stream(mistral, [28705, *hello]) == ["", " Hello", " world", ""]  # a piece that is a space alone
+    # shown, it is
+    assert stream(mistral, hello, prompt=[1], skip=False) == [" Hello", " world", ""]
+    # a piece that is a space alone
+    assert stream(mistral, [28705, *hello]) == ["", " Hello", " world", ""]
 
 
 def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer):
@@ -126,7 +165,8 @@ def test_a_character_that_the_prompt_began(tokenizer: Tokenizer):
     cut = len(ids) - 1
     letter = tokenizer.encode("1x", add_special_tokens=False)[-1]
     assert "".join(stream(tokenizer, ids[cut:], prompt=ids[:cut])) == "🦜"
-    assert "".join(stream(tokenizer, [letter], prompt=ids[:cut])) == "x"  # the half character stays the prompt's
+    # the half character stays the prompt's
+    assert "".join(stream(tokenizer, [letter], prompt=ids[:cut])) == "x"
     assert "".join(stream(tokenizer, [], prompt=ids[:cut])) == ""
 
 
@@ -151,7 +191,9 @@ def test_special_tokens_are_shown_or_skipped(all_tokenizers):
 
 
 def test_endless_bytes_that_are_no_text_are_shown_at_once(tokenizer: Tokenizer):
-    single = {data: token for token in range(600) if len(data := tokenizer.token_text(token)[1]) == 1}
+    single = {
+        data: token for token in range(600) if len(data := tokenizer.token_text(token)[1]) == 1
+    }
     detokenizer = tokenizer.detokenizer()
     for count in range(1, 5001):
         text = detokenizer.step((single[b"\x80"],))
@@ -165,7 +207,8 @@ def test_the_cost_of_a_token_does_not_grow(tokenizer: Tokenizer):
     ids = some_ids(tokenizer, random.Random(3), 20_000)
     begin = time.perf_counter()
     stream(tokenizer, ids)
-    assert time.perf_counter() - begin < 4  # it takes 40 ms; at 20 000 tokens a quadratic way takes minutes
+    # it takes 40 ms; at 20 000 tokens a quadratic way takes minutes
+    assert time.perf_counter() - begin < 4
 
 
 def test_the_vocabulary_is_looked_up_only_where_it_is_used(all_tokenizers):
@@ -182,7 +225,9 @@ def test_the_vocabulary_is_looked_up_only_where_it_is_used(all_tokenizers):
         None,
         tokenizers.decoders.WordPiece(),
         tokenizers.decoders.Metaspace(),
-        tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", left=1)]),
+        tokenizers.decoders.Sequence(
+            [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", left=1)]
+        ),
         tokenizers.decoders.Strip("x", left=1),
     ],
     ids=["none", "WordPiece", "Metaspace", "ByteLevel and more", "Strip of x"],

@@ -54,7 +54,8 @@ def test_logits_side_by_side_are_the_whole(vocab_size: int, size: int, prepared:
             head.finalize()
         parts.append(head(hidden))
     logits = torch.cat(parts, dim=-1)
-    torch.testing.assert_close(logits, hidden @ weight.T, rtol=1e-5, atol=1e-5)  # no column of padding
+    # no column of padding
+    torch.testing.assert_close(logits, hidden @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

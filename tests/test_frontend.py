@@ -1,4 +1,5 @@
-"""The frontend over engines whose workers compute nothing: start, failures, what it refuses, drain and close."""
+"""The frontend over engines whose workers compute nothing: start, failures, what it refuses, drain
+and close."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class ScriptedExecutor:
         self.num_shutdowns = 0
 
     async def start(
-        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+        self,
+        on_result: Callable[[StepResult], None],
+        on_failure: Callable[[Exception], None],
+        on_progress: ProgressCallback,
     ) -> WorkerReport:
         self.fail = on_failure
         self.starting.set()
@@ -61,13 +65,18 @@ class Fleet:
 
     def __init__(self, folder: Path, config: Config, *lengths: int):
         self.folder = folder
-        self.executors = [ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, 64, length)) for length in lengths]
+        self.executors = [
+            ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, 64, length))
+            for length in lengths
+        ]
         self.frontend = Frontend(config, self.executors)
         self.progress: list[Any] = []
 
     async def begin(self) -> asyncio.Task[None]:
         """Returns the start, once all executors are at it."""
-        starting = asyncio.create_task(self.frontend.start(self.folder, lambda *told: self.progress.append(told)))
+        starting = asyncio.create_task(
+            self.frontend.start(self.folder, lambda *told: self.progress.append(told))
+        )
         for executor in self.executors:
             await executor.starting.wait()
         return starting
@@ -107,7 +116,9 @@ async def test_one_that_fails_to_start_ends_the_others(folder: Path, config: Con
     assert [executor.num_shutdowns for executor in fleet.executors] == [1, 1]
 
 
-async def test_what_the_configuration_cannot_have_is_told_as_it_is(folder: Path, config: Config) -> None:
+async def test_what_the_configuration_cannot_have_is_told_as_it_is(
+    folder: Path, config: Config
+) -> None:
     fleet = Fleet(folder, config, 900, 900)
     starting = await fleet.begin()
     for executor in fleet.executors:
@@ -118,7 +129,9 @@ async def test_what_the_configuration_cannot_have_is_told_as_it_is(folder: Path,
     await fleet.frontend.close()
 
 
-async def test_one_that_dies_while_another_starts_ends_the_start(folder: Path, config: Config) -> None:
+async def test_one_that_dies_while_another_starts_ends_the_start(
+    folder: Path, config: Config
+) -> None:
     fleet = Fleet(folder, config, 900, 900)
     starting = await fleet.begin()
     fleet.executors[0].may_start.set()
@@ -155,14 +168,18 @@ async def test_one_that_dies_ends_the_requests_of_all(folder: Path, config: Conf
         with pytest.raises(EngineDeadError, match=r"^engine 1: worker 0 hung$"):
             await anext(generation)
     assert not fleet.frontend.is_healthy()
-    assert [engine.dead_reason for engine in fleet.frontend.engines] == ["engine 1: worker 0 hung"] * 2
+    assert [engine.dead_reason for engine in fleet.frontend.engines] == [
+        "engine 1: worker 0 hung"
+    ] * 2
     with pytest.raises(EngineDeadError, match="engine 1"):
         await fleet.frontend.submit([1], GREEDY)
     await fleet.frontend.close()
 
 
 async def test_one_engine_has_no_number(folder: Path, config: Config) -> None:
-    fleet = Fleet(folder, replace(config, parallel=replace(config.parallel, data_parallel_size=1)), 900)
+    fleet = Fleet(
+        folder, replace(config, parallel=replace(config.parallel, data_parallel_size=1)), 900
+    )
     starting = await fleet.begin()
     fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
     with pytest.raises(EngineDeadError, match=r"^worker 0 was killed$"):
@@ -189,7 +206,9 @@ async def test_drain_and_close() -> None:
 async def test_the_prompts_hashes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     frontend = await make_frontend(4, 0.0, {"parallel.data_parallel_size": 3})
     calls = []
-    monkeypatch.setattr("aioinfer.engine.frontend.extend_hashes", lambda hashes, *rest: calls.append(hashes))
+    monkeypatch.setattr(
+        "aioinfer.engine.frontend.extend_hashes", lambda hashes, *rest: calls.append(hashes)
+    )
     await frontend.submit([5] * 100, replace(GREEDY, n=3))
     assert len(calls) == 1
     assert [len(engine._choices) for engine in frontend.engines] == [3, 0, 0]

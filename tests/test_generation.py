@@ -1,4 +1,5 @@
-"""The queue between the step loop and a reader: merging, errors, aborts, and the text of a completion."""
+"""The queue between the step loop and a reader: merging, errors, aborts, and the text of a
+completion."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ async def test_unfetched_deltas_merge_by_completion():
     generation.put(Delta(0, "b", [2], finish_reason="stop"))
     generation.put(Delta(1, "y", [8], finish_reason="length"))
     deltas = [d async for d in generation]
-    assert [(d.index, d.text, d.token_ids, d.finish_reason) for d in deltas] == [(0, "ab", [1, 2], "stop"), (1, "xy", [7, 8], "length")]
+    assert [(d.index, d.text, d.token_ids, d.finish_reason) for d in deltas] == [
+        (0, "ab", [1, 2], "stop"),
+        (1, "xy", [7, 8], "length"),
+    ]
 
 
 async def test_a_reader_wakes_when_a_delta_comes():
@@ -71,8 +75,11 @@ async def test_abort_after_the_end_does_nothing():
     assert aborted == []
 
 
-def take_all(tokenizer: Tokenizer, text: str, *, end_token: int | None = None, **params) -> tuple[str, str | None, str | None]:
-    """Feeds a completion the tokens of `text`, as the step loop would; returns (text, stop string, finish reason)."""
+def take_all(
+    tokenizer: Tokenizer, text: str, *, end_token: int | None = None, **params
+) -> tuple[str, str | None, str | None]:
+    """Feeds a completion the tokens of `text`, as the step loop would; returns (text, stop string,
+    finish reason)."""
     tokens = tokenizer.encode(text) + ([end_token] if end_token is not None else [])
     generation, _ = make_generation()
     request = Request("test", array("i", [1, 2]), 2, SamplingParams(**params), 2 + len(tokens))
@@ -81,7 +88,10 @@ def take_all(tokenizer: Tokenizer, text: str, *, end_token: int | None = None, *
     for number, token in enumerate(tokens):
         request.tokens.append(token)
         if number == len(tokens) - 1:
-            request.status, request.finish_reason = Status.FINISHED, "stop" if end_token is not None else "length"
+            request.status, request.finish_reason = (
+                Status.FINISHED,
+                "stop" if end_token is not None else "length",
+            )
         stop = choice.take(token, None)
         delta = generation._queue.pop(0)
         shown += delta.text

@@ -32,7 +32,9 @@ def write(folder: Path, **files: object) -> Path:
 
 
 def test_a_model_that_says_everything(tmp_path: Path):
-    defaults = GenerationDefaults.load(write(tmp_path, generation_config=QWEN3, config={"eos_token_id": 1}))
+    defaults = GenerationDefaults.load(
+        write(tmp_path, generation_config=QWEN3, config={"eos_token_id": 1})
+    )
     assert defaults.eos_token_ids == (151645, 151643)
     assert defaults.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
@@ -51,13 +53,26 @@ def test_end_tokens_from_where_they_are_named(tmp_path: Path, tokenizer_cache: P
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults((), {})
     assert GenerationDefaults.load(tmp_path, tokenizer).eos_token_ids == (2,)
-    assert GenerationDefaults.load(write(tmp_path, config={"eos_token_id": [7, 8]}), tokenizer).eos_token_ids == (7, 8)
-    assert GenerationDefaults.load(write(tmp_path, generation_config={"eos_token_id": None}), tokenizer).eos_token_ids == (7, 8)
-    assert GenerationDefaults.load(write(tmp_path, generation_config={"eos_token_id": 0}), tokenizer).eos_token_ids == (0,)
+    assert GenerationDefaults.load(
+        write(tmp_path, config={"eos_token_id": [7, 8]}), tokenizer
+    ).eos_token_ids == (7, 8)
+    assert GenerationDefaults.load(
+        write(tmp_path, generation_config={"eos_token_id": None}), tokenizer
+    ).eos_token_ids == (7, 8)
+    assert GenerationDefaults.load(
+        write(tmp_path, generation_config={"eos_token_id": 0}), tokenizer
+    ).eos_token_ids == (0,)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_p": 2}, {"top_k": "many"}, {"eos_token_id": "</s>"}, {"eos_token_id": ["</s>"]}]
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_p": 2},
+        {"top_k": "many"},
+        {"eos_token_id": "</s>"},
+        {"eos_token_id": ["</s>"]},
+    ],
 )
 def test_values_that_no_request_could_ask_for(tmp_path: Path, wrong: dict[str, object]):
     with pytest.raises(ConfigError, match=r"generation_config\.json"):

@@ -1,4 +1,5 @@
-"""Conversion of GGUF files: the real SmolLM2 against transformers' own reading, and tiny files of every family against their source."""
+"""Conversion of GGUF files: the real SmolLM2 against transformers' own reading, and tiny files of
+every family against their source."""
 
 from __future__ import annotations
 
@@ -39,29 +40,48 @@ def test_smollm2_is_as_transformers_reads_it(tmp_path: Path):
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, theirs["tensors"][name].float()), name
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id"):  # fmt: skip
+                 "max_position_embeddings", "tie_word_embeddings", "bos_token_id",
+                 "eos_token_id"):  # fmt: skip
         if name in theirs["config"]:
             assert getattr(config, name) == theirs["config"][name], name
     assert config.rope_parameters["rope_theta"] == theirs["config"]["rope_theta"] == 100_000
     assert config.rms_norm_eps == pytest.approx(theirs["config"]["rms_norm_eps"])
     arch = Architecture.load(tmp_path)
-    assert (arch.num_layers, arch.num_heads, arch.num_kv_heads, arch.head_size, arch.tie_word_embeddings) == (30, 9, 3, 64, True)
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    assert (
+        arch.num_layers,
+        arch.num_heads,
+        arch.num_kv_heads,
+        arch.head_size,
+        arch.tie_word_embeddings,
+    ) == (30, 9, 3, 64, True)
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     assert (tmp_path / "tokenizer.json").is_file()
 
 
 def write_gguf(
-    file: Path, folder: Path, family: str, change: Callable[[dict[str, Any], dict[str, np.ndarray]], object] | None = None
+    file: Path,
+    folder: Path,
+    family: str,
+    change: Callable[[dict[str, Any], dict[str, np.ndarray]], object] | None = None,
 ) -> Path:
-    """Writes a tiny model as llama.cpp's converter does; `change` may alter the metadata and the tensors first."""
+    """Writes a tiny model as llama.cpp's converter does; `change` may alter the metadata and the
+    tensors first."""
     config = json.loads((folder / "config.json").read_text())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+        heads = {
+            "q_proj": config["num_attention_heads"],
+            "k_proj": config["num_key_value_heads"],
+        }.get(name.split(".")[-2])
         values = tensor.float().numpy()
         if family == "llama" and heads:  # channel i and its partner n/2 further are made neighbours
-            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+            values = (
+                values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+            )
         stem, _, kind = name.rpartition(".")
         tensors[f"{names.get_name(stem)}.{kind}"] = np.ascontiguousarray(values)
     fields = {
@@ -79,7 +99,9 @@ def write_gguf(
         change(fields, tensors)
     writer = gguf.GGUFWriter(file, fields.pop("architecture", family))
     for key, value in fields.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[
+            type(value)
+        ]
         add(f"{family}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -111,7 +133,17 @@ def convert(file: Path) -> Path:
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
         ("qwen2", {"tie_word_embeddings": True}),
-        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}}),
+        (
+            "qwen2",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
         ("qwen3", {}),
     ],
     ids=str,
@@ -122,26 +154,50 @@ def test_tiny_models_come_back(tmp_path: Path, family: str, fields: dict[str, An
     def stretch(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         rope = fields.get("rope_parameters", {})
         if rope:
-            metadata |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+            metadata |= {
+                "rope.scaling.type": rope["rope_type"],
+                "rope.scaling.factor": rope["factor"],
+            }
         if "original_max_position_embeddings" in rope:
-            metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+            metadata["rope.scaling.original_context_length"] = rope[
+                "original_max_position_embeddings"
+            ]
 
     folder = convert(write_gguf(tmp_path / "model.gguf", source, family, stretch))
-    expected, converted = load_file(source / "model.safetensors"), load_file(folder / "model.safetensors")
+    expected, converted = (
+        load_file(source / "model.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
     assert converted.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(converted[name], tensor), name
     text = {0: [5, 99, 17, 17, 3, 60, 8]}
-    logits = [PagedModel(load_model(place, ParallelGroup.single()), 4).step(text)[0] for place in (source, folder)]
+    logits = [
+        PagedModel(load_model(place, ParallelGroup.single()), 4).step(text)[0]
+        for place in (source, folder)
+    ]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-4)
     assert AutoConfig.from_pretrained(folder).eos_token_id == 4
 
 
 def test_llama_3_stretches_by_a_table(tmp_path: Path):
-    """The file holds what the wavelengths are divided by, as llama.cpp computes it; the folder Llama 3's own parameters."""
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    """The file holds what the wavelengths are divided by, as llama.cpp computes it; the folder
+    Llama 3's own parameters."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope["original_max_position_embeddings"] = 8192
-    source = tiny_model("llama", tmp_path / "source", vocab_size=len(TOKENS), rope_parameters=rope, max_position_embeddings=16384)
+    source = tiny_model(
+        "llama",
+        tmp_path / "source",
+        vocab_size=len(TOKENS),
+        rope_parameters=rope,
+        max_position_embeddings=16384,
+    )
     config = AutoConfig.from_pretrained(source)
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500_000.0 ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
@@ -153,7 +209,10 @@ def test_llama_3_stretches_by_a_table(tmp_path: Path):
     folder = convert(write_gguf(tmp_path / "model.gguf", source, "llama", stretch))
     assert Architecture.load(folder).rope == Architecture.load(source).rope
     text = {0: [5, 99, 17, 17, 3, 60, 8]}
-    logits = [PagedModel(load_model(place, ParallelGroup.single()), 4).step(text)[0] for place in (source, folder)]
+    logits = [
+        PagedModel(load_model(place, ParallelGroup.single()), 4).step(text)[0]
+        for place in (source, folder)
+    ]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-4)
 
 
@@ -166,19 +225,40 @@ def test_biases_of_queries_are_reordered_too(tmp_path: Path):
 
     folder = convert(write_gguf(tmp_path / "model.gguf", source, "llama", without_output_bias))
     name = "model.layers.1.self_attn.k_proj.bias"
-    assert torch.equal(load_file(folder / "model.safetensors")[name], load_file(source / "model.safetensors")[name])
+    assert torch.equal(
+        load_file(folder / "model.safetensors")[name], load_file(source / "model.safetensors")[name]
+    )
     assert Architecture.load(folder).qkv_bias
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda fields, tensors: fields.update(architecture="bert"), "architecture 'bert'.*llama, qwen2, qwen3"),
+        (
+            lambda fields, tensors: fields.update(architecture="bert"),
+            "architecture 'bert'.*llama, qwen2, qwen3",
+        ),
         (lambda fields, tensors: fields.pop("block_count"), r"lacks llama\.block_count"),
-        (lambda fields, tensors: fields.update({"rope.scaling.type": "longrope"}), "'longrope'.*only 'linear' and 'yarn'"),
-        (lambda fields, tensors: fields.update({"rope.scaling.type": "yarn"}), r"lacks llama\.rope\.scaling\.factor"),
-        (lambda fields, tensors: tensors.update({"rope_freqs.weight": np.linspace(1, 2, 8, dtype=np.float32)}), "not Llama 3's"),
-        (lambda fields, tensors: tensors.update({"blk.0.ffn_gate_exps.weight": np.ones(8, np.float32)}), r"blk\.0\.ffn_gate_exps\.weight"),
+        (
+            lambda fields, tensors: fields.update({"rope.scaling.type": "longrope"}),
+            "'longrope'.*only 'linear' and 'yarn'",
+        ),
+        (
+            lambda fields, tensors: fields.update({"rope.scaling.type": "yarn"}),
+            r"lacks llama\.rope\.scaling\.factor",
+        ),
+        (
+            lambda fields, tensors: tensors.update(
+                {"rope_freqs.weight": np.linspace(1, 2, 8, dtype=np.float32)}
+            ),
+            "not Llama 3's",
+        ),
+        (
+            lambda fields, tensors: tensors.update(
+                {"blk.0.ffn_gate_exps.weight": np.ones(8, np.float32)}
+            ),
+            r"blk\.0\.ffn_gate_exps\.weight",
+        ),
         (lambda fields, tensors: tensors.pop("token_embd.weight"), r"no token_embd\.weight"),
     ],
     ids=["architecture", "field", "rope", "factor", "rope table", "experts", "embedding"],
@@ -190,7 +270,9 @@ def test_models_that_are_not_supported(tmp_path: Path, change: Callable[..., obj
         convert(file)
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all", b"GGUF" + bytes(range(60)), None], ids=str)
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"not a model at all", b"GGUF" + bytes(range(60)), None], ids=str
+)
 def test_files_that_are_not_gguf(tmp_path: Path, content: bytes | None):
     if content is None:  # a download that was cut off
         source = tiny_model("llama", tmp_path / "source", vocab_size=len(TOKENS))

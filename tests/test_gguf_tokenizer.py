@@ -31,20 +31,27 @@ from tests.real_tokenizers import (
 )
 
 #: As OpenAI and Meta published them with their vocabularies (in tiktoken's form).
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 LLAMA3_PATTERN = QWEN_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-#: The two tokens that a control and a user-defined token are added as, after the reduced vocabulary.
+#: The two tokens that a control and a user-defined token are added as, after the reduced
+#: vocabulary.
 CONTROL, USER_DEFINED = "<|begin▁of text|>", "<think>"
 
 
 @pytest.fixture(scope="session")
 def ranks() -> dict[bytes, int]:
-    """The first 2000 tokens of Qwen's vocabulary: enough for merges of every kind, few enough to be quick."""
+    """The first 2000 tokens of Qwen's vocabulary: enough for merges of every kind, few enough to be
+    quick."""
     return {token: rank for token, rank in tiktoken_ranks(qwen_ranks_file()).items() if rank < 2000}
 
 
-def write_gguf(file: Path, model: str, tokens: Sequence[str], types: Sequence[int], **fields: Any) -> Path:
-    """Writes a GGUF file that holds a tokenizer and nothing else; `fields` are further ones under `tokenizer.`."""
+def write_gguf(
+    file: Path, model: str, tokens: Sequence[str], types: Sequence[int], **fields: Any
+) -> Path:
+    """Writes a GGUF file that holds a tokenizer and nothing else; `fields` are further ones under
+    `tokenizer.`."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -74,12 +81,21 @@ def convert(file: Path, folder: Path) -> Tokenizer:
 
 
 def write_byte_level(file: Path, ranks: Mapping[bytes, int], pre: str, **fields: Any) -> Path:
-    """Writes a GGUF file with a byte-level vocabulary and two added tokens, the way llama.cpp's converter does."""
+    """Writes a GGUF file with a byte-level vocabulary and two added tokens, the way llama.cpp's
+    converter does."""
     vocab, merges = byte_level_vocabulary(dict(ranks))
     tokens = [*sorted(vocab, key=vocab.__getitem__), CONTROL, USER_DEFINED]
-    types = [gguf.TokenType.NORMAL] * len(vocab) + [gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED]
+    types = [gguf.TokenType.NORMAL] * len(vocab) + [
+        gguf.TokenType.CONTROL,
+        gguf.TokenType.USER_DEFINED,
+    ]
     merge_lines = [f"{left} {right}" for left, right in merges]
-    given = {"ggml.pre": pre, "ggml.merges": merge_lines, "ggml.bos_token_id": len(vocab), "ggml.eos_token_id": len(vocab)}
+    given = {
+        "ggml.pre": pre,
+        "ggml.merges": merge_lines,
+        "ggml.bos_token_id": len(vocab),
+        "ggml.eos_token_id": len(vocab),
+    }
     return write_gguf(file, "gpt2", tokens, types, **(given | fields))
 
 
@@ -88,20 +104,26 @@ def test_smollm2_is_as_transformers_converts_it(tokenizer_cache: Path):
     reference = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
     source = random.Random(2)
-    texts = TEXTS + ["".join(source.choice("ab é世\n\t.,-'<|>") for _ in range(40)) for _ in range(300)]
+    texts = TEXTS + [
+        "".join(source.choice("ab é世\n\t.,-'<|>") for _ in range(40)) for _ in range(300)
+    ]
     for text in texts:
-        if not re.search(r"\s\s\d|[^\x00-\x7f]", "".join(re.findall(r"\s*\d", text))):  # see the next test
+        # see the next test
+        if not re.search(r"\s\s\d|[^\x00-\x7f]", "".join(re.findall(r"\s*\d", text))):
             assert tokenizer.encode(text) == reference(text).input_ids, text
     messages = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.encode_chat(messages) == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(messages) == reference.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, 49152)
     assert tokenizer.special_ids == set(range(17))
 
 
 def test_smollm2_splits_digits_off_the_space_before_them(tokenizer_cache: Path):
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache))
-    # The published tokenizer takes digits (of any script) apart first, so that the spaces before one stay together.
-    # Transformers' conversion does not know this pre-tokenizer, and gives [81, 216, 216, 33] for the first text.
+    # The published tokenizer takes digits (of any script) apart first, so that the spaces before
+    # one stay together. Transformers' conversion does not know this pre-tokenizer, and gives [81,
+    # 216, 216, 33] for the first text.
     assert tokenizer.encode("a  1") == [81, 256, 33]
     assert tokenizer.encode("Hello world! 123") == [19556, 905, 17, 216, 33, 34, 35]
     assert tokenizer.encode("  multiple   spaces") == [216, 2701, 256, 5600]
@@ -109,22 +131,39 @@ def test_smollm2_splits_digits_off_the_space_before_them(tokenizer_cache: Path):
 
 @pytest.mark.parametrize(
     ("pre", "pattern"),
-    [("gpt-2", GPT2_PATTERN), ("qwen2", QWEN_PATTERN), ("llama-bpe", LLAMA3_PATTERN), ("tekken", None)],
+    [
+        ("gpt-2", GPT2_PATTERN),
+        ("qwen2", QWEN_PATTERN),
+        ("llama-bpe", LLAMA3_PATTERN),
+        ("tekken", None),
+    ],
     ids=["gpt-2", "qwen2", "llama-bpe", "tekken"],
 )
-def test_pre_tokenizers_split_as_their_models_do(tmp_path: Path, ranks: dict[bytes, int], pre: str, pattern: str | None):
+def test_pre_tokenizers_split_as_their_models_do(
+    tmp_path: Path, ranks: dict[bytes, int], pre: str, pattern: str | None
+):
     if pattern is None:
-        tekken = json.loads(packaged_file("mistral-common", "mistral_common/data/tekken_240718.json").read_bytes())
+        tekken = json.loads(
+            packaged_file("mistral-common", "mistral_common/data/tekken_240718.json").read_bytes()
+        )
         pattern = tekken["config"]["pattern"]
     tokenizer = convert(write_byte_level(tmp_path / "model.gguf", ranks, pre), tmp_path / "model")
-    reference = tiktoken.Encoding(pre, pat_str=pattern, mergeable_ranks=ranks, special_tokens={CONTROL: 2000, USER_DEFINED: 2001})
+    reference = tiktoken.Encoding(
+        pre,
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens={CONTROL: 2000, USER_DEFINED: 2001},
+    )
     source = random.Random(11)
-    texts = TEXTS + ["".join(source.choice("aB1é世 \n\t.,/-'sS\r²٣ǅ") for _ in range(30)) for _ in range(300)]
+    texts = TEXTS + [
+        "".join(source.choice("aB1é世 \n\t.,/-'sS\r²٣ǅ") for _ in range(30)) for _ in range(300)
+    ]
     texts += [f"x{CONTROL} y{USER_DEFINED}z"]
     again = AutoTokenizer.from_pretrained(tmp_path / "model")
     bos = [2000] if pre in ("llama-bpe", "tekken") else []
     for text in texts:
-        if pre == "qwen2" and "e\u0301" in text:  # Qwen composes characters first, which tiktoken knows nothing of
+        # Qwen composes characters first, which tiktoken knows nothing of
+        if pre == "qwen2" and "e\u0301" in text:
             continue
         ids = reference.encode(text, allowed_special="all")
         assert tokenizer.encode(text) == again(text).input_ids == bos + ids, text
@@ -132,12 +171,16 @@ def test_pre_tokenizers_split_as_their_models_do(tmp_path: Path, ranks: dict[byt
 
 
 def test_qwen_composes_characters(tmp_path: Path, ranks: dict[bytes, int]):
-    tokenizer = convert(write_byte_level(tmp_path / "model.gguf", ranks, "qwen2"), tmp_path / "model")
+    tokenizer = convert(
+        write_byte_level(tmp_path / "model.gguf", ranks, "qwen2"), tmp_path / "model"
+    )
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 
 
 def test_added_tokens_keep_their_ids_and_their_kind(tmp_path: Path, ranks: dict[bytes, int]):
-    tokenizer = convert(write_byte_level(tmp_path / "model.gguf", ranks, "qwen2"), tmp_path / "model")
+    tokenizer = convert(
+        write_byte_level(tmp_path / "model.gguf", ranks, "qwen2"), tmp_path / "model"
+    )
     assert tokenizer.vocab_size == 2002
     assert tokenizer.special_ids == {2000}
     assert tokenizer.decode([2000, 2001]) == USER_DEFINED
@@ -157,7 +200,9 @@ def test_added_tokens_keep_their_ids_and_their_kind(tmp_path: Path, ranks: dict[
 def test_tokens_around_the_text_are_as_the_file_says(
     tmp_path: Path, ranks: dict[bytes, int], fields: dict[str, Any], around: tuple[bool, bool]
 ):
-    tokenizer = convert(write_byte_level(tmp_path / "model.gguf", ranks, "gpt-2", **fields), tmp_path / "model")
+    tokenizer = convert(
+        write_byte_level(tmp_path / "model.gguf", ranks, "gpt-2", **fields), tmp_path / "model"
+    )
     assert tokenizer.encode("a") == [2000] * around[0] + [64] + [2000] * around[1]
 
 
@@ -168,7 +213,9 @@ def test_chat_templates(tmp_path: Path, ranks: dict[bytes, int]):
         "chat_template.tool_use": "tools {{ messages[0].content }}",
         "chat_template.../outside": "outside",
     }
-    tokenizer = convert(write_byte_level(tmp_path / "model.gguf", ranks, "gpt-2", **fields), tmp_path / "model")
+    tokenizer = convert(
+        write_byte_level(tmp_path / "model.gguf", ranks, "gpt-2", **fields), tmp_path / "model"
+    )
     messages = [{"role": "user", "content": "Hi"}]
     assert tokenizer.render_chat(messages) == "plain Hi"
     assert tokenizer.render_chat(messages, tools=[{"type": "function"}]) == "tools Hi"
@@ -177,15 +224,25 @@ def test_chat_templates(tmp_path: Path, ranks: dict[bytes, int]):
 
 @pytest.fixture(scope="session")
 def pieces() -> sentencepiece_bpe.Pieces:
-    """A third of Mistral's vocabulary: control tokens, user-defined ones, bytes, frequent words, and all characters."""
+    """A third of Mistral's vocabulary: control tokens, user-defined ones, bytes, frequent words,
+    and all characters."""
     whole, _ = sentencepiece_bpe.read_model(sentencepiece_model(3))
-    rows = [row for index, row in enumerate(zip(*whole, strict=True)) if index < 6000 or len(row[0]) == 1]
+    rows = [
+        row
+        for index, row in enumerate(zip(*whole, strict=True))
+        if index < 6000 or len(row[0]) == 1
+    ]
     return sentencepiece_bpe.Pieces(*zip(*rows, strict=True))
 
 
 def write_sentencepiece(file: Path, pieces: sentencepiece_bpe.Pieces, **fields: Any) -> Path:
     """Writes a GGUF file with a sentencepiece vocabulary, the way llama.cpp's converter does."""
-    given = {"ggml.scores": list(pieces.scores), "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0}
+    given = {
+        "ggml.scores": list(pieces.scores),
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }
     return write_gguf(file, "llama", pieces.texts, pieces.types, **(given | fields))
 
 
@@ -197,13 +254,23 @@ def test_sentencepiece_vocabularies(tmp_path: Path, pieces: sentencepiece_bpe.Pi
     again = AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in TEXTS:
         ids = tokenizer.encode(text)
-        assert ids == reference(text).input_ids == again(text).input_ids == [1, *same.encode(text).ids], text
-    assert tokenizer.special_ids == {index for index, kind in enumerate(pieces.types) if kind in (2, 3)}
+        assert (
+            ids == reference(text).input_ids == again(text).input_ids == [1, *same.encode(text).ids]
+        ), text
+    assert tokenizer.special_ids == {
+        index for index, kind in enumerate(pieces.types) if kind in (2, 3)
+    }
     assert tokenizer.decode(tokenizer.encode("Hello 世界 🦜")) == "Hello 世界 🦜"
 
 
-def test_a_sentencepiece_vocabulary_without_a_space_before_the_text(tmp_path: Path, pieces: sentencepiece_bpe.Pieces):
-    file = write_sentencepiece(tmp_path / "model.gguf", pieces, **{"ggml.add_space_prefix": False, "ggml.add_bos_token": False})
+def test_a_sentencepiece_vocabulary_without_a_space_before_the_text(
+    tmp_path: Path, pieces: sentencepiece_bpe.Pieces
+):
+    file = write_sentencepiece(
+        tmp_path / "model.gguf",
+        pieces,
+        **{"ggml.add_space_prefix": False, "ggml.add_bos_token": False},
+    )
     tokenizer = convert(file, tmp_path / "model")
     ids = tokenizer.encode("the time")
     assert [pieces.texts[token] for token in ids] == ["the", "▁time"]
@@ -214,7 +281,11 @@ def test_a_sentencepiece_vocabulary_without_a_space_before_the_text(tmp_path: Pa
     ("model", "fields", "message"),
     [
         ("bert", {}, "'bert'.*known are 'gpt2' and 'llama'"),
-        ("gpt2", {"ggml.pre": "poro-chat", "ggml.merges": ["a b"]}, "pre-tokenizer 'poro-chat' is not known.*smollm"),
+        (
+            "gpt2",
+            {"ggml.pre": "poro-chat", "ggml.merges": ["a b"]},
+            "pre-tokenizer 'poro-chat' is not known.*smollm",
+        ),
         ("gpt2", {"ggml.merges": ["a b"]}, "pre-tokenizer 'default'"),
         ("gpt2", {"ggml.pre": "gpt-2"}, "lacks 'ggml.merges'"),
         ("gpt2", {"ggml.pre": "gpt-2", "ggml.merges": ["a c"]}, "cannot be read"),
@@ -222,7 +293,9 @@ def test_a_sentencepiece_vocabulary_without_a_space_before_the_text(tmp_path: Pa
     ],
     ids=["kind", "pre", "no pre", "no merges", "wrong merge", "no scores"],
 )
-def test_files_that_cannot_be_converted(tmp_path: Path, model: str, fields: dict[str, Any], message: str):
+def test_files_that_cannot_be_converted(
+    tmp_path: Path, model: str, fields: dict[str, Any], message: str
+):
     file = write_gguf(tmp_path / "model.gguf", model, ["a", "b"], [1, 1], **fields)
     with pytest.raises(ConfigError, match=rf"{message}.*model\.tokenizer"):
         write_tokenizer(gguf.GGUFReader(file), tmp_path)

@@ -1,4 +1,7 @@
-"""The ladders' sizes. That graphs compute what launches do is for a GPU to show: tests/gpu/test_mixed_steps.py."""
+"""The ladders' sizes.
+
+That graphs compute what launches do is for a GPU to show: tests/gpu/test_mixed_steps.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The heartbeat says what a rank of another process is doing, and for how long; the pulse, whether that process runs at all."""
+"""The heartbeat says what a rank of another process is doing, and for how long; the pulse, whether
+that process runs at all."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ def test_states_of_several_ranks() -> None:
     heartbeat = Heartbeat(70)  # more than a page of them
     assert heartbeat.describe(0) == "rank 0 has begun no step"
     heartbeat.begin(69, 0)
-    assert re.fullmatch(r"rank 69 was executing step 0, last heartbeat 0\.\d s ago", heartbeat.describe(69))
+    assert re.fullmatch(
+        r"rank 69 was executing step 0, last heartbeat 0\.\d s ago", heartbeat.describe(69)
+    )
     heartbeat.finish(69, 0)
-    assert re.fullmatch(r"rank 69 was waiting for a plan after step 0, last heartbeat 0\.\d s ago", heartbeat.describe(69))
+    assert re.fullmatch(
+        r"rank 69 was waiting for a plan after step 0, last heartbeat 0\.\d s ago",
+        heartbeat.describe(69),
+    )
     assert heartbeat.describe(68) == "rank 68 has begun no step"
     heartbeat.close()
 
@@ -47,7 +53,9 @@ def begin_from_elsewhere(heartbeat: Heartbeat) -> None:
 def test_another_process_is_seen() -> None:
     before = len(os.listdir("/dev/shm"))
     heartbeat = Heartbeat(2)
-    process = multiprocessing.get_context("spawn").Process(target=begin_from_elsewhere, args=(heartbeat,))
+    process = multiprocessing.get_context("spawn").Process(
+        target=begin_from_elsewhere, args=(heartbeat,)
+    )
     process.start()
     process.join(20)
     assert process.exitcode == 0
@@ -77,7 +85,8 @@ def test_who_keeps_a_step_from_its_end() -> None:
 
 SLEEPS = "import sys; print('up', flush=True); sys.stdin.read()"
 KEEPS_THE_INTERPRETER = "print('up', flush=True); sum(range(10**12))"
-#: What a spawned process is given to open is a pipe without a writer: its parent cannot be interrupted until it is open.
+#: What a spawned process is given to open is a pipe without a writer: its parent cannot be
+#: interrupted until it is open.
 HANGS_IN_A_CALL = """
 import os, sys
 os.mkfifo(sys.argv[1])
@@ -90,7 +99,9 @@ LOOK_EVERY_S, LOST_AFTER_S = 0.05, 0.4
 @contextmanager
 def script(text: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Python process that has said that it is up."""
-    process = subprocess.Popen([sys.executable, "-Sc", text, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-Sc", text, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
@@ -106,7 +117,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     os.waitpid(process.pid, os.WUNTRACED)
 
 
-def watch(processes: list[subprocess.Popen[bytes]], seconds: float, before_each_look: Callable[[], None] = lambda: None) -> dict[int, str]:
+def watch(
+    processes: list[subprocess.Popen[bytes]],
+    seconds: float,
+    before_each_look: Callable[[], None] = lambda: None,
+) -> dict[int, str]:
     """Looks at processes for some time, and returns those that are found lost, by their number."""
     pulse = Pulse(LOOK_EVERY_S, LOST_AFTER_S)
     for process in processes:
@@ -131,13 +146,17 @@ def test_a_stopped_process_is_lost() -> None:
     with script(SLEEPS) as sleeper, script(SLEEPS) as stopped:
         stop(stopped)
         began = time.monotonic()
-        assert watch([sleeper, stopped], 20) == {1: "has not run for 0 s: it is stopped, as by SIGSTOP"}
+        assert watch([sleeper, stopped], 20) == {
+            1: "has not run for 0 s: it is stopped, as by SIGSTOP"
+        }
         assert time.monotonic() - began >= LOST_AFTER_S
 
 
 def test_a_process_in_a_call_that_cannot_be_interrupted_is_lost(tmp_path: Path) -> None:
     with script(HANGS_IN_A_CALL, tmp_path / "fifo") as hung:
-        assert watch([hung], 20) == {0: "has not run for 0 s: it hangs in a system call that cannot be interrupted"}
+        assert watch([hung], 20) == {
+            0: "has not run for 0 s: it hangs in a system call that cannot be interrupted"
+        }
         os.close(os.open(tmp_path / "fifo", os.O_WRONLY))  # lets the spawned process go
 
 

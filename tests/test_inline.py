@@ -53,7 +53,9 @@ async def test_a_failing_step_is_told_once(folder: Path) -> None:
 
 
 async def test_errors_of_the_start_arrive(folder: Path) -> None:
-    executor = InlineExecutor(tiny_config(folder, executor="inline", **{"model.max_model_len": 500}), folder)
+    executor = InlineExecutor(
+        tiny_config(folder, executor="inline", **{"model.max_model_len": 500}), folder
+    )
     with pytest.raises(ConfigError, match=r"model\.max_model_len = 500 needs 125 KV blocks"):
         await Run(executor).start()
     await executor.shutdown()

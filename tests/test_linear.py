@@ -1,4 +1,5 @@
-"""Linear layers before and after they are prepared for the CPU, and what a target says of a checkpoint."""
+"""Linear layers before and after they are prepared for the CPU, and what a target says of a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -38,17 +39,29 @@ def test_preparing_changes_no_result(rows: int, dtype: torch.dtype, bias: bool):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("out_features", "in_features"), [(16, 8), (8, 16), (18, 9), (9, 18), (7, 5), (5, 7)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(16, 8), (8, 16), (18, 9), (9, 18), (7, 5), (5, 7)]
+)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_every_layout_gives_the_product(threads: int, out_features: int, in_features: int, rows: int):
+def test_every_layout_gives_the_product(
+    threads: int, out_features: int, in_features: int, rows: int
+):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        weight, bias, x = torch.randn(out_features, in_features), torch.randn(out_features), torch.randn(rows, in_features)
+        weight, bias, x = (
+            torch.randn(out_features, in_features),
+            torch.randn(out_features),
+            torch.randn(rows, in_features),
+        )
         packed = pack_weight(weight)
         assert packed is not None
-        torch.testing.assert_close(packed.multiply(x, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(packed.multiply(x, None), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            packed.multiply(x, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            packed.multiply(x, None), F.linear(x, weight), rtol=1e-5, atol=1e-5
+        )
     finally:
         torch.set_num_threads(before)
 

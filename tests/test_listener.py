@@ -1,4 +1,5 @@
-"""The listening sockets: addresses, TLS, Unix sockets, and what happens when there are too many connections."""
+"""The listening sockets: addresses, TLS, Unix sockets, and what happens when there are too many
+connections."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ async def num_descriptors() -> int:
 async def close(*connections: Connection) -> None:
     for _, writer in connections:
         writer.close()
-    await asyncio.gather(*(writer.wait_closed() for _, writer in connections), return_exceptions=True)
+    await asyncio.gather(
+        *(writer.wait_closed() for _, writer in connections), return_exceptions=True
+    )
 
 
 # ---------------------------------------------------------------- the bound
@@ -106,13 +109,16 @@ async def test_descriptors_stay_bounded() -> None:
     async with asyncio.timeout(5):
         while server._listener._num_refused < listener._MAX_REFUSED:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0)
-    assert await num_descriptors() - before <= len(clients) + 4 + listener._MAX_REFUSED + 8  # the loop takes some for itself
+    # the loop takes some for itself
+    assert await num_descriptors() - before <= len(clients) + 4 + listener._MAX_REFUSED + 8
     await close(*clients)
     await server.close()
     assert await num_descriptors() <= before
 
 
-async def test_those_who_do_not_take_their_refusal_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_who_do_not_take_their_refusal_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listener, "_REFUSAL_TIMEOUT_S", 0.05)
     server = make_server(max_connections=1)
     url = await server.start()
@@ -143,7 +149,9 @@ class Starved:
         return self._sock.accept()
 
 
-async def test_accepting_goes_on_when_descriptors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_accepting_goes_on_when_descriptors_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listener, "_PAUSE_S", 0.05)
     server = make_server()
     url = await server.start()
@@ -170,7 +178,9 @@ async def test_accepting_goes_on_when_descriptors_come_back(monkeypatch: pytest.
         (100, 100, 100, 1),
     ],
 )
-def test_descriptors_are_asked_for(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, expected: int) -> None:
+def test_descriptors_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, expected: int
+) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
@@ -205,12 +215,15 @@ async def test_handshakes_under_way_count(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises((ConnectionError, ssl.SSLError)):
         await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="localhost")
     silent[0][1].write(b"this is no handshake")
-    assert await asyncio.wait_for(silent[0][0].read(), 5) is not None  # the server has given up on it
+    # the server has given up on it
+    assert await asyncio.wait_for(silent[0][0].read(), 5) is not None
     await close(*silent)
     async with asyncio.timeout(5):
         while True:
             try:
-                connection = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="localhost")
+                connection = await asyncio.open_connection(
+                    "127.0.0.1", port, ssl=tls, server_hostname="localhost"
+                )
                 break
             except (ConnectionError, ssl.SSLError):
                 await asyncio.sleep(0.01)
@@ -221,10 +234,18 @@ async def test_handshakes_under_way_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("certificate", "key"),
-    [("none.pem", "key.pem"), ("key.pem", "key.pem"), ("certificate.pem", None), ("certificate.pem", "encrypted.pem")],
+    [
+        ("none.pem", "key.pem"),
+        ("key.pem", "key.pem"),
+        ("certificate.pem", None),
+        ("certificate.pem", "encrypted.pem"),
+    ],
 )
 def test_a_certificate_that_cannot_be_used(certificate: str, key: str | None) -> None:
-    settings = {"server.tls_certificate": str(TLS / certificate), "server.tls_key": None if key is None else str(TLS / key)}
+    settings = {
+        "server.tls_certificate": str(TLS / certificate),
+        "server.tls_key": None if key is None else str(TLS / key),
+    }
     with pytest.raises(ConfigError, match=r"server\.tls_certificate = .*, server\.tls_key = "):
         tls_context(load_config(None, {"model.path": "x"} | settings).server)
 
@@ -293,7 +314,9 @@ async def test_a_file_is_not_replaced(tmp_path: Path) -> None:
 async def test_tls_over_a_unix_socket(tmp_path: Path) -> None:
     server: HttpServer = make_server(unix_socket=str(tmp_path / "socket"), **CERTIFIED)
     await server.start()
-    connection = await asyncio.open_unix_connection(tmp_path / "socket", ssl=trusting(), server_hostname="localhost")
+    connection = await asyncio.open_unix_connection(
+        tmp_path / "socket", ssl=trusting(), server_hostname="localhost"
+    )
     assert await status_of(connection) == 200
     await close(connection)
     await server.close()

@@ -1,4 +1,5 @@
-"""Filling a model: from one file, from shards, at random; and the message for each way in which files can be wrong."""
+"""Filling a model: from one file, from shards, at random; and the message for each way in which
+files can be wrong."""
 
 from __future__ import annotations
 
@@ -31,9 +32,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(
-    folder: Path, load_format: str = "auto", seed: int = 0, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1
+    folder: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+    size: int = 1,
 ) -> CausalLM:
-    model = build_model(Architecture.load(folder), ParallelGroup(rank, size), dtype, torch.device("cpu"))
+    model = build_model(
+        Architecture.load(folder), ParallelGroup(rank, size), dtype, torch.device("cpu")
+    )
     load_weights(model, folder, load_format, seed, lambda done, total: None)
     return model
 
@@ -59,9 +67,14 @@ def shard(folder: Path) -> Tensors:
     """Distributes the tensors over three files, as large checkpoints are; returns them."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    place = {name: f"model-{number % 3 + 1:05}-of-00003.safetensors" for number, name in enumerate(tensors)}
+    place = {
+        name: f"model-{number % 3 + 1:05}-of-00003.safetensors"
+        for number, name in enumerate(tensors)
+    }
     for file in set(place.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file)
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if place[name] == file}, folder / file
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
     return tensors
 
@@ -88,7 +101,13 @@ def test_a_file_by_any_name(folder: Path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_are_converted(folder: Path, dtype: torch.dtype):
-    assert_same(load(folder, dtype=dtype), {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()})
+    assert_same(
+        load(folder, dtype=dtype),
+        {
+            name: tensor.to(dtype)
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        },
+    )
 
 
 def test_ranks_take_their_parts(folder: Path):
@@ -105,7 +124,8 @@ def test_ranks_take_their_parts(folder: Path):
 
 
 class CountedSlices:
-    """An open safetensors file, or one tensor in it, which counts the bytes of the slices that are taken."""
+    """An open safetensors file, or one tensor in it, which counts the bytes of the slices that are
+    taken."""
 
     def __init__(self, opened: Any, taken: Counter[str], name: str = ""):
         self._opened, self._taken, self._name = opened, taken, name
@@ -131,28 +151,54 @@ class CountedSlices:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_rank_reads_its_parts_alone(folder: Path, size: int, monkeypatch: pytest.MonkeyPatch):
     """What several ranks read are norms, the biases of sums, and KV heads that they share."""
-    whole = {name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    whole = {
+        name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     taken = [Counter[str]() for _ in range(size)]
     for rank in range(size):
-        monkeypatch.setattr(loader, "_open", lambda file, rank=rank: CountedSlices(open_tensors(file), taken[rank]))
+        monkeypatch.setattr(
+            loader, "_open", lambda file, rank=rank: CountedSlices(open_tensors(file), taken[rank])
+        )
         load(folder, rank=rank, size=size)
-    sharers = {name: size if "norm" in name or name.endswith("o_proj.bias") else 1 for name in whole}
-    sharers |= {name: max(1, size // 2) for name in whole if ".k_proj." in name or ".v_proj." in name}  # there are two KV heads
+    sharers = {
+        name: size if "norm" in name or name.endswith("o_proj.bias") else 1 for name in whole
+    }
+    # there are two KV heads
+    sharers |= {
+        name: max(1, size // 2) for name in whole if ".k_proj." in name or ".v_proj." in name
+    }
     for counted in taken:
         assert counted == {name: nbytes * sharers[name] // size for name, nbytes in whole.items()}
 
 
 def test_tensors_that_are_computed_or_tied_may_lie_there(tmp_path: Path):
     folder = tiny_model("llama", tmp_path, tie_word_embeddings=True)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(512, 64)}
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        "lm_head.weight": torch.zeros(512, 64),
+    }
     rewrite(folder, lambda tensors: tensors.update(extra))
     assert "lm_head.weight" not in loaded(load(folder))
 
 
 def test_progress_ends_at_the_total(folder: Path):
     for load_format in ("auto", "dummy"):
-        model, reports = build_model(Architecture.load(folder), ParallelGroup.single(), torch.float32, torch.device("cpu")), []
-        load_weights(model, folder, load_format, 0, lambda done, total, reports=reports: reports.append((done, total)))
+        model, reports = (
+            build_model(
+                Architecture.load(folder),
+                ParallelGroup.single(),
+                torch.float32,
+                torch.device("cpu"),
+            ),
+            [],
+        )
+        load_weights(
+            model,
+            folder,
+            load_format,
+            0,
+            lambda done, total, reports=reports: reports.append((done, total)),
+        )
         assert reports == sorted(reports)
         assert reports[-1] == (model.weights_bytes, model.weights_bytes)
 
@@ -176,20 +222,59 @@ Q = "model.layers.1.self_attn.q_proj.weight"
     ("change", "message"),
     [
         (lambda t: t.pop(Q), rf"1 missing \({re.escape(Q)}\)$"),
-        (lambda t: [t.pop(name) for name in list(t) if "mlp" in name], r"6 missing \(model\.layers\.0\.mlp\S+, \S+, \S+, \.\.\.\)$"),
+        (
+            lambda t: [t.pop(name) for name in list(t) if "mlp" in name],
+            r"6 missing \(model\.layers\.0\.mlp\S+, \S+, \S+, \.\.\.\)$",
+        ),
         (lambda t: t.pop("lm_head.weight"), r"missing \(lm_head\.weight\)"),
-        (lambda t: t.update({"model.layers.2.x": torch.zeros(1)}), r"1 unknown \(model\.layers\.2\.x\)$"),
-        (lambda t: t.update({Q + "_scale_inv": t.pop(Q)}), rf"1 missing \({re.escape(Q)}\); 1 unknown \({re.escape(Q)}_scale_inv\)"),
-        (lambda t: t.update({Q: torch.zeros(128, 63)}), rf"{re.escape(Q)} has the shape \[128, 63\]; .*\[128, 64\]"),
-        (lambda t: t.update({Q: torch.zeros(144, 64)}), rf"{re.escape(Q)} has the shape \[144, 64\]; .*\[128, 64\]"),
+        (
+            lambda t: t.update({"model.layers.2.x": torch.zeros(1)}),
+            r"1 unknown \(model\.layers\.2\.x\)$",
+        ),
+        (
+            lambda t: t.update({Q + "_scale_inv": t.pop(Q)}),
+            rf"1 missing \({re.escape(Q)}\); 1 "
+            rf"unknown \({re.escape(Q)}_scale_inv\)",
+        ),
+        (
+            lambda t: t.update({Q: torch.zeros(128, 63)}),
+            rf"{re.escape(Q)} has the shape \[128, "
+            rf"63\]; .*\[128, 64\]",
+        ),
+        (
+            lambda t: t.update({Q: torch.zeros(144, 64)}),
+            rf"{re.escape(Q)} has the shape \[144, "
+            rf"64\]; .*\[128, 64\]",
+        ),
         (lambda t: t.update({Q: torch.zeros(128 * 64)}), rf"{re.escape(Q)} has the shape \[8192\]"),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(500, 64)}), r"lm_head\.weight has the shape \[500, 64\]; .*\[512, 64\]"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(65)}), r"model\.norm\.weight has the shape \[65\]"),
+        (
+            lambda t: t.update({"lm_head.weight": torch.zeros(500, 64)}),
+            r"lm_head\.weight has the "
+            r"shape \[500, 64\]; .*\[512, 64\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(65)}),
+            r"model\.norm\.weight has "
+            r"the shape \[65\]",
+        ),
     ],
-    ids=["missing", "many", "head", "unknown", "quantized", "columns", "rows", "dimensions", "vocabulary", "norm"],
+    ids=[
+        "missing",
+        "many",
+        "head",
+        "unknown",
+        "quantized",
+        "columns",
+        "rows",
+        "dimensions",
+        "vocabulary",
+        "norm",
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_wrong_tensors_are_named(folder: Path, change: Callable[[Tensors], object], message: str, size: int):
+def test_wrong_tensors_are_named(
+    folder: Path, change: Callable[[Tensors], object], message: str, size: int
+):
     rewrite(folder, change)
     with pytest.raises(ConfigError, match=message):
         load(folder, size=size)

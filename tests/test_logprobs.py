@@ -18,11 +18,17 @@ def tokenizer(tokenizer_cache: Path) -> Tokenizer:
 
 def test_a_chat_lists_the_likeliest_with_each_token(tokenizer: Tokenizer) -> None:
     one, two = tokenizer.encode("Hello world")
-    logprobs = chat_logprobs(tokenizer, [TokenLogprob(one, -0.5, [(one, -0.5), (two, -1.5)]), TokenLogprob(two, -0.25, [])])
+    logprobs = chat_logprobs(
+        tokenizer,
+        [TokenLogprob(one, -0.5, [(one, -0.5), (two, -1.5)]), TokenLogprob(two, -0.25, [])],
+    )
     hello = {"token": "Hello", "logprob": -0.5, "bytes": list(b"Hello")}
     world = {"token": " world", "logprob": -0.25, "bytes": list(b" world")}
     assert logprobs == {
-        "content": [hello | {"top_logprobs": [hello, world | {"logprob": -1.5}]}, world | {"top_logprobs": []}],
+        "content": [
+            hello | {"top_logprobs": [hello, world | {"logprob": -1.5}]},
+            world | {"top_logprobs": []},
+        ],
         "refusal": None,
     }
 
@@ -30,7 +36,9 @@ def test_a_chat_lists_the_likeliest_with_each_token(tokenizer: Tokenizer) -> Non
 def test_parts_of_a_character_have_exact_bytes(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("𓀀")
     assert len(tokens) > 1
-    content = chat_logprobs(tokenizer, [TokenLogprob(token, -1.0, []) for token in tokens])["content"]
+    content = chat_logprobs(tokenizer, [TokenLogprob(token, -1.0, []) for token in tokens])[
+        "content"
+    ]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "𓀀"
 
 

@@ -13,13 +13,23 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "aioinfer", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "aioinfer", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_an_unknown_key_names_the_right_one():
     ended = run("--config", "configs/smollm2.toml", "--set", "scheduler.max_num_seq=3")
     assert ended.returncode == 2
-    assert ended.stderr == "aioinfer: unknown key 'scheduler.max_num_seq' (did you mean 'scheduler.max_num_seqs'?)\n"
+    assert (
+        ended.stderr == "aioinfer: unknown key 'scheduler.max_num_seq' (did you mean "
+        "'scheduler.max_num_seqs'?)\n"
+    )
 
 
 def test_a_missing_file_and_a_missing_model_are_told_without_a_traceback():
@@ -36,7 +46,9 @@ def test_a_missing_file_and_a_missing_model_are_told_without_a_traceback():
 
 def test_all_keys_are_listed():
     listed = run("--keys").stdout
-    assert [line.split(" ")[0] for line in listed.splitlines()[::2]] == [dotted for dotted, *_ in describe_keys()]
+    assert [line.split(" ")[0] for line in listed.splitlines()[::2]] == [
+        dotted for dotted, *_ in describe_keys()
+    ]
 
 
 def test_version_and_a_call_without_arguments():

@@ -19,14 +19,18 @@ MIB = 2**20
 
 
 def make_config(max_model_len: int | None = None, **cache: Any) -> Config:
-    return Config(model=ModelConfig(path="model", max_model_len=max_model_len), cache=CacheConfig(**cache))
+    return Config(
+        model=ModelConfig(path="model", max_model_len=max_model_len), cache=CacheConfig(**cache)
+    )
 
 
 def count(config: Config, bytes_per_block: int = 3 * MIB, block_size: int = 16) -> int:
     def no_step() -> None:
         raise AssertionError("a CPU's memory is configured, not measured")
 
-    return count_blocks(config, CPU, bytes_per_block, block_size, available_bytes(config, CPU, no_step))
+    return count_blocks(
+        config, CPU, bytes_per_block, block_size, available_bytes(config, CPU, no_step)
+    )
 
 
 def test_a_cpu_has_what_is_configured() -> None:
@@ -38,16 +42,26 @@ def test_a_cpu_has_what_is_configured() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (make_config(cpu_memory_gib=0.002), r"not one KV block of 3.00 MiB fits .* set cache.cpu_memory_gib to at least 0.003$"),
+        (
+            make_config(cpu_memory_gib=0.002),
+            r"not one KV block of 3.00 MiB fits .* set "
+            r"cache.cpu_memory_gib to at least 0.003$",
+        ),
         (
             make_config(cpu_memory_gib=0.01, max_model_len=1000),
-            r"model.max_model_len = 1000 needs 63 KV blocks of 3.00 MiB, and 3 fit .* set cache.cpu_memory_gib to at least 0.19, "
+            r"model.max_model_len = 1000 needs 63 KV blocks of 3.00 MiB, and 3 fit .* set "
+            r"cache.cpu_memory_gib to at least 0.19, "
             r"or model.max_model_len to at most 48$",
         ),
-        (make_config(cpu_memory_gib=0.002, max_model_len=1000), r"0 fit .* set cache.cpu_memory_gib to at least 0.19$"),
+        (
+            make_config(cpu_memory_gib=0.002, max_model_len=1000),
+            r"0 fit .* set "
+            r"cache.cpu_memory_gib to at least 0.19$",
+        ),
         (
             make_config(num_blocks=5, max_model_len=81),
-            r"needs 6 KV blocks: set cache.num_blocks to at least 6, or model.max_model_len to at most 80$",
+            r"needs 6 KV blocks: set cache.num_blocks to at least 6, or model.max_model_len to at "
+            r"most 80$",
         ),
     ],
 )

@@ -22,7 +22,10 @@ def tool_call(arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("role", ROLES)
 def test_roles(role: str) -> None:
     # templates know no developer, which is the newer name of the system's role
-    assert message(role=role).for_template() == {"role": {"developer": "system"}.get(role, role), "content": "x"}
+    assert message(role=role).for_template() == {
+        "role": {"developer": "system"}.get(role, role),
+        "content": "x",
+    }
 
 
 def test_text_parts_are_joined_by_newlines() -> None:
@@ -31,7 +34,10 @@ def test_text_parts_are_joined_by_newlines() -> None:
 
 
 def test_only_an_assistant_may_say_nothing() -> None:
-    assert message(role="assistant", content=None).for_template() == {"role": "assistant", "content": ""}
+    assert message(role="assistant", content=None).for_template() == {
+        "role": "assistant",
+        "content": "",
+    }
     with pytest.raises(RequestError, match="content is missing") as caught:
         message(role="tool", content=None)
     assert caught.value.param == "messages[0].content"
@@ -39,7 +45,9 @@ def test_only_an_assistant_may_say_nothing() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
 def test_arguments_of_calls_are_objects(arguments: Any) -> None:
-    rendered = message(role="assistant", content=None, tool_calls=[tool_call(arguments)]).for_template()
+    rendered = message(
+        role="assistant", content=None, tool_calls=[tool_call(arguments)]
+    ).for_template()
     assert rendered["tool_calls"] == [tool_call({"a": 1})]
 
 

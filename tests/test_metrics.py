@@ -1,4 +1,5 @@
-"""The engine's books (`engine.metrics`), their text for Prometheus (`api.metrics`), and the dashboard that queries it."""
+"""The engine's books (`engine.metrics`), their text for Prometheus (`api.metrics`), and the
+dashboard that queries it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 
-DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text("utf-8"))
+DASHBOARD: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "docs" / "grafana.json").read_text("utf-8")
+)
 
 
 def make_request(slot: int = 0, prompt_len: int = 3, num_output: int = 0) -> Request:
@@ -94,7 +97,9 @@ async def test_steps_of_any_requests_count_as_if_each_token_were_looked_at() -> 
                 total += now - last[request]
             last[request] = now
         books.take_tokens(sampled, [3] * len(sampled), now)
-    assert {bucket: count for bucket, count in enumerate(books.inter_token_latency.counts) if count} == dict(naive)
+    assert {
+        bucket: count for bucket, count in enumerate(books.inter_token_latency.counts) if count
+    } == dict(naive)
     assert books.inter_token_latency.sum == pytest.approx(total)
     assert books.time_to_first_token.count == len(requests)
     assert books.generation_tokens == naive.total() + len(requests)
@@ -112,7 +117,9 @@ async def test_an_end_counts_once_and_only_a_whole_request_has_a_latency() -> No
     books = EngineMetrics()
     requests = begun(books, 5)
     books.take_tokens(requests, [1] * 5, 1.0)
-    for request, reason in zip(requests, ("stop", "length", "abort", "error", "abort"), strict=True):
+    for request, reason in zip(
+        requests, ("stop", "length", "abort", "error", "abort"), strict=True
+    ):
         books.end(request, reason)
         books.end(request, "stop")
     assert books.finished == {"stop": 1, "length": 1, "abort": 2, "error": 1}
@@ -178,17 +185,39 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
 def test_the_parts_of_a_turn() -> None:
     books, none = EngineMetrics(), np.empty(0, np.int32)
     books.take_plan(StepPlan(0, *[none] * 9), 2.0, 3.0)
-    books.take_turn(StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000), 4.0, 5.0)
-    assert {phase: books.phases[phase].sum for phase in PHASES} == {"result": 1.0, "update": 4.0, "plan": 2.0, "post": 3.0, "emit": 5.0}
+    books.take_turn(
+        StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000), 4.0, 5.0
+    )
+    assert {phase: books.phases[phase].sum for phase in PHASES} == {
+        "result": 1.0,
+        "update": 4.0,
+        "plan": 2.0,
+        "post": 3.0,
+        "emit": 5.0,
+    }
     assert books.worker_busy_ns == 7
 
 
 async def scrape(*books: EngineMetrics) -> list[Metric]:
     """Returns what a server says about engines that have no workers."""
-    config = load_config(None, {"model.path": "none", "server.port": 0, "server.served_model_names": ['a "model"', "alias"]})
-    limits = SchedulerLimits(num_blocks=8, block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16)
-    engines = [SimpleNamespace(number=number, metrics=one, scheduler=Scheduler(limits)) for number, one in enumerate(books)]
-    frontend = SimpleNamespace(config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True)
+    config = load_config(
+        None,
+        {
+            "model.path": "none",
+            "server.port": 0,
+            "server.served_model_names": ['a "model"', "alias"],
+        },
+    )
+    limits = SchedulerLimits(
+        num_blocks=8, block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16
+    )
+    engines = [
+        SimpleNamespace(number=number, metrics=one, scheduler=Scheduler(limits))
+        for number, one in enumerate(books)
+    ]
+    frontend = SimpleNamespace(
+        config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True
+    )
     server = HttpServer(cast(Frontend, frontend))
     url = await server.start()
     async with aiohttp.ClientSession(url) as http, http.get("/metrics") as response:
@@ -211,7 +240,12 @@ async def test_the_text_is_whole_from_the_start() -> None:
         assert engines == ({None} if metric.name == "aioinfer:loop_lag_seconds" else {"0"})
         assert all(sample.value == 0 for sample in metric.samples)
     (finished,) = (metric for metric in metrics if metric.name == "vllm:request_success")
-    assert {sample.labels["finished_reason"] for sample in finished.samples} == {"stop", "length", "abort", "error"}
+    assert {sample.labels["finished_reason"] for sample in finished.samples} == {
+        "stop",
+        "length",
+        "abort",
+        "error",
+    }
 
 
 async def test_each_engine_has_its_own_samples() -> None:
@@ -221,7 +255,12 @@ async def test_each_engine_has_its_own_samples() -> None:
     second.e2e_latency.add(2.0)
     second.phases["plan"].add(0.5)
     metrics = {metric.name: metric for metric in await scrape(first, second)}
-    found = {sample.name: sample for metric in metrics.values() for sample in metric.samples if sample.value and "le" not in sample.labels}
+    found = {
+        sample.name: sample
+        for metric in metrics.values()
+        for sample in metric.samples
+        if sample.value and "le" not in sample.labels
+    }
     assert {name: sample.value for name, sample in found.items()} == {
         "vllm:generation_tokens_total": 7,
         "vllm:request_success_total": 3,
@@ -231,7 +270,10 @@ async def test_each_engine_has_its_own_samples() -> None:
         "aioinfer:step_phase_seconds_sum": 0.5,
     }
     assert {sample.labels["engine"] for sample in found.values()} == {"1"}
-    assert [sample.labels["engine"] for sample in metrics["vllm:num_requests_running"].samples] == ["0", "1"]
+    assert [sample.labels["engine"] for sample in metrics["vllm:num_requests_running"].samples] == [
+        "0",
+        "1",
+    ]
 
 
 async def test_buckets_are_cumulative() -> None:
@@ -239,13 +281,28 @@ async def test_buckets_are_cumulative() -> None:
     bounds = books.inter_token_latency.bounds
     books.inter_token_latency.add(bounds[3], 5)
     books.inter_token_latency.add(bounds[-1] * 2, 2)
-    (metric,) = (metric for metric in await scrape(books) if metric.name == "vllm:inter_token_latency_seconds")
-    buckets = {float(sample.labels["le"]): sample.value for sample in metric.samples if sample.name.endswith("_bucket")}
+    (metric,) = (
+        metric
+        for metric in await scrape(books)
+        if metric.name == "vllm:inter_token_latency_seconds"
+    )
+    buckets = {
+        float(sample.labels["le"]): sample.value
+        for sample in metric.samples
+        if sample.name.endswith("_bucket")
+    }
     assert list(buckets) == [*bounds, float("inf")]
-    assert [buckets[bound] for bound in (bounds[2], bounds[3], bounds[-1], float("inf"))] == [0, 5, 5, 7]
+    assert [buckets[bound] for bound in (bounds[2], bounds[3], bounds[-1], float("inf"))] == [
+        0,
+        5,
+        5,
+        7,
+    ]
     values = {sample.name: sample.value for sample in metric.samples}
     assert values["vllm:inter_token_latency_seconds_count"] == 7
-    assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(5 * bounds[3] + 4 * bounds[-1])
+    assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(
+        5 * bounds[3] + 4 * bounds[-1]
+    )
 
 
 def panels() -> list[dict[str, Any]]:
@@ -255,26 +312,48 @@ def panels() -> list[dict[str, Any]]:
 async def test_the_dashboard_queries_all_metrics_and_no_others() -> None:
     metrics = await scrape(EngineMetrics())
     names = {sample.name: metric.name for metric in metrics for sample in metric.samples}
-    variables = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+    variables = [
+        variable["definition"]
+        for variable in DASHBOARD["templating"]["list"]
+        if variable["type"] == "query"
+    ]
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
     asked = {name for query in [*queries, *variables] for name in re.findall(r"\w+:\w+", query)}
     assert asked - names.keys() == set(), "the dashboard asks for what /metrics does not have"
-    assert {names[name] for name in asked} == {metric.name for metric in metrics}, "no panel shows this"
+    assert {names[name] for name in asked} == {metric.name for metric in metrics}, (
+        "no panel shows this"
+    )
     labels = {label for metric in metrics for sample in metric.samples for label in sample.labels}
-    assert {label for query in queries for group in re.findall(r"by \((.*?)\)", query) for label in group.split(", ")} <= labels
+    assert {
+        label
+        for query in queries
+        for group in re.findall(r"by \((.*?)\)", query)
+        for label in group.split(", ")
+    } <= labels
 
 
 def test_the_dashboard_is_in_order() -> None:
-    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "model_name"}
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
+        "datasource",
+        "model_name",
+    }
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     cells: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
-        covered = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        covered = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert not cells & covered, f"{panel['title']} lies on another panel"
         assert max(x for x, _ in covered) < 24
         cells |= covered
     for panel in panels():
-        assert [target["refId"] for target in panel["targets"]] == [chr(ord("A") + number) for number in range(len(panel["targets"]))]
-        assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
+        assert [target["refId"] for target in panel["targets"]] == [
+            chr(ord("A") + number) for number in range(len(panel["targets"]))
+        ]
+        assert all(
+            target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"]
+        )
         assert all("$model_name" in target["expr"] for target in panel["targets"])

@@ -1,4 +1,5 @@
-"""Steps of a real (small, random) model: whatever the plans, the tokens are those of transformers' greedy search."""
+"""Steps of a real (small, random) model: whatever the plans, the tokens are those of transformers'
+greedy search."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ class Model(NamedTuple):
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         ids = torch.tensor([prompt])
-        output = self.theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count)
+        output = self.theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=count,
+            max_new_tokens=count,
+        )
         return output[0, len(prompt) :].tolist()
 
 
@@ -45,8 +52,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-            max_position_embeddings=256, initializer_range=0.25, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+            vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=6, num_key_value_heads=2,
+            max_position_embeddings=256, initializer_range=0.25, bos_token_id=None,
+            eos_token_id=None, pad_token_id=0,
         )
     ).eval()  # fmt: skip
     theirs.save_pretrained(folder)
@@ -70,12 +79,22 @@ def ids(*values: int) -> I32:
 
 
 class Steps:
-    """Posts hand-made plans to a runner. Block tables are scattered over the cache, from the back to the front."""
+    """Posts hand-made plans to a runner.
+
+    Block tables are scattered over the cache, from the back to the front.
+    """
 
     def __init__(self, model: Model, block_size: int = 4):
         self.block_size = block_size
         slots = Slots(8, 100, block_size, VOCAB, CPU)
-        shape = (2, model.ours.num_layers, BLOCKS * 4 // block_size, block_size, model.ours.num_kv_heads, model.ours.head_size)
+        shape = (
+            2,
+            model.ours.num_layers,
+            BLOCKS * 4 // block_size,
+            block_size,
+            model.ours.num_kv_heads,
+            model.ours.head_size,
+        )
         self.runner = ModelRunner(model.ours, torch.zeros(shape), slots)
         self.free = list(range(0, shape[2], 2)) + list(range(1, shape[2], 2))
         self.tables: dict[int, list[int]] = {}
@@ -84,11 +103,28 @@ class Steps:
         self.copies: list[tuple[int, int]] = []
         self.step_id = 0
 
-    def admit(self, slot: int, tokens: list[int], prompt_len: int | None = None, shared: list[int] | None = None, **params: Any) -> None:
-        """Lets the next step admit a request; `shared` blocks begin its table, and the others are fresh."""
+    def admit(
+        self,
+        slot: int,
+        tokens: list[int],
+        prompt_len: int | None = None,
+        shared: list[int] | None = None,
+        **params: Any,
+    ) -> None:
+        """Lets the next step admit a request; `shared` blocks begin its table, and the others are
+        fresh."""
         seed, banned = params.pop("seed", 0), params.pop("banned", ())
         params.setdefault("temperature", 0)
-        self.admissions.append(Admission(slot, ids(*tokens), prompt_len or len(tokens), SamplingParams(**params), seed, banned))
+        self.admissions.append(
+            Admission(
+                slot,
+                ids(*tokens),
+                prompt_len or len(tokens),
+                SamplingParams(**params),
+                seed,
+                banned,
+            )
+        )
         self.tables[slot] = list(shared or [])
         self.growth += [(slot, index, block) for index, block in enumerate(self.tables[slot])]
 
@@ -102,7 +138,9 @@ class Steps:
         columns = zip(*rows, strict=True)
         growth = np.array(self.growth, np.int32).reshape(-1, 3).T.copy()
         copies = np.array(self.copies, np.int32).reshape(-1, 2).T.copy()
-        plan = StepPlan(self.step_id, *(ids(*column) for column in columns), *growth, *copies, self.admissions)
+        plan = StepPlan(
+            self.step_id, *(ids(*column) for column in columns), *growth, *copies, self.admissions
+        )
         plan = StepPlan.decode(b"".join(plan.encode()))
         self.step_id += 1
         self.growth, self.copies, self.admissions = [], [], []
@@ -118,7 +156,11 @@ class Steps:
         return first + self.decode(slot, len(prompt), count - 1)
 
     def decode(self, slot: int, start: int, count: int) -> list[int]:
-        return [token for position in range(start, start + count) for token in self.tokens(Row(slot, position, 1))]
+        return [
+            token
+            for position in range(start, start + count)
+            for token in self.tokens(Row(slot, position, 1))
+        ]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -141,23 +183,40 @@ def test_chunked_prefill_equals_whole_prefill(model: Model, chunk: int) -> None:
 
 
 def test_a_mixed_batch_equals_each_alone(model: Model) -> None:
-    """Decodes, a whole prompt, a chunk that is sampled and one that is not, in one step; results in the order of the sampling rows."""
-    prompts = {slot: [(slot * 31 + i * i * 7) % 190 for i in range(5 + 3 * slot)] for slot in range(6)}
+    """Decodes, a whole prompt, a chunk that is sampled and one that is not, in one step; results in
+    the order of the sampling rows."""
+    prompts = {
+        slot: [(slot * 31 + i * i * 7) % 190 for i in range(5 + 3 * slot)] for slot in range(6)
+    }
     expected = {slot: model.greedy(prompt, 6) for slot, prompt in prompts.items()}
     assert len({tuple(tokens) for tokens in expected.values()}) == 6
     steps = Steps(model)
     for slot in (4, 1, 5, 2):
         steps.admit(slot, prompts[slot])
-    steps.run(*(Row(slot, 0, len(prompts[slot])) for slot in (4, 1)), Row(5, 0, 7, False), Row(2, 0, 3, False))
+    steps.run(
+        *(Row(slot, 0, len(prompts[slot])) for slot in (4, 1)),
+        Row(5, 0, 7, False),
+        Row(2, 0, 3, False),
+    )
     steps.admit(0, prompts[0])
     steps.admit(3, prompts[3])
     mixed = [
-        Row(1, len(prompts[1]), 1), Row(4, len(prompts[4]), 1), Row(3, 0, len(prompts[3])), Row(2, 3, 1, False),
+        Row(1, len(prompts[1]), 1), Row(4, len(prompts[4]), 1), Row(3, 0, len(prompts[3])),
+        Row(2, 3, 1, False),
         Row(5, 7, len(prompts[5]) - 7), Row(0, 0, len(prompts[0])),
     ]  # fmt: skip
     chosen = steps.tokens(*mixed)
-    assert chosen == [expected[1][1], expected[4][1], expected[3][0], expected[5][0], expected[0][0]]
-    assert steps.tokens(Row(4, len(prompts[4]) + 1, 1), Row(2, 4, len(prompts[2]) - 4)) == [expected[4][2], expected[2][0]]
+    assert chosen == [
+        expected[1][1],
+        expected[4][1],
+        expected[3][0],
+        expected[5][0],
+        expected[0][0],
+    ]
+    assert steps.tokens(Row(4, len(prompts[4]) + 1, 1), Row(2, 4, len(prompts[2]) - 4)) == [
+        expected[4][2],
+        expected[2][0],
+    ]
 
 
 def test_inputs_of_a_mixed_step(model: Model) -> None:
@@ -166,7 +225,9 @@ def test_inputs_of_a_mixed_step(model: Model) -> None:
     steps.admit(6, [1, 2, 3, 4, 5, 6, 7])
     steps.run(Row(0, 0, 13), Row(6, 0, 4, False))
     steps.runner.slots.tokens[0, 13] = 42
-    plan = StepPlan(9, ids(0, 6), ids(13, 4), ids(1, 3), ids(1, 1), ids(), ids(), ids(), ids(), ids())
+    plan = StepPlan(
+        9, ids(0, 6), ids(13, 4), ids(1, 3), ids(1, 1), ids(), ids(), ids(), ids(), ids()
+    )
     steps.runner.slots.block_table[6, 1] = 11
     inputs = prepare_inputs(plan, steps.runner.slots)
     metadata = inputs.metadata
@@ -179,7 +240,14 @@ def test_inputs_of_a_mixed_step(model: Model) -> None:
     assert metadata.num_decodes == 1
     assert metadata.block_tables[0].tolist() == steps.tables[0]
     assert metadata.block_tables[1, :2].tolist() == [steps.tables[6][0], 11]
-    dtypes = [inputs.input_ids, inputs.positions, metadata.slot_mapping, metadata.block_tables, metadata.query_starts, metadata.seq_lens]
+    dtypes = [
+        inputs.input_ids,
+        inputs.positions,
+        metadata.slot_mapping,
+        metadata.block_tables,
+        metadata.query_starts,
+        metadata.seq_lens,
+    ]
     assert [tensor.dtype for tensor in dtypes] == [torch.int64] * 3 + [torch.int32] * 3
 
 
@@ -193,7 +261,8 @@ def test_shared_prefix_blocks_are_read_and_not_computed_again(model: Model) -> N
 
 
 def test_forks_continue_from_copies_of_the_last_block(model: Model) -> None:
-    """The leader has written past the prompt into the block that is copied; each sibling overwrites that in its own copy."""
+    """The leader has written past the prompt into the block that is copied; each sibling overwrites
+    that in its own copy."""
     steps = Steps(model)
     leader = steps.generate(0, PROMPT, 3)
     full = (len(PROMPT) - 1) // 4
@@ -204,7 +273,9 @@ def test_forks_continue_from_copies_of_the_last_block(model: Model) -> None:
         steps.copies.append((source, steps.free[-1]))
         steps.growth.append((slot, full, steps.free.pop()))
         steps.tables[slot].append(steps.growth[-1][2])
-    firsts = steps.tokens(Row(0, len(PROMPT) + 2, 1), *(Row(slot, len(PROMPT) - 1, 1) for slot in forced))
+    firsts = steps.tokens(
+        Row(0, len(PROMPT) + 2, 1), *(Row(slot, len(PROMPT) - 1, 1) for slot in forced)
+    )
     assert firsts[1:] == list(forced.values())
     with torch.inference_mode():
         steps.runner.slots.bias.values.zero_()
@@ -230,12 +301,25 @@ def test_all_copies_are_read_before_any_is_written(model: Model) -> None:
     [
         {"temperature": 0},
         {"temperature": 1.0, "seed": 2**64 - 5, "top_p": 0.9},
-        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-        {"temperature": 0.8, "seed": 3, "min_tokens": 9, "frequency_penalty": 1.0, "logit_bias": {4: 2.0}},
+        {
+            "temperature": 0,
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.4,
+            "presence_penalty": 0.2,
+        },
+        {
+            "temperature": 0.8,
+            "seed": 3,
+            "min_tokens": 9,
+            "frequency_penalty": 1.0,
+            "logit_bias": {4: 2.0},
+        },
     ],
     ids=str,
 )
-def test_a_preempted_request_goes_on_as_if_nothing_had_happened(model: Model, params: dict[str, Any]) -> None:
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
+    model: Model, params: dict[str, Any]
+) -> None:
     """Its blocks are lost and its slot is another one: it comes back with what it has generated."""
     steps = Steps(model)
     favourite = steps.generate(0, PROMPT, 12, **params)[2]
@@ -266,7 +350,9 @@ def test_a_seed_gives_the_same_text_in_every_batch_and_chunking(model: Model) ->
     steps.run(*(Row(slot, 13, 1) for slot in others), Row(3, 6, 2, False))
     batched = [steps.tokens(*(Row(slot, 14, 1) for slot in others), Row(3, 8, 5))[-1]]
     for i in range(7):
-        batched.append(steps.tokens(Row(3, 13 + i, 1), *(Row(slot, 15 + i, 1) for slot in others))[0])
+        batched.append(
+            steps.tokens(Row(3, 13 + i, 1), *(Row(slot, 15 + i, 1) for slot in others))[0]
+        )
     assert batched == alone
 
 
@@ -284,7 +370,8 @@ def test_a_reused_slot_shows_nothing_of_its_former_request(model: Model) -> None
 
 
 def test_a_wasted_row_changes_nothing(model: Model) -> None:
-    """A row that was posted before its request was known to have ended computes a position that nobody reads."""
+    """A row that was posted before its request was known to have ended computes a position that
+    nobody reads."""
     steps = Steps(model)
     expected = model.greedy(PROMPT, 6)
     assert steps.generate(0, PROMPT, 6) == expected

@@ -1,4 +1,5 @@
-"""Every family and variant against transformers: the logits of all positions, however the text is cut and batched."""
+"""Every family and variant against transformers: the logits of all positions, however the text is
+cut and batched."""
 
 from __future__ import annotations
 
@@ -18,12 +19,18 @@ from tests.paged_model import CPU, PagedModel, load_model
 from tests.tiny_models import tiny_model
 
 VOCAB = 211
-TEXTS = [[(7 * i * i + 13 * i + 5 * text) % VOCAB for i in range(length)] for text, length in enumerate((47, 30, 17, 1))]
+TEXTS = [
+    [(7 * i * i + 13 * i + 5 * text) % VOCAB for i in range(length)]
+    for text, length in enumerate((47, 30, 17, 1))
+]
 SINGLE = ParallelGroup.single()
 
 
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:
-    return {"max_position_embeddings": 64, "rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **numbers}}
+    return {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **numbers},
+    }
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,13 +43,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral window": ("mistral", {"sliding_window": 7}),
     "mistral window of one": ("mistral", {"sliding_window": 1}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2 window in one layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen2 window unused": ("qwen2", {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen2 window in one layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2 window unused": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0},
+    ),
     "qwen3": ("qwen3", {}),
-    "qwen3 window": ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen3 window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen3 biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "linear": ("llama", rope("linear")),
-    "llama3": ("llama", rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)),
+    "llama3": (
+        "llama",
+        rope(
+            "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+        ),
+    ),
     "yarn": ("qwen2", rope("yarn", original_max_position_embeddings=16)),
     "dynamic": ("llama", rope("dynamic")),
 }
@@ -80,12 +105,16 @@ def reference_logits(model: Any) -> list[torch.Tensor]:
     return [model(torch.tensor([text])).logits[0].float() for text in TEXTS]
 
 
-def assert_close(logits: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-4) -> None:
+def assert_close(
+    logits: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-4
+) -> None:
     """The tolerance is relative to the spread of the logits."""
     for ours, theirs in zip(logits, expected, strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == torch.float32
-        assert (ours - theirs).abs().max() < tolerance * theirs.std(), (ours - theirs).abs().amax(-1)
+        assert (ours - theirs).abs().max() < tolerance * theirs.std(), (
+            (ours - theirs).abs().amax(-1)
+        )
 
 
 def test_whole_prefill(case: Case):
@@ -95,7 +124,10 @@ def test_whole_prefill(case: Case):
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_chunks_and_decodes_in_mixed_batches(case: Case, block_size: int):
-    assert_close(PagedModel(case.ours, block_size).run_at_random(TEXTS, longest=12, seed=block_size), case.expected)
+    assert_close(
+        PagedModel(case.ours, block_size).run_at_random(TEXTS, longest=12, seed=block_size),
+        case.expected,
+    )
 
 
 def test_decodes_alone(case: Case):
@@ -103,24 +135,36 @@ def test_decodes_alone(case: Case):
 
 
 def test_bytes_of_the_weights(case: Case):
-    assert case.ours.weights_bytes == sum(parameter.nbytes for parameter in case.theirs.parameters())
+    assert case.ours.weights_bytes == sum(
+        parameter.nbytes for parameter in case.theirs.parameters()
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16(family: str, tied: bool, tmp_path: Path):
-    """Rounds where transformers rounds, but for RoPE, which is in float32 here: nearer to float32 than transformers, or about as near."""
+    """Rounds where transformers rounds, but for RoPE, which is in float32 here: nearer to float32
+    than transformers, or about as near."""
     tiny_model(family, tmp_path, vocab_size=VOCAB, tie_word_embeddings=tied, dtype=torch.bfloat16)
-    exact = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
-    theirs = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval())
+    exact = reference_logits(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    )
+    theirs = reference_logits(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    )
     model = load_model(tmp_path, SINGLE, torch.bfloat16)
     ours = PagedModel(model, 16, torch.bfloat16).run_at_random(TEXTS, longest=12, seed=0)
     for mine, other, true in zip(ours, theirs, exact, strict=True):
-        assert (mine - true).square().mean().sqrt() < 1.3 * (other - true).square().mean().sqrt() < 0.1 * true.std()
+        assert (
+            (mine - true).square().mean().sqrt()
+            < 1.3 * (other - true).square().mean().sqrt()
+            < 0.1 * true.std()
+        )
 
 
 def test_the_texts_make_a_difference(case: Case):
-    """Guards the tests above: a model that says the same everywhere would pass them with anything."""
+    """Guards the tests above: a model that says the same everywhere would pass them with
+    anything."""
     best = torch.cat(case.expected).argmax(-1)
     assert len(set(best.tolist())) > 25
 

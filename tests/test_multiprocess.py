@@ -1,4 +1,5 @@
-"""Worker processes with a real, tiny model: what they answer, how their end is told, and that nothing of them is left."""
+"""Worker processes with a real, tiny model: what they answer, how their end is told, and that
+nothing of them is left."""
 
 from __future__ import annotations
 
@@ -28,7 +29,16 @@ from aioinfer.executor.heartbeat import Pulse
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor, _without_main_module
 from aioinfer.scheduler.plan import StepResult
-from tests.executor_runs import Run, broken_plan, decode_plan, greedy, long_prefill_plan, prefill_plan, tiny_config, tiny_llama
+from tests.executor_runs import (
+    Run,
+    broken_plan,
+    decode_plan,
+    greedy,
+    long_prefill_plan,
+    prefill_plan,
+    tiny_config,
+    tiny_llama,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,12 +52,21 @@ OTHERS: list[psutil.Process] = []
 
 
 def workers(parent: psutil.Process | None = None) -> list[psutil.Process]:
-    """Returns the spawned workers below a process (this one), zombies included, in the order of their ranks.
+    """Returns the spawned workers below a process (this one), zombies included, in the order of
+    their ranks.
 
     Those of servers that other tests share, which were there before the test began, are left out.
     """
-    children = [child for child in (parent or psutil.Process()).children(recursive=True) if child not in OTHERS]
-    found = [c for c in children if c.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(c.cmdline())]
+    children = [
+        child
+        for child in (parent or psutil.Process()).children(recursive=True)
+        if child not in OTHERS
+    ]
+    found = [
+        c
+        for c in children
+        if c.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(c.cmdline())
+    ]
     return sorted(found, key=lambda process: process.pid)
 
 
@@ -75,7 +94,11 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 async def run(folder: Path) -> AsyncIterator[Run]:
     """Two ranks, not yet started."""
-    run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2, **{"parallel.step_timeout_s": 3.0}), folder))
+    run = Run(
+        MultiprocessExecutor(
+            tiny_config(folder, tensor_parallel_size=2, **{"parallel.step_timeout_s": 3.0}), folder
+        )
+    )
     yield run
     await run.executor.shutdown()
     assert workers() == []
@@ -88,7 +111,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def keep_the_loop_until_ended(*processes: psutil.Process) -> None:
-    """Returns when processes have told the executor what they had to tell, and are zombies; it gets all of it at once."""
+    """Returns when processes have told the executor what they had to tell, and are zombies; it gets
+    all of it at once."""
     deadline = time.monotonic() + 10
     while any(process.status() != psutil.STATUS_ZOMBIE for process in processes):
         assert time.monotonic() < deadline
@@ -100,7 +124,11 @@ def heartbeat(run: Run, rank: int) -> str:
 
 
 def listening_addresses(pid: int) -> set[str]:
-    return {connection.laddr.ip for connection in psutil.Process(pid).net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr.ip
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
@@ -112,7 +140,12 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
 
     report = await run.start()
     assert (report.num_blocks, report.block_size, report.max_model_len) == (32, 4, 128)
-    assert [name for name, _ in report.phases] == ["spawn workers", "import", "load weights", "allocate, warm up"]
+    assert [name for name, _ in report.phases] == [
+        "spawn workers",
+        "import",
+        "load weights",
+        "allocate, warm up",
+    ]
     assert run.progress[-1][1] == run.progress[-1][2]
     assert len(workers()) == 2
     assert listening_addresses(os.getpid()) <= {"127.0.0.1"}
@@ -124,15 +157,20 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
 
 
 async def test_an_idle_executor_uses_no_cpu(run: Run) -> None:
-    """In one of three spans at least: what ticks would tick in each, but what came before may have left something to do."""
+    """In one of three spans at least: what ticks would tick in each, but what came before may have
+    left something to do."""
     await run.start()
     await greedy(run, 2)
     processes = [psutil.Process(), *workers()]
     spans: list[float] = []
-    while len(spans) < 3 and min(spans, default=1.0) >= 0.025:  # 1 %, in the kernel's units of 10 ms
+    # 1 %, in the kernel's units of 10 ms
+    while len(spans) < 3 and min(spans, default=1.0) >= 0.025:
         before = [sum(process.cpu_times()[:2]) for process in processes]
         await asyncio.sleep(2)
-        used = [sum(process.cpu_times()[:2]) - begin for process, begin in zip(processes, before, strict=True)]
+        used = [
+            sum(process.cpu_times()[:2]) - begin
+            for process, begin in zip(processes, before, strict=True)
+        ]
         spans.append(max(used))
     assert min(spans) < 0.025, spans
 
@@ -159,7 +197,11 @@ async def test_a_killed_worker_is_told_at_once(run: Run) -> None:
     killed_at = time.monotonic()
     message = await run.wait_for_failure()
     assert time.monotonic() - killed_at < 1
-    assert re.fullmatch(r"worker 1 was killed by SIGKILL: rank 1 was executing step 2, last heartbeat \d+\.\d s ago", message)
+    assert re.fullmatch(
+        r"worker 1 was killed by SIGKILL: rank 1 was executing step 2, last "
+        r"heartbeat \d+\.\d s ago",
+        message,
+    )
     await until(lambda: workers() == [])
     await run.executor.shutdown()
     assert len(run.failures) == 1
@@ -172,12 +214,17 @@ async def test_a_step_without_an_answer_names_the_ranks_that_the_others_wait_for
     await run.start()
     _, rank_1 = workers()
     await greedy(run, 3)
-    await until(lambda: "waiting for a plan after step 2" in heartbeat(run, 1))  # results come from rank 0
+    # results come from rank 0
+    await until(lambda: "waiting for a plan after step 2" in heartbeat(run, 1))
     rank_1.suspend()
     run.executor.post(decode_plan(3, 8))
     message = await run.wait_for_failure()
     assert "executing step 3" in heartbeat(run, 0)
-    assert re.fullmatch(rf"step 3 was not answered within 3 s: rank 1 was waiting for a plan after step 2, {AGO}", message)
+    assert re.fullmatch(
+        rf"step 3 was not answered within 3 s: rank 1 was waiting for a plan "
+        rf"after step 2, {AGO}",
+        message,
+    )
 
 
 @pytest.fixture
@@ -195,7 +242,8 @@ async def test_a_stopped_worker_is_named_once_there_is_work(watched: Run) -> Non
     await watched.start()
     _, rank_1 = workers()
     await greedy(watched, 3)
-    await until(lambda: "waiting for a plan after step 2" in heartbeat(watched, 1))  # results come from rank 0
+    # results come from rank 0
+    await until(lambda: "waiting for a plan after step 2" in heartbeat(watched, 1))
     rank_1.suspend()
     await asyncio.sleep(1.5)
     assert (watched.failures, watched.executor._watchdog) == ([], None)  # type: ignore[attr-defined]
@@ -203,7 +251,9 @@ async def test_a_stopped_worker_is_named_once_there_is_work(watched: Run) -> Non
     message = await watched.wait_for_failure()
     assert "executing step 3" in heartbeat(watched, 0)
     what = "has not run for 1 s: it is stopped, as by SIGSTOP"
-    assert re.fullmatch(f"worker 1 {what}: rank 1 was waiting for a plan after step 2, {AGO}", message)
+    assert re.fullmatch(
+        f"worker 1 {what}: rank 1 was waiting for a plan after step 2, {AGO}", message
+    )
     await until(lambda: workers() == [])
     assert len(watched.failures) == 1
 
@@ -212,7 +262,11 @@ async def test_a_worker_stopped_while_starting_is_named(watched: Run) -> None:
     start = asyncio.create_task(watched.start())
     await until(lambda: len(workers()) == 2)
     workers()[1].suspend()
-    with pytest.raises(EngineDeadError, match=r"worker 1 has not run for 1 s: it is stopped, as by SIGSTOP: rank 1 has begun no step"):
+    with pytest.raises(
+        EngineDeadError,
+        match=r"worker 1 has not run for 1 s: it is stopped, as "
+        r"by SIGSTOP: rank 1 has begun no step",
+    ):
         await start
     assert workers() == []
     assert watched.failures == []
@@ -221,7 +275,12 @@ async def test_a_worker_stopped_while_starting_is_named(watched: Run) -> None:
 async def test_ranks_load_side_by_side(tmp_path: Path) -> None:
     """One loads all of its weights while the other is stopped in the middle of it."""
     (tiny_llama(tmp_path, inner=2**17) / "model.safetensors").unlink()
-    run = Run(MultiprocessExecutor(tiny_config(tmp_path, tensor_parallel_size=2, **{"model.load_format": "dummy"}), tmp_path))
+    run = Run(
+        MultiprocessExecutor(
+            tiny_config(tmp_path, tensor_parallel_size=2, **{"model.load_format": "dummy"}),
+            tmp_path,
+        )
+    )
     executor: Any = run.executor
     stopped = asyncio.Event()
 
@@ -230,7 +289,9 @@ async def test_ranks_load_side_by_side(tmp_path: Path) -> None:
         workers()[0].suspend()
         stopped.set()
 
-    start = asyncio.create_task(executor.start(lambda result: None, lambda error: None, stop_rank_0))
+    start = asyncio.create_task(
+        executor.start(lambda result: None, lambda error: None, stop_rank_0)
+    )
     async with asyncio.timeout(30):
         await stopped.wait()
     await until(lambda: bool(executor._answers[1]))
@@ -243,7 +304,8 @@ async def test_ranks_load_side_by_side(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_is_slow_but_alive_is_waited_for(watched: Run) -> None:
-    """It is stopped for most of the time, and for longer in all than a stopped one is waited for."""
+    """It is stopped for most of the time, and for longer in all than a stopped one is waited
+    for."""
     await watched.start()
     expected = await greedy(watched, 8)
     _, rank_1 = workers()
@@ -261,7 +323,9 @@ async def test_a_worker_that_is_slow_but_alive_is_waited_for(watched: Run) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-async def test_a_rank_that_waits_for_a_dead_one_is_not_named(run: Run, number: signal.Signals) -> None:
+async def test_a_rank_that_waits_for_a_dead_one_is_not_named(
+    run: Run, number: signal.Signals
+) -> None:
     """Its exchange fails, and the event loop hears of that first."""
     await run.start()
     rank_0, rank_1 = workers()
@@ -274,7 +338,11 @@ async def test_a_rank_that_waits_for_a_dead_one_is_not_named(run: Run, number: s
     keep_the_loop_until_ended(rank_0)
     run.executor._take_message(0)  # type: ignore[attr-defined]  # as the loop may do first, too
     message = await run.wait_for_failure()
-    assert re.fullmatch(rf"worker 1 was killed by {number.name}: rank 1 was (executing|waiting).*, {AGO}", message)
+    assert re.fullmatch(
+        rf"worker 1 was killed by {number.name}: rank 1 was "
+        rf"(executing|waiting).*, {AGO}",
+        message,
+    )
     await until(lambda: workers() == [])
 
 
@@ -316,7 +384,9 @@ async def test_a_worker_killed_while_starting(run: Run) -> None:
     start = asyncio.create_task(run.start())
     await until(lambda: len(workers()) == 2)
     workers()[1].kill()
-    with pytest.raises(EngineDeadError, match="worker 1 was killed by SIGKILL: rank 1 has begun no step"):
+    with pytest.raises(
+        EngineDeadError, match="worker 1 was killed by SIGKILL: rank 1 has begun no step"
+    ):
         await start
     assert run.failures == []
 
@@ -348,7 +418,10 @@ async def test_no_descriptor_is_left(folder: Path) -> None:
 
 
 async def test_two_executors_do_not_meet(folder: Path) -> None:
-    runs = [Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder)) for _ in range(2)]
+    runs = [
+        Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
+        for _ in range(2)
+    ]
     try:
         await asyncio.gather(*(run.start() for run in runs))
         first, second = [await greedy(run, 4) for run in runs]
@@ -375,11 +448,18 @@ UNGUARDED = """
 
 
 def run_script(tmp_path: Path, folder: Path, then: str) -> subprocess.Popen[str]:
-    """Runs a script without an `if __name__` guard, in which a worker answers; then it does as told."""
+    """Runs a script without an `if __name__` guard, in which a worker answers; then it does as
+    told."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(UNGUARDED).format(then=then))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, script, folder], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, script, folder],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("then", ["await run.executor.shutdown()", "pass"])
@@ -408,7 +488,8 @@ def test_nothing_survives_the_parent(tmp_path: Path, folder: Path) -> None:
 
 
 def test_executors_that_spawn_together_put_the_main_module_back() -> None:
-    """The second would begin while the first is at it, take its stand-in for the real module, and put that back."""
+    """The second would begin while the first is at it, take its stand-in for the real module, and
+    put that back."""
     main = sys.modules["__main__"]
     entered, may_leave = threading.Event(), threading.Event()
 
@@ -434,7 +515,10 @@ async def test_a_plan_that_is_too_long_is_a_failure_that_is_told(run: Run) -> No
     plan = prefill_plan(0)
     plan.admissions = [replace(plan.admissions[0], tokens=np.zeros(6_000_000, np.int32))]
     run.executor.post(plan)
-    assert re.match("step 0 could not be posted: a message of 24000140 bytes is too long", await run.wait_for_failure())
+    assert re.match(
+        "step 0 could not be posted: a message of 24000140 bytes is too long",
+        await run.wait_for_failure(),
+    )
 
 
 async def test_an_error_in_taking_a_result_is_told_and_ends_the_results(run: Run) -> None:
@@ -448,11 +532,15 @@ async def test_an_error_in_taking_a_result_is_told_and_ends_the_results(run: Run
 
     run.executor._on_result = take  # type: ignore[attr-defined]
     unhandled = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context["exception"]))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: unhandled.append(context["exception"])
+    )
     run.executor.post(prefill_plan(0))
     run.executor.post(decode_plan(1, 6))
     message = await run.wait_for_failure()
-    assert message == "the result of step 0 could not be taken: AssertionError('the books are wrong')"
+    assert (
+        message == "the result of step 0 could not be taken: AssertionError('the books are wrong')"
+    )
     await until(lambda: workers() == [])
     assert (taken, len(run.failures), len(unhandled)) == ([0], 1, 1)
 

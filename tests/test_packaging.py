@@ -21,11 +21,14 @@ def locked(file: str) -> dict[str, str]:
 
 def test_every_package_of_the_tree_is_installed() -> None:
     folders = {file.parent.relative_to(ROOT) for file in (ROOT / "aioinfer").rglob("*.py")}
-    assert {".".join(folder.parts) for folder in folders} | {"aioinfer.kernels"} == set(PROJECT["tool"]["setuptools"]["packages"])
+    assert {".".join(folder.parts) for folder in folders} | {"aioinfer.kernels"} == set(
+        PROJECT["tool"]["setuptools"]["packages"]
+    )
 
 
 def test_kernels_is_no_package_of_its_own() -> None:
-    """transformers looks for an importable PyPI package of that name, and must not find this folder instead."""
+    """transformers looks for an importable PyPI package of that name, and must not find this folder
+    instead."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "kernels").is_dir()
 
@@ -40,7 +43,9 @@ def test_the_lock_files_hold_every_dependency_once() -> None:
         for requirement in requirements:
             match = re.match(r"[\w.-]+", requirement)
             assert match is not None
-            assert lock.normalize(match.group()) in pins, f"{requirement} is not locked: run `make lock`"
+            assert lock.normalize(match.group()) in pins, (
+                f"{requirement} is not locked: run `make lock`"
+            )
 
 
 def test_the_lock_leaves_the_build_of_torch_to_the_machine() -> None:

@@ -30,7 +30,9 @@ SVG_NAMESPACE = "http://www.w3.org/2000/svg"  # a name, which nobody follows
 @asynccontextmanager
 async def serve(**settings: Any) -> AsyncIterator[tuple[Frontend, HttpServer, str]]:
     """A server with four slots, whose steps take 5 ms; a call that blocks its event loop raises."""
-    frontend = await make_frontend(4, 0.005, {name.replace("__", "."): value for name, value in settings.items()})
+    frontend = await make_frontend(
+        4, 0.005, {name.replace("__", "."): value for name, value in settings.items()}
+    )
     server = HttpServer(frontend)
     with blockbuster_ctx():
         try:
@@ -40,7 +42,9 @@ async def serve(**settings: Any) -> AsyncIterator[tuple[Frontend, HttpServer, st
             await frontend.close()
 
 
-async def watch_all(http: aiohttp.ClientSession, **options: Any) -> AsyncIterator[list[dict[str, Any]]]:
+async def watch_all(
+    http: aiohttp.ClientSession, **options: Any
+) -> AsyncIterator[list[dict[str, Any]]]:
     """Yields the states of all engines as the live stream tells them."""
     async with http.get("/page/live", **options) as response:
         assert response.status == 200
@@ -73,7 +77,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def test_every_file_is_served_under_a_strict_policy() -> None:
     server = make_server()
-    contents = await asyncio.to_thread(lambda: {file.name: file.read_bytes() for file in FOLDER.iterdir()})
+    contents = await asyncio.to_thread(
+        lambda: {file.name: file.read_bytes() for file in FOLDER.iterdir()}
+    )
     assert {name for name, _ in PAGE_FILES.values()} == contents.keys()
     with blockbuster_ctx():  # reading a file must not block the event loop
         await check_files(await server.start(), contents)
@@ -96,7 +102,17 @@ async def check_files(url: str, contents: dict[str, bytes]) -> None:
                 assert response.status == 304
 
 
-@pytest.mark.parametrize("path", ["/page", "/page/", "/page/index.html", "/page/../config.py", "/page/..%2fconfig.py", "/page/nothing.js"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page",
+        "/page/",
+        "/page/index.html",
+        "/page/../config.py",
+        "/page/..%2fconfig.py",
+        "/page/nothing.js",
+    ],
+)
 async def test_nothing_else_is_served(path: str) -> None:
     server = make_server()
     url = await server.start()
@@ -162,13 +178,18 @@ async def test_what_the_live_stream_tells_is_so(monkeypatch: pytest.MonkeyPatch)
         async for state in watch(http):
             steps += state["log"]
             running.append(state["running"])
-            assert (state["slots"], state["blocks"], state["block_size"]) == (4, frontend.engines[0].scheduler.pool.num_blocks, 16)
+            assert (state["slots"], state["blocks"], state["block_size"]) == (
+                4,
+                frontend.engines[0].scheduler.pool.num_blocks,
+                16,
+            )
             if work is None:
                 assert (state["steps"], state["blocks_used"], state["blocks_cached"]) == (0, 0, 0)
                 work = asyncio.gather(*(complete(http, 140, 100 + index) for index in range(3)))
             elif state["running"]:
                 assert (state["running"], state["waiting"]) == (3, 0)
-                assert state["blocks_used"] >= 3 * 7 - 2 * 6  # they may share the blocks in which they are alike
+                # they may share the blocks in which they are alike
+                assert state["blocks_used"] >= 3 * 7 - 2 * 6
             elif work.done():
                 break
         await work
@@ -178,26 +199,39 @@ async def test_what_the_live_stream_tells_is_so(monkeypatch: pytest.MonkeyPatch)
     assert len(ids) == state["steps"] >= 140
     assert sum(sampled) == 3 * 140 + state["wasted_rows"]
     assert state["generation_tokens"] == 3 * 140
-    assert sum(prefills) + state["prefix_hit"] == state["prefix_queried"] == state["prompt_tokens"] == 100 + 101 + 102
+    assert (
+        sum(prefills) + state["prefix_hit"]
+        == state["prefix_queried"]
+        == state["prompt_tokens"]
+        == 100 + 101 + 102
+    )
     assert sum(prefills) + sum(decodes) == 303 - state["prefix_hit"] + 3 * 139
     assert state["blocks_used"] == 0
     assert state["blocks_cached"] == frontend.engines[0].scheduler.pool.num_cached > 20
     assert state["finished"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert all(0 <= us < 1e6 for phase in times for us in phase)
-    assert all(sum(phase) > 0 for phase in times[2:])  # update, plan, post, emit; this worker takes no time at all
+    # update, plan, post, emit; this worker takes no time at all
+    assert all(sum(phase) > 0 for phase in times[2:])
 
 
 async def test_every_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.02)
-    async with serve(parallel__data_parallel_size=2) as (frontend, _, url), aiohttp.ClientSession(url) as http:
+    async with (
+        serve(parallel__data_parallel_size=2) as (frontend, _, url),
+        aiohttp.ClientSession(url) as http,
+    ):
         steps: list[list[int]] = [[], []]
         work: asyncio.Future[Any] | None = None
         async for states in watch_all(http):
             for ids, state in zip(steps, states, strict=True):
                 ids += [step[0] for step in state["log"]]
             if work is None:
-                work = asyncio.gather(*(complete(http, 20 + 10 * index, 40 + 300 * index) for index in range(2)))
-            elif work.done() and not any(engine.scheduler.num_in_flight for engine in frontend.engines):
+                work = asyncio.gather(
+                    *(complete(http, 20 + 10 * index, 40 + 300 * index) for index in range(2))
+                )
+            elif work.done() and not any(
+                engine.scheduler.num_in_flight for engine in frontend.engines
+            ):
                 break
         await work
         assert [sum(engine.metrics.finished.values()) for engine in frontend.engines] == [1, 1]
@@ -232,7 +266,10 @@ async def test_nothing_is_logged_while_nobody_looks() -> None:
 
 
 async def test_looking_on_has_no_deadline() -> None:
-    async with serve(server__request_timeout_s=0.3) as (_, _, url), aiohttp.ClientSession(url) as http:
+    async with (
+        serve(server__request_timeout_s=0.3) as (_, _, url),
+        aiohttp.ClientSession(url) as http,
+    ):
         times = 0
         async for _ in watch(http):
             times += 1
@@ -248,17 +285,23 @@ async def test_a_server_that_stops_does_not_wait_for_who_looks_on(drains: bool) 
         await anext(events)
         async with asyncio.timeout(0.4):  # less than the time to the next event
             await (server.drain() if drains else server.close())
-            assert [event async for event in events] == [], "the stream ends as it should: nothing is missing of it"
+            assert [event async for event in events] == [], (
+                "the stream ends as it should: nothing is missing of it"
+            )
 
 
-async def test_a_reader_that_stalls_costs_bounded_memory_and_no_time_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_stalls_costs_bounded_memory_and_no_time_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.0001)
     async with serve() as (frontend, server, url):
         with socket.socket() as stalled:
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stalled.setblocking(False)
             await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", URL(url).port))
-            await asyncio.get_running_loop().sock_sendall(stalled, b"GET /page/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.get_running_loop().sock_sendall(
+                stalled, b"GET /page/live HTTP/1.1\r\nHost: x\r\n\r\n"
+            )
             assert server._runner.server is not None
             await until(lambda: frontend.engines[0].metrics.steps.num_watchers)
             (connection,) = server._runner.server.connections

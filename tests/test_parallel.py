@@ -1,4 +1,5 @@
-"""Tensor parallelism over real processes and gloo: together the ranks have the logits that one process has."""
+"""Tensor parallelism over real processes and gloo: together the ranks have the logits that one
+process has."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from tests.paged_model import PagedModel, load_model
 from tests.rank_processes import run_ranks
 
 VOCAB = 211  # no number of ranks divides it
-TEXTS = [[(11 * i * i + 3 * i + 7 * text) % VOCAB for i in range(length)] for text, length in enumerate((29, 14, 1))]
+TEXTS = [
+    [(11 * i * i + 3 * i + 7 * text) % VOCAB for i in range(length)]
+    for text, length in enumerate((29, 14, 1))
+]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
@@ -57,8 +61,12 @@ def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_together_the_ranks_have_the_logits_of_one_process(folder: Path, ranks: list[Any], name: str):
-    alone = PagedModel(load_model(folder / name, ParallelGroup.single()), 4).run_at_random(TEXTS, longest=9, seed=1)
+def test_together_the_ranks_have_the_logits_of_one_process(
+    folder: Path, ranks: list[Any], name: str
+):
+    alone = PagedModel(load_model(folder / name, ParallelGroup.single()), 4).run_at_random(
+        TEXTS, longest=9, seed=1
+    )
     for text, expected in enumerate(alone):
         whole = torch.cat([logits[name][text] for logits, _ in ranks], dim=-1)
         assert whole.shape == expected.shape

@@ -36,12 +36,16 @@ def admissions(draw: st.DrawFn) -> Admission:
         presence_penalty=draw(st.floats(-2, 2, width=32)),
         frequency_penalty=draw(st.floats(-2, 2, width=32)),
         logprobs=draw(st.none() | st.integers(0, 20)),
-        logit_bias=draw(st.dictionaries(st.integers(0, 2**18), st.floats(-100, 100, width=32), max_size=5)),
+        logit_bias=draw(
+            st.dictionaries(st.integers(0, 2**18), st.floats(-100, 100, width=32), max_size=5)
+        ),
     )
     tokens = draw(st.lists(INT32, min_size=1, max_size=40))
     seed = draw(st.integers(0, 2**64 - 1))
     banned = tuple(draw(st.lists(INT32, max_size=4)))
-    return Admission(draw(INT32), ids(tokens), draw(st.integers(1, len(tokens))), params, seed, banned)
+    return Admission(
+        draw(INT32), ids(tokens), draw(st.integers(1, len(tokens))), params, seed, banned
+    )
 
 
 @st.composite
@@ -59,7 +63,11 @@ def plans(draw: st.DrawFn) -> StepPlan:
 def results(draw: st.DrawFn) -> StepResult:
     sampled, k, wanted = draw(st.integers(0, 5)), draw(st.integers(0, 20)), draw(st.booleans())
     if not wanted:
-        return StepResult(draw(INT32), ids(draw(st.lists(st.integers(-1, 2**31 - 1), max_size=5))), busy_ns=draw(st.integers(0, 2**61)))
+        return StepResult(
+            draw(INT32),
+            ids(draw(st.lists(st.integers(-1, 2**31 - 1), max_size=5))),
+            busy_ns=draw(st.integers(0, 2**61)),
+        )
 
     def floats(count: int) -> Any:
         return np.array(draw(st.lists(FLOAT32, min_size=count, max_size=count)), np.float32)
@@ -67,7 +75,12 @@ def results(draw: st.DrawFn) -> StepResult:
     tokens = draw(st.lists(INT32, min_size=sampled * (k + 1), max_size=sampled * (k + 1)))
     top = ids(tokens[sampled:]).reshape(sampled, k)
     return StepResult(
-        draw(INT32), ids(tokens[:sampled]), floats(sampled), top, floats(sampled * k).reshape(sampled, k), draw(st.integers(0, 2**61))
+        draw(INT32),
+        ids(tokens[:sampled]),
+        floats(sampled),
+        top,
+        floats(sampled * k).reshape(sampled, k),
+        draw(st.integers(0, 2**61)),
     )
 
 
@@ -100,10 +113,18 @@ def test_any_result_survives(result: StepResult) -> None:
 
 def test_a_long_prompt_survives_with_all_that_a_request_may_want() -> None:
     prompt = np.random.default_rng(0).integers(0, 2**17, 200_000).astype(np.int32)
-    params = SamplingParams(temperature=0.5, min_tokens=7, max_tokens=9, logprobs=20, logit_bias=dict.fromkeys(range(300), 1.5))
+    params = SamplingParams(
+        temperature=0.5,
+        min_tokens=7,
+        max_tokens=9,
+        logprobs=20,
+        logit_bias=dict.fromkeys(range(300), 1.5),
+    )
     admission = Admission(255, prompt, 199_990, params, 2**64 - 1, (0, 2, 151_645))
     none = ids([])
-    plan = StepPlan(3, ids([255]), ids([0]), ids([8192]), ids([0]), none, none, none, none, none, [admission])
+    plan = StepPlan(
+        3, ids([255]), ids([0]), ids([8192]), ids([0]), none, none, none, none, none, [admission]
+    )
     [decoded] = StepPlan.decode(b"".join(plan.encode())).admissions
     assert np.array_equal(decoded.tokens, prompt)
     assert (decoded.slot, decoded.prompt_len, decoded.seed) == (255, 199_990, 2**64 - 1)

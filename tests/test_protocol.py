@@ -39,13 +39,19 @@ def refused(raw: bytes, kind: type[Body] = CompletionRequest) -> RequestError:
 class TestSampling:
     def test_every_field_reaches_the_sampling_parameters(self) -> None:
         given = {
-            "n": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": -3, "repetition_penalty": 1.1,
-            "presence_penalty": 0.2, "frequency_penalty": 0.3, "max_tokens": 9, "min_tokens": 2, "ignore_eos": True,
+            "n": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": -3,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.2, "frequency_penalty": 0.3, "max_tokens": 9, "min_tokens": 2,
+            "ignore_eos": True,
             "skip_special_tokens": False, "logprobs": 4,
         }  # fmt: skip
         params = SamplingParams(
             **completion(
-                **given, logit_bias={"5": 1, "6": -2.5}, stop=["a", "b"], stop_token_ids=[1, 2], include_stop_str_in_output=True
+                **given,
+                logit_bias={"5": 1, "6": -2.5},
+                stop=["a", "b"],
+                stop_token_ids=[1, 2],
+                include_stop_str_in_output=True,
             ).sampling_fields()
         )
         assert {name: getattr(params, name) for name in given} == given
@@ -56,7 +62,12 @@ class TestSampling:
 
     def test_what_is_missing_or_null_is_left_to_the_defaults(self) -> None:
         assert completion().sampling_fields() == {}
-        assert completion(temperature=None, stop=None, n=None, stream=None, logit_bias=None).sampling_fields() == {}
+        assert (
+            completion(
+                temperature=None, stop=None, n=None, stream=None, logit_bias=None
+            ).sampling_fields()
+            == {}
+        )
 
     def test_zero_and_false_are_not_missing(self) -> None:
         given = {"temperature": 0, "top_k": 0, "min_tokens": 0, "ignore_eos": False, "logprobs": 0}
@@ -92,7 +103,10 @@ class TestSampling:
             ({"logit_bias": [1]}, "logit_bias"),
             ({"stream": "yes"}, "stream"),
             ({"stream_options": {"include_usage": True}}, "stream_options"),
-            ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+            (
+                {"stream": True, "stream_options": {"include_usage": 1}},
+                "stream_options.include_usage",
+            ),
             ({"model": 5}, "model"),
             ({"echo": 1}, "echo"),
             ({"logprobs": True}, "logprobs"),
@@ -108,7 +122,10 @@ class TestSampling:
         assert error.param == param
         assert param.split("[")[0] in error.message
 
-    @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5000, "0x10", "01", "+1"])
+    @pytest.mark.parametrize(
+        "number",
+        ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5000, "0x10", "01", "+1"],
+    )
     def test_numbers_that_are_none(self, number: str) -> None:
         refused(f'{{"prompt": "x", "temperature": {number}}}'.encode())
 
@@ -219,8 +236,18 @@ class TestChat:
             ({"messages": [{"content": "x"}]}, "messages[0].role"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
-            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+            (
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+                    ]
+                },
+                "messages[0].content[0]",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+                "messages[0].content[0]",
+            ),
             ({"max_completion_tokens": 0}, "max_completion_tokens"),
             ({"logprobs": 3}, "logprobs"),
             ({"top_logprobs": 2}, "top_logprobs"),
@@ -236,11 +263,18 @@ class TestChat:
         ],
     )
     def test_a_wrong_field_is_named(self, fields: dict[str, Any], param: str) -> None:
-        assert refused(json.dumps({"messages": HELLO} | fields).encode(), ChatRequest).param == param
+        assert (
+            refused(json.dumps({"messages": HELLO} | fields).encode(), ChatRequest).param == param
+        )
 
     def test_template_options(self) -> None:
         tools = [{"type": "function", "function": {"name": "f"}}]
-        plain = {"tools": None, "add_generation_prompt": True, "continue_final_message": False, "template_kwargs": None}
+        plain = {
+            "tools": None,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "template_kwargs": None,
+        }
         assert template_options(chat()) == plain
         assert template_options(chat(tools=tools)) == plain | {"tools": tools}
         assert template_options(chat(tools=tools, tool_choice="none")) == plain
@@ -256,9 +290,14 @@ class TestChat:
 class TestTokenize:
     def test_prompt_or_messages(self) -> None:
         assert decode(b'{"prompt": ""}', TokenizeRequest).prompt == ""
-        assert decode(json.dumps({"messages": HELLO}).encode(), TokenizeRequest).messages is not None
+        assert (
+            decode(json.dumps({"messages": HELLO}).encode(), TokenizeRequest).messages is not None
+        )
         assert refused(b"{}", TokenizeRequest).param == "prompt"
-        assert refused(json.dumps({"prompt": "x", "messages": HELLO}).encode(), TokenizeRequest).param == "prompt"
+        assert (
+            refused(json.dumps({"prompt": "x", "messages": HELLO}).encode(), TokenizeRequest).param
+            == "prompt"
+        )
 
     def test_tokens_are_ids(self) -> None:
         assert decode(b'{"tokens": [1, 2]}', DetokenizeRequest).tokens == [1, 2]

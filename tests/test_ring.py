@@ -1,4 +1,5 @@
-"""The ring: every reader gets every message in order, a full ring is refused, and nothing is left behind."""
+"""The ring: every reader gets every message in order, a full ring is refused, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -126,9 +127,16 @@ def test_a_view_holds_until_its_release(ring: Ring) -> None:
     ring.close()
 
 
-@given(st.integers(1, 3), st.lists(st.one_of(st.binary(max_size=150), st.integers(0, 2)), max_size=80))
-def test_any_sequence_of_writes_and_reads_keeps_the_order(readers: int, actions: list[bytes | int]) -> None:
-    """Bytes are written; a number is a reader that takes what there is. What a full ring refuses leaves no trace."""
+@given(
+    st.integers(1, 3), st.lists(st.one_of(st.binary(max_size=150), st.integers(0, 2)), max_size=80)
+)
+def test_any_sequence_of_writes_and_reads_keeps_the_order(
+    readers: int, actions: list[bytes | int]
+) -> None:
+    """Bytes are written; a number is a reader that takes what there is.
+
+    What a full ring refuses leaves no trace.
+    """
     ring = Ring(readers, slot_bytes=16, num_slots=24)
     expected: list[deque[bytes]] = [deque() for _ in range(readers)]
     for action in actions:
@@ -140,11 +148,15 @@ def test_any_sequence_of_writes_and_reads_keeps_the_order(readers: int, actions:
         try:
             write(ring, action[:10], action[10:])
         except RingFullError:
-            assert len(action) > ring.max_message_bytes or any(sum(len(m) + 24 for m in queue) > 6 * 16 for queue in expected)
+            assert len(action) > ring.max_message_bytes or any(
+                sum(len(m) + 24 for m in queue) > 6 * 16 for queue in expected
+            )
         else:
             for queue in expected:
                 queue.append(action)
-    assert [read_all(ring, reader) for reader in range(readers)] == [list(queue) for queue in expected]
+    assert [read_all(ring, reader) for reader in range(readers)] == [
+        list(queue) for queue in expected
+    ]
     ring.close()
 
 
@@ -161,7 +173,10 @@ def echo(plans: Ring, results: Ring) -> None:
 def test_through_a_spawned_process() -> None:
     names, descriptors = set(os.listdir("/dev/shm")), None
     for _ in range(2):  # the first round also starts what multiprocessing keeps
-        plans, results = Ring(2, slot_bytes=1024, num_slots=24), Ring(1, slot_bytes=1024, num_slots=24)
+        plans, results = (
+            Ring(2, slot_bytes=1024, num_slots=24),
+            Ring(1, slot_bytes=1024, num_slots=24),
+        )
         process = multiprocessing.get_context("spawn").Process(target=echo, args=(plans, results))
         process.start()
         for number in range(1, 100):

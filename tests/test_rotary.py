@@ -1,4 +1,5 @@
-"""RoPE tables against transformers' own, for every variant and for configurations that leave numbers out."""
+"""RoPE tables against transformers' own, for every variant and for configurations that leave
+numbers out."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 def architecture(folder: Path, **fields: Any) -> Architecture:
     config = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 256,
+        "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 4096, "rope_theta": 1e6,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | fields))
@@ -74,7 +76,9 @@ def test_dynamic_has_the_factor_of_its_longest_text(tmp_path: Path):
     assert (scale, arch.max_position_embeddings) == (1.0, 12_288)
 
 
-@pytest.mark.parametrize("fields", [{}, {"rope_scaling": None}, {"rope_scaling": YARN}], ids=["default", "null", "yarn"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"rope_scaling": None}, {"rope_scaling": YARN}], ids=["default", "null", "yarn"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dtype: torch.dtype):
     """Down to the last positions; in bfloat16 the result alone is rounded."""
@@ -84,17 +88,24 @@ def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dty
     torch.manual_seed(0)
     queries, keys = torch.randn(5, 3, 128).to(dtype), torch.randn(5, 2, 128).to(dtype)
     cos, sin = theirs(queries.float(), positions[None])
-    expected = apply_rotary_pos_emb(queries.float().transpose(0, 1)[None], keys.float().transpose(0, 1)[None], cos, sin)
-    table = RotaryTable(arch.rope, arch.head_size, arch.max_position_embeddings, torch.device("cpu"))
+    expected = apply_rotary_pos_emb(
+        queries.float().transpose(0, 1)[None], keys.float().transpose(0, 1)[None], cos, sin
+    )
+    table = RotaryTable(
+        arch.rope, arch.head_size, arch.max_position_embeddings, torch.device("cpu")
+    )
     angles = table.at(positions)
     assert [tuple(part.shape) for part in angles] == [(5, 1, 128)] * 2
     for x, right in zip((queries, keys), expected, strict=True):
         turned = rotate(x, *angles)
         assert turned.dtype == dtype
         if dtype == torch.float32:
-            torch.testing.assert_close(turned, right[0].transpose(0, 1), rtol=0, atol=5e-4)  # an angle of 16 000 rounds
+            # an angle of 16 000 rounds
+            torch.testing.assert_close(turned, right[0].transpose(0, 1), rtol=0, atol=5e-4)
         else:
-            torch.testing.assert_close(turned.float(), right[0].transpose(0, 1), rtol=2**-8, atol=5e-4)
+            torch.testing.assert_close(
+                turned.float(), right[0].transpose(0, 1), rtol=2**-8, atol=5e-4
+            )
 
 
 def test_scores_depend_on_distances_alone():
@@ -102,7 +113,12 @@ def test_scores_depend_on_distances_alone():
     query, key = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
 
     def score(at: int, distance: int) -> float:
-        return float((rotate(query, *table.at(torch.tensor([at]))) * rotate(key, *table.at(torch.tensor([at - distance])))).sum())
+        return float(
+            (
+                rotate(query, *table.at(torch.tensor([at])))
+                * rotate(key, *table.at(torch.tensor([at - distance])))
+            ).sum()
+        )
 
     assert score(50, 7) == pytest.approx(score(2000, 7), abs=1e-3)
     assert score(50, 7) != pytest.approx(score(50, 8), abs=1e-3)
@@ -111,9 +127,15 @@ def test_scores_depend_on_distances_alone():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "'longrope' is not supported.*yarn"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+            "'longrope' is not supported.*yarn",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks 'factor'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "'llama3' lacks 'low_freq_factor'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            "'llama3' lacks 'low_freq_factor'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
     ],

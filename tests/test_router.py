@@ -23,7 +23,13 @@ class Fleet:
     """Engines without text, and the router before them."""
 
     def __init__(self, count: int, **limits: int):
-        defaults = {"num_blocks": 4096, "block_size": BLOCK, "max_num_seqs": 256, "token_budget": 8192, "prefill_cap": 8192}
+        defaults = {
+            "num_blocks": 4096,
+            "block_size": BLOCK,
+            "max_num_seqs": 256,
+            "token_budget": 8192,
+            "prefill_cap": 8192,
+        }
         self.engines = [Harness(**(defaults | limits)) for _ in range(count)]
         self.schedulers = [engine.scheduler for engine in self.engines]
         self.router = Router(self.schedulers)
@@ -40,7 +46,9 @@ class Fleet:
     def submit(self, prompt: list[int], new: int = 8, n: int = 1) -> tuple[int, Request]:
         """Queues a request as the frontend does; returns its engine, too."""
         route = self.ask(prompt, n)
-        request = make_request("", prompt, new, block_hashes=self.hashes(prompt), num_expected=route.num_tokens)
+        request = make_request(
+            "", prompt, new, block_hashes=self.hashes(prompt), num_expected=route.num_tokens
+        )
         self.router.promise(route, request)
         self.engines[route.engine].add(request)
         return route.engine, request
@@ -131,7 +139,11 @@ def test_the_longer_prefix_wins() -> None:
     fleet.put(1, whole[:200])
     fleet.run()
     route = fleet.ask(whole)
-    assert (route.engine, route.num_blocks, route.num_tokens) == (1, 200 // BLOCK, 200 // BLOCK * BLOCK)
+    assert (route.engine, route.num_blocks, route.num_tokens) == (
+        1,
+        200 // BLOCK,
+        200 // BLOCK * BLOCK,
+    )
 
 
 def test_a_prompt_that_is_cached_to_its_end_has_one_token_left() -> None:
@@ -167,7 +179,9 @@ def test_a_small_burst_stays_together() -> None:
     submitted = [fleet.submit(prefix + tokens(30, seed)) for seed in range(5)]
     assert len({engine for engine, _ in submitted}) == 1
     fleet.run()
-    assert sum(scheduler.stats.prefix_hit for scheduler in fleet.schedulers) == 4 * (2000 // BLOCK * BLOCK)
+    assert sum(scheduler.stats.prefix_hit for scheduler in fleet.schedulers) == 4 * (
+        2000 // BLOCK * BLOCK
+    )
     for _, request in submitted:
         assert_complete(request)
 
@@ -180,7 +194,9 @@ def test_a_large_burst_spreads_and_each_engine_computes_the_prefix_once() -> Non
     yet_to_prefill = [scheduler.num_prefill_tokens for scheduler in fleet.schedulers]
     assert max(yet_to_prefill) < 2000 + 30 * (30 + BLOCK)
     fleet.run()
-    assert sum(scheduler.stats.prefix_hit for scheduler in fleet.schedulers) == 96 * (2000 // BLOCK * BLOCK)
+    assert sum(scheduler.stats.prefix_hit for scheduler in fleet.schedulers) == 96 * (
+        2000 // BLOCK * BLOCK
+    )
 
 
 def test_a_promise_that_is_broken_counts_no_more() -> None:
@@ -211,7 +227,9 @@ def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(promises._owners) for promises in fleet.router._promises] == [40, 40]
     fleet.run()
     last = fleet.submit(tokens(BLOCK, 99))
-    assert list(fleet.router._promises[last[0]]._owners.values()) == [last[1]], "what was kept goes with the next"
+    assert list(fleet.router._promises[last[0]]._owners.values()) == [last[1]], (
+        "what was kept goes with the next"
+    )
     for request in requests:
         assert_complete(request)
 
@@ -278,7 +296,12 @@ def test_whatever_comes_the_books_agree_and_all_ends(data: st.DataObject) -> Non
         action = data.draw(st.sampled_from(["submit", "submit", "turn", "abort"]))
         if action == "submit":
             stem = data.draw(st.sampled_from(stems))[: data.draw(st.integers(0, 30))]
-            requests.append(fleet.submit(stem + tokens(data.draw(st.integers(1, 12)), len(requests)), data.draw(st.integers(1, 12))))
+            requests.append(
+                fleet.submit(
+                    stem + tokens(data.draw(st.integers(1, 12)), len(requests)),
+                    data.draw(st.integers(1, 12)),
+                )
+            )
         elif action == "turn":
             fleet.engines[data.draw(st.integers(0, 2))].turn()
         elif requests:

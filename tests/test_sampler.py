@@ -1,4 +1,5 @@
-"""The sampler: which token it chooses, from what, and that neither depends on who else is in the batch."""
+"""The sampler: which token it chooses, from what, and that neither depends on who else is in the
+batch."""
 
 from __future__ import annotations
 
@@ -8,11 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.plan import Admission, StepPlan
-from aioinfer.worker.sampler import Sampled, adjust_logits, filter_tokens, gumbel_keys, sample, uniforms
+from aioinfer.worker.sampler import (
+    Sampled,
+    adjust_logits,
+    filter_tokens,
+    gumbel_keys,
+    sample,
+    uniforms,
+)
 from aioinfer.worker.slots import Slots
 
 NONE = np.empty(0, np.int32)
@@ -20,8 +34,14 @@ CPU = torch.device("cpu")
 MASK = 2**32 - 1
 
 
-def make_slots(params: list[SamplingParams], vocab_size: int, tokens: list[list[int]] | None = None, **admission: Any) -> Slots:
-    """Slots 0, 1, ... with requests of these parameters; by default their prompt is the one token 0."""
+def make_slots(
+    params: list[SamplingParams],
+    vocab_size: int,
+    tokens: list[list[int]] | None = None,
+    **admission: Any,
+) -> Slots:
+    """Slots 0, 1, ... with requests of these parameters; by default their prompt is the one token
+    0."""
     slots = Slots(len(params), 64, 16, vocab_size, CPU)
     prompts = tokens or [[0]] * len(params)
     common = {"prompt_len": 1, "seed": 7} | admission
@@ -33,8 +53,12 @@ def make_slots(params: list[SamplingParams], vocab_size: int, tokens: list[list[
     return slots
 
 
-def choose(logits: torch.Tensor, slots: Slots, slot_ids: list[int], positions: list[int]) -> Sampled:
-    return sample(logits.clone(), slots, np.array(slot_ids, np.int32), np.array(positions, np.int32))
+def choose(
+    logits: torch.Tensor, slots: Slots, slot_ids: list[int], positions: list[int]
+) -> Sampled:
+    return sample(
+        logits.clone(), slots, np.array(slot_ids, np.int32), np.array(positions, np.int32)
+    )
 
 
 def choose_one(logits: torch.Tensor, position: int = 1, **params: Any) -> int:
@@ -46,7 +70,9 @@ def draws(logits: torch.Tensor, count: int, params: SamplingParams, seed: int = 
     """The tokens that one request draws from the same logits at `count` positions."""
     slots = make_slots([params], len(logits), seed=seed)
     positions = np.arange(1, count + 1, dtype=np.int32)
-    return sample(logits.expand(count, -1).contiguous(), slots, np.zeros(count, np.int32), positions).tokens.numpy()
+    return sample(
+        logits.expand(count, -1).contiguous(), slots, np.zeros(count, np.int32), positions
+    ).tokens.numpy()
 
 
 def assert_fits(observed: np.ndarray, expected: np.ndarray) -> None:
@@ -89,7 +115,9 @@ def uniform_by_hand(seed: int, position: int, token: int) -> float:
 def test_uniforms_are_those_of_the_definition_bit_for_bit() -> None:
     seeds, positions = [0, 1, 2**64 - 1, 0x0123456789ABCDEF], [0, 1, 8191, 2**31 - 1]
     tokens = [0, 1, 49151, 2**31 - 1]
-    key0, key1 = gumbel_keys(np.array(seeds, np.uint64).view(np.int64), np.array(positions, np.int32))
+    key0, key1 = gumbel_keys(
+        np.array(seeds, np.uint64).view(np.int64), np.array(positions, np.int32)
+    )
     u = uniforms(key0[:, None], key1[:, None], np.array(tokens, np.uint32))
     assert u.dtype == np.float32
     for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
@@ -157,7 +185,9 @@ def test_draws_follow_softmax() -> None:
     torch.manual_seed(1)
     logits = torch.randn(30)
     tokens = draws(logits, 8000, SamplingParams(temperature=0.8))
-    assert_fits(np.bincount(tokens, minlength=30), 8000 * (logits / 0.8).softmax(0).double().numpy())
+    assert_fits(
+        np.bincount(tokens, minlength=30), 8000 * (logits / 0.8).softmax(0).double().numpy()
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +226,9 @@ def warped(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 @pytest.mark.parametrize("top_k", [0, 1, 50, 2999, 3000])
 @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.5, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.3, 1e-6])
-def test_filters_keep_what_transformers_keeps(spread: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_filters_keep_what_transformers_keeps(
+    spread: float, top_k: int, top_p: float, min_p: float
+) -> None:
     """From nearly flat logits, where top-p reaches beyond every span, to a single likely token."""
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     torch.manual_seed(3)
@@ -204,7 +236,9 @@ def test_filters_keep_what_transformers_keeps(spread: float, top_k: int, top_p: 
     expected = warped(scaled, params).isfinite().nonzero()[:, 0].tolist()
     kept = filter_tokens(scaled.numpy(), float(scaled.max()), top_k, top_p, min_p).tolist()
     missing = set(kept) ^ set(expected)
-    assert len(missing) <= (1 if top_p < 1 else 0), "only rounding of a sum may move top-p's border, by a token"
+    assert len(missing) <= (1 if top_p < 1 else 0), (
+        "only rounding of a sum may move top-p's border, by a token"
+    )
     assert kept == sorted(kept)
     assert kept
 
@@ -220,14 +254,20 @@ def test_equals_at_the_border_stay_together() -> None:
 def test_tokens_ruled_out_are_never_drawn_by_a_filter() -> None:
     logits = torch.full((20,), -math.inf)
     logits[[4, 11]] = 0.0
-    for params in (SamplingParams(), SamplingParams(top_k=10), SamplingParams(top_p=0.999), SamplingParams(top_k=10, top_p=0.5)):
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_k=10),
+        SamplingParams(top_p=0.999),
+        SamplingParams(top_k=10, top_p=0.5),
+    ):
         assert set(draws(logits, 200, params).tolist()) == {4, 11}
 
 
 def test_extreme_temperatures() -> None:
     logits = torch.linspace(-80, 80, 50)
     assert choose_one(logits, temperature=1e-5) == 49
-    assert choose_one(logits * 1e36, temperature=2e-5) in (-1, 49)  # beyond float32: no token, and no warning
+    # beyond float32: no token, and no warning
+    assert choose_one(logits * 1e36, temperature=2e-5) in (-1, 49)
     assert len(set(draws(logits, 300, SamplingParams(temperature=100)).tolist())) > 25
 
 
@@ -257,14 +297,18 @@ def test_the_draw_depends_on_seed_and_position() -> None:
     logits = torch.zeros(1000)
     params = SamplingParams()
     assert (draws(logits, 200, params, seed=1) != draws(logits, 200, params, seed=2)).mean() > 0.95
-    assert (draws(logits, 200, params, seed=1) != draws(logits, 200, params, seed=1 + 2**32)).mean() > 0.95
+    assert (
+        draws(logits, 200, params, seed=1) != draws(logits, 200, params, seed=1 + 2**32)
+    ).mean() > 0.95
     assert len(set(draws(logits, 200, params).tolist())) > 150
 
 
 # ---------------------------------------------------------------- adjustments
 
 
-def adjusted(logits: torch.Tensor, slots: Slots, slot_ids: list[int], positions: list[int]) -> torch.Tensor:
+def adjusted(
+    logits: torch.Tensor, slots: Slots, slot_ids: list[int], positions: list[int]
+) -> torch.Tensor:
     at, where = np.array(slot_ids, np.int32), np.array(positions, np.int32)
     result = logits.clone()
     adjust_logits(result, slots, slots.current_wishes(at, where), at, where)
@@ -275,17 +319,29 @@ def test_repetition_penalty_equals_transformers() -> None:
     torch.manual_seed(5)
     logits = torch.randn(2, 60)
     tokens = [[3, 3, 9, 20, 20, 20], [1, 2]]
-    slots = make_slots([SamplingParams(repetition_penalty=1.3), SamplingParams(repetition_penalty=0.8)], 60, tokens, prompt_len=2)
+    slots = make_slots(
+        [SamplingParams(repetition_penalty=1.3), SamplingParams(repetition_penalty=0.8)],
+        60,
+        tokens,
+        prompt_len=2,
+    )
     result = adjusted(logits, slots, [0, 1], [6, 2])
     for row, penalty in enumerate((1.3, 0.8)):
-        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens[row])[None], logits[row : row + 1])
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor(tokens[row])[None], logits[row : row + 1]
+        )
         torch.testing.assert_close(result[row : row + 1], expected)
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
     torch.manual_seed(6)
     logits = torch.randn(1, 60)
-    slots = make_slots([SamplingParams(presence_penalty=0.4, frequency_penalty=0.25)], 60, [[3, 9, 9, 20, 3, 3]], prompt_len=3)
+    slots = make_slots(
+        [SamplingParams(presence_penalty=0.4, frequency_penalty=0.25)],
+        60,
+        [[3, 9, 9, 20, 3, 3]],
+        prompt_len=3,
+    )
     expected = logits.clone()
     expected[0, 3] -= 0.4 + 2 * 0.25
     expected[0, 20] -= 0.4 + 0.25
@@ -312,7 +368,11 @@ def test_rows_of_unequal_length_are_penalised_each_by_their_own_tokens() -> None
 
 
 def test_logit_bias_is_added_once_and_only_to_its_row() -> None:
-    params = [SamplingParams(logit_bias={3: 5.0, 7: -100.0, 0: 1.0}), SamplingParams(), SamplingParams(logit_bias={9: 2.0})]
+    params = [
+        SamplingParams(logit_bias={3: 5.0, 7: -100.0, 0: 1.0}),
+        SamplingParams(),
+        SamplingParams(logit_bias={9: 2.0}),
+    ]
     slots = make_slots(params, 10)
     result = adjusted(torch.zeros(3, 10), slots, [0, 1, 2], [1, 1, 1])
     expected = torch.zeros(3, 10)
@@ -327,7 +387,9 @@ def test_end_tokens_are_banned_until_min_tokens_counted_from_the_prompt() -> Non
     logits[0, 2], logits[0, 5], logits[0, 8] = 3, 2, 1
     params = [SamplingParams(temperature=0, min_tokens=4)]
     fresh = make_slots(params, 10, [[0, 0, 0]], prompt_len=3, banned_until_min_tokens=(2, 5))
-    resumed = make_slots(params, 10, [[0, 0, 0, 8, 8]], prompt_len=3, banned_until_min_tokens=(2, 5))
+    resumed = make_slots(
+        params, 10, [[0, 0, 0, 8, 8]], prompt_len=3, banned_until_min_tokens=(2, 5)
+    )
     for slots in (fresh, resumed):
         chosen = [int(choose(logits, slots, [0], [position]).tokens) for position in range(3, 9)]
         assert chosen == [8, 8, 8, 8, 2, 2]
@@ -353,7 +415,9 @@ def test_logprobs_are_the_models_own() -> None:
     result = choose(logits, make_slots(params, 40), [0, 1, 2], [1, 1, 1])
     expected = logits.log_softmax(-1)
     assert int(result.tokens[0]) == 11
-    torch.testing.assert_close(result.logprobs[[0, 2]], expected[[0, 2], result.tokens[[0, 2]].long()])
+    torch.testing.assert_close(
+        result.logprobs[[0, 2]], expected[[0, 2], result.tokens[[0, 2]].long()]
+    )
     assert result.logprobs[1].isnan()
     best = expected[0].topk(3)
     assert result.top_tokens[0].tolist() == best.indices.tolist()
@@ -365,7 +429,9 @@ def test_logprobs_of_a_broken_row_disturb_nobody() -> None:
     torch.manual_seed(8)
     logits = torch.randn(2, 40)
     logits[0, 5] = math.nan
-    result = choose(logits, make_slots([SamplingParams(temperature=0, logprobs=20)] * 2, 40), [0, 1], [1, 1])
+    result = choose(
+        logits, make_slots([SamplingParams(temperature=0, logprobs=20)] * 2, 40), [0, 1], [1, 1]
+    )
     assert result.tokens[0] == -1
     torch.testing.assert_close(result.logprobs[1], logits[1].log_softmax(0).max())
 

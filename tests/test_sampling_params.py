@@ -49,7 +49,9 @@ def test_one_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="end").stop == ("end",)
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (0.01, False), (1.0, False)])
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0.0, True), (1e-6, True), (0.01, False), (1.0, False)]
+)
 def test_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).greedy is greedy
 

@@ -1,4 +1,5 @@
-"""The scheduler's promises, checked with a worker that notices every wrong block (see symbolic_worker)."""
+"""The scheduler's promises, checked with a worker that notices every wrong block (see
+symbolic_worker)."""
 
 from __future__ import annotations
 
@@ -18,18 +19,28 @@ from tests.symbolic_worker import VOCABULARY, SymbolicWorker, expected_output
 
 def make_request(name: str, prompt: list[int], new: int, **fields) -> Request:
     tokens = array("i", prompt)
-    return Request(name, tokens, len(tokens), SamplingParams(temperature=0.0), len(tokens) + new, **fields)
+    return Request(
+        name, tokens, len(tokens), SamplingParams(temperature=0.0), len(tokens) + new, **fields
+    )
 
 
 class Harness:
     """A scheduler and a symbolic worker, turned by hand as the engine turns them."""
 
     def __init__(self, *, depth: int = 2, **limits):
-        defaults = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "token_budget": 64, "prefill_cap": 64}
+        defaults = {
+            "num_blocks": 64,
+            "block_size": 4,
+            "max_num_seqs": 8,
+            "token_budget": 64,
+            "prefill_cap": 64,
+        }
         self.limits = SchedulerLimits(**{**defaults, **limits})
         self.scheduler = Scheduler(self.limits)
         limits_ = self.limits
-        self.worker = SymbolicWorker(limits_.num_blocks, limits_.block_size, limits_.max_num_seqs, limits_.token_budget)
+        self.worker = SymbolicWorker(
+            limits_.num_blocks, limits_.block_size, limits_.max_num_seqs, limits_.token_budget
+        )
         self.depth = depth
         self.plans: list[StepPlan] = []
 
@@ -167,7 +178,8 @@ def test_generated_blocks_enter_the_prefix_cache():
     follow_up = make_request("follow-up", [*first.tokens.tolist(), 7, 8, 9], 4)
     harness.add(follow_up)
     harness.run()
-    assert follow_up.num_cached >= 28  # the last token was never computed, so its block may be lacking
+    # the last token was never computed, so its block may be lacking
+    assert follow_up.num_cached >= 28
     assert_complete(follow_up)
 
 
@@ -187,7 +199,9 @@ def test_preemption_recomputes_and_resumes():
 def test_siblings_share_the_prompt_and_copy_its_last_block(prompt_len, caching):
     harness = Harness(num_blocks=128, prefix_caching=caching)
     group = ForkGroup()
-    siblings = [make_request(str(i), list(range(prompt_len)), 12, seed=i, group=group) for i in range(4)]
+    siblings = [
+        make_request(str(i), list(range(prompt_len)), 12, seed=i, group=group) for i in range(4)
+    ]
     harness.add(*siblings)
     harness.turn()
     harness.turn()
@@ -237,7 +251,10 @@ def test_a_length_limit_is_never_overscheduled():
 
 def test_priority_goes_first_and_is_preempted_last():
     harness = Harness(by_priority=True, max_num_seqs=1)
-    low, high = make_request("low", [1, 2], 4, priority=5), make_request("high", [3, 4], 4, priority=-1)
+    low, high = (
+        make_request("low", [1, 2], 4, priority=5),
+        make_request("high", [3, 4], 4, priority=-1),
+    )
     middle = make_request("middle", [5, 6], 4, priority=0)
     harness.add(low, middle, high)
     order = []
@@ -249,7 +266,9 @@ def test_priority_goes_first_and_is_preempted_last():
 
 def test_priority_is_ignored_under_fcfs():
     harness = Harness(max_num_seqs=1)
-    harness.add(make_request("first", [1], 2, priority=9), make_request("second", [2], 2, priority=0))
+    harness.add(
+        make_request("first", [1], 2, priority=9), make_request("second", [2], 2, priority=0)
+    )
     harness.turn()
     assert [r.request_id for r in harness.scheduler.running] == ["first"]
 
@@ -267,7 +286,9 @@ def test_a_failed_row_ends_its_request_alone():
     assert bad.finish_reason == "error"
     harness.run()
     assert_complete(good)
-    assert harness.scheduler.pool.find(bad.block_hashes) == [], "blocks of a failed request must not be found again"
+    assert harness.scheduler.pool.find(bad.block_hashes) == [], (
+        "blocks of a failed request must not be found again"
+    )
 
 
 def test_results_out_of_order_are_refused():
@@ -281,7 +302,8 @@ def test_results_out_of_order_are_refused():
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
-    """Random arrivals, forks, aborts and pool sizes: every request ends as if it had run alone, and nothing leaks."""
+    """Random arrivals, forks, aborts and pool sizes: every request ends as if it had run alone, and
+    nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     harness = Harness(
@@ -302,7 +324,8 @@ def test_random_traffic(data):
         group = ForkGroup() if (siblings := draw(st.sampled_from([1, 1, 3]))) > 1 else None
         for sibling in range(siblings):
             request = make_request(
-                f"{number}.{sibling}", prompt, draw(st.integers(1, 20)), seed=sibling, end_tokens=ends, group=group,
+                f"{number}.{sibling}", prompt, draw(st.integers(1, 20)), seed=sibling,
+                end_tokens=ends, group=group,
                 priority=draw(st.integers(0, 3)),
             )  # fmt: skip
             harness.add(request)
@@ -321,10 +344,15 @@ def test_random_traffic(data):
 
 
 def _turn_and_check_order(harness: Harness) -> None:
-    """Turns once; whoever was admitted must go before everybody who still waits, siblings of a busy leader excepted."""
+    """Turns once; whoever was admitted must go before everybody who still waits, siblings of a busy
+    leader excepted."""
     before = set(harness.scheduler.running)
     harness.turn()
     admitted = [r for r in harness.scheduler.running if r not in before]
-    waiting = [r for r in harness.scheduler.requests() if r.slot < 0 and not r.group and not r.num_preemptions]
+    waiting = [
+        r
+        for r in harness.scheduler.requests()
+        if r.slot < 0 and not r.group and not r.num_preemptions
+    ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"

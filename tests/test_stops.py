@@ -17,7 +17,8 @@ STOPS = st.lists(st.text("ab🦜", min_size=1, max_size=5), min_size=1, max_size
 
 
 def naive_end(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: the text ends with the first character that completes a stop string, the longest if several."""
+    """The definition: the text ends with the first character that completes a stop string, the
+    longest if several."""
     for end in range(1, len(text) + 1):
         matching = [stop for stop in stops if text[:end].endswith(stop)]
         if matching:
@@ -27,7 +28,8 @@ def naive_end(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 
 
 def naive_shown(text: str, stops: list[str]) -> str:
-    """What may be shown of a text without a stop: all but the longest end that begins a stop string."""
+    """What may be shown of a text without a stop: all but the longest end that begins a stop
+    string."""
     ends = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
     return text[: len(text) - max(ends, default=0)]
 
@@ -81,12 +83,14 @@ def test_a_stop_of_a_single_character_holds_nothing_back():
 
 
 def test_the_time_does_not_depend_on_the_number_of_stops():
-    alike = ["a" * 60 + chr(0x100 + n) for n in range(64)]  # every one is begun by every part of the text
+    # every one is begun by every part of the text
+    alike = ["a" * 60 + chr(0x100 + n) for n in range(64)]
     finder = StopStrings(alike)
     begin = time.perf_counter()
     shown = "".join(finder.feed("a" * 4)[0] for _ in range(25_000))
     assert len(shown) == 100_000 - 60
-    assert time.perf_counter() - begin < 3  # it takes 50 ms; comparing with each stop at each place takes minutes
+    # it takes 50 ms; comparing with each stop at each place takes minutes
+    assert time.perf_counter() - begin < 3
 
 
 def test_stops_that_are_too_long_in_all_are_refused():

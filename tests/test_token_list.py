@@ -1,4 +1,5 @@
-"""Bodies with long lists of token ids: decoded in pieces they are what they are decoded whole, and so are their errors."""
+"""Bodies with long lists of token ids: decoded in pieces they are what they are decoded whole, and
+so are their errors."""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ def ids(count: int) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 1000, 30_000, 60_000])
 @pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize(("kind", "field"), [(CompletionRequest, "prompt"), (DetokenizeRequest, "tokens")])
+@pytest.mark.parametrize(
+    ("kind", "field"), [(CompletionRequest, "prompt"), (DetokenizeRequest, "tokens")]
+)
 def test_a_list_in_pieces(kind, field, count, indent, monkeypatch):
     pieces = []
     whole = token_list._decode_ids
-    monkeypatch.setattr(token_list, "_decode_ids", lambda piece: pieces.append(piece) or whole(piece))
-    raw = json.dumps({"model": "m", field: ids(count), "max_tokens": 3, "stop": ["["]}, indent=indent).encode()
+    monkeypatch.setattr(
+        token_list, "_decode_ids", lambda piece: pieces.append(piece) or whole(piece)
+    )
+    raw = json.dumps(
+        {"model": "m", field: ids(count), "max_tokens": 3, "stop": ["["]}, indent=indent
+    ).encode()
     assert decode_large(raw, kind) == decode(raw, kind)
     assert (len(pieces) > 1) == (count >= 30_000)
     assert all(len(piece) < PIECE + 20 for piece in pieces)
@@ -49,7 +56,14 @@ def test_other_prompts_are_left_alone(prompt):
 
 @pytest.mark.parametrize(
     ("wrong", "where"),
-    [(b"-1", b"prompt"), (b"1.5", b"prompt"), (b"null", b"prompt"), (b"{}", b"prompt"), (b"", b"JSON"), (b"99999999999", b"prompt")],
+    [
+        (b"-1", b"prompt"),
+        (b"1.5", b"prompt"),
+        (b"null", b"prompt"),
+        (b"{}", b"prompt"),
+        (b"", b"JSON"),
+        (b"99999999999", b"prompt"),
+    ],
 )
 def test_errors_are_the_same(wrong, where):
     numbers = json.dumps(ids(40_000))[1:-1].encode()

@@ -50,17 +50,23 @@ def copy_with_config(folder: Path, target: Path, **changes: object) -> Path:
 
 def test_ids_are_those_of_transformers(tokenizer, reference):
     for text in TEXTS:
-        # Transformers orders the merges of a bare sentencepiece model in a way that takes runs of spaces apart differently
-        # from sentencepiece itself (test_sentencepiece_bpe.py compares with that).
+        # Transformers orders the merges of a bare sentencepiece model in a way that takes runs of
+        # spaces apart differently from sentencepiece itself (test_sentencepiece_bpe.py compares
+        # with that).
         if tokenizer.decode_rules.byte_level or "   " not in text:
             assert tokenizer.encode(text) == reference(text).input_ids, text
-            assert tokenizer.encode(text, add_special_tokens=False) == reference(text, add_special_tokens=False).input_ids, text
+            assert (
+                tokenizer.encode(text, add_special_tokens=False)
+                == reference(text, add_special_tokens=False).input_ids
+            ), text
 
 
 def test_properties_are_those_of_transformers(tokenizer, reference):
     assert tokenizer.bos_token_id == reference.bos_token_id
     assert tokenizer.eos_token_id == reference.eos_token_id
-    assert tokenizer.special_ids == {index for index, token in reference.added_tokens_decoder.items() if token.special}
+    assert tokenizer.special_ids == {
+        index for index, token in reference.added_tokens_decoder.items() if token.special
+    }
     assert tokenizer.vocab_size == len(reference)
 
 
@@ -70,18 +76,29 @@ def test_decoding_is_that_of_transformers(tokenizer, reference):
     sequences += [[source.randrange(tokenizer.vocab_size) for _ in range(30)] for _ in range(100)]
     for ids in sequences:
         for skip in (True, False):
-            # Transformers gives up a whole run of byte pieces for one bad byte; sentencepiece itself does not.
+            # Transformers gives up a whole run of byte pieces for one bad byte; sentencepiece
+            # itself does not.
             if not tokenizer.decode_rules.byte_fallback or "\ufffd" not in tokenizer.decode(ids):
-                assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+                assert tokenizer.decode(ids, skip) == reference.decode(
+                    ids, skip_special_tokens=skip
+                )
 
 
 def test_bos_follows_the_config(tokenizer_cache: Path, tmp_path: Path):
     folder = mistral_folder(tokenizer_cache)
     assert Tokenizer.load(folder).encode("Hello") == [1, 22557]
     without = copy_with_config(folder, tmp_path / "without", add_bos_token=False)
-    assert Tokenizer.load(without).encode("Hello") == AutoTokenizer.from_pretrained(without)("Hello").input_ids == [22557]
+    assert (
+        Tokenizer.load(without).encode("Hello")
+        == AutoTokenizer.from_pretrained(without)("Hello").input_ids
+        == [22557]
+    )
     both = copy_with_config(folder, tmp_path / "both", add_eos_token=True)
-    assert Tokenizer.load(both).encode("Hello") == AutoTokenizer.from_pretrained(both)("Hello").input_ids == [1, 22557, 2]
+    assert (
+        Tokenizer.load(both).encode("Hello")
+        == AutoTokenizer.from_pretrained(both)("Hello").input_ids
+        == [1, 22557, 2]
+    )
 
 
 def test_ids_outside_of_the_vocabulary_decode_to_nothing(tokenizer: Tokenizer):
@@ -96,12 +113,17 @@ def test_text_and_bytes_of_single_tokens(tokenizer: Tokenizer):
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
         pieces = [tokenizer.token_text(token) for token in ids]
-        assert b"".join(data for _, data in pieces).decode().lstrip(" ") == tokenizer.decode(ids, False).lstrip(" ")
+        assert b"".join(data for _, data in pieces).decode().lstrip(" ") == tokenizer.decode(
+            ids, False
+        ).lstrip(" ")
         assert all(text == data.decode() for text, data in pieces if "\ufffd" not in text)
 
 
 def test_single_tokens_of_each_kind(tokenizer_cache: Path):
-    qwen, mistral = Tokenizer.load(qwen_folder(tokenizer_cache)), Tokenizer.load(mistral_folder(tokenizer_cache))
+    qwen, mistral = (
+        Tokenizer.load(qwen_folder(tokenizer_cache)),
+        Tokenizer.load(mistral_folder(tokenizer_cache)),
+    )
     assert qwen.token_text(1879) == (" world", b" world")
     assert qwen.token_text(qwen.encode("😀🦜")[-1])[1] == "🦜".encode()[-1:]
     assert qwen.token_text(151645) == ("<|im_end|>", b"<|im_end|>")
@@ -143,7 +165,9 @@ def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer):
     expected = [tokenizer.encode(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tokenizer.encode, texts)) == expected
-        assert list(pool.map(tokenizer.decode, expected)) == [tokenizer.decode(ids) for ids in expected]
+        assert list(pool.map(tokenizer.decode, expected)) == [
+            tokenizer.decode(ids) for ids in expected
+        ]
 
 
 def test_truncation_and_padding_of_the_file_do_not_count(tokenizer_cache: Path, tmp_path: Path):
@@ -152,23 +176,40 @@ def test_truncation_and_padding_of_the_file_do_not_count(tokenizer_cache: Path, 
     backend.enable_truncation(4)
     backend.enable_padding(length=16)
     backend.save(str(folder / "tokenizer.json"))
-    assert Tokenizer.load(folder).encode("one two three four five six") == Tokenizer.load(smollm2_folder(tokenizer_cache)).encode(
-        "one two three four five six"
-    )
+    assert Tokenizer.load(folder).encode("one two three four five six") == Tokenizer.load(
+        smollm2_folder(tokenizer_cache)
+    ).encode("one two three four five six")
 
 
 def test_tokens_that_only_the_config_adds(tokenizer_cache: Path, tmp_path: Path):
-    think = {"content": "<think>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": False}
-    folder = copy_with_config(smollm2_folder(tokenizer_cache), tmp_path / "smollm2", added_tokens_decoder={"49152": think})
+    think = {
+        "content": "<think>",
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": False,
+    }
+    folder = copy_with_config(
+        smollm2_folder(tokenizer_cache), tmp_path / "smollm2", added_tokens_decoder={"49152": think}
+    )
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.encode("a<think>b") == AutoTokenizer.from_pretrained(folder)("a<think>b").input_ids == [81, 49152, 82]
+    assert (
+        tokenizer.encode("a<think>b")
+        == AutoTokenizer.from_pretrained(folder)("a<think>b").input_ids
+        == [81, 49152, 82]
+    )
     assert tokenizer.decode([81, 49152, 82]) == "a<think>b"
     assert tokenizer.vocab_size == 49153
 
 
-def test_special_tokens_may_be_dicts_or_lie_in_a_file_of_their_own(tokenizer_cache: Path, tmp_path: Path):
+def test_special_tokens_may_be_dicts_or_lie_in_a_file_of_their_own(
+    tokenizer_cache: Path, tmp_path: Path
+):
     as_dict = copy_with_config(
-        smollm2_folder(tokenizer_cache), tmp_path / "dict", eos_token={"__type": "AddedToken", "content": "<|im_start|>"}
+        smollm2_folder(tokenizer_cache),
+        tmp_path / "dict",
+        eos_token={"__type": "AddedToken", "content": "<|im_start|>"},
     )
     assert Tokenizer.load(as_dict).eos_token_id == 1
     apart = shutil.copytree(smollm2_folder(tokenizer_cache), tmp_path / "apart")
@@ -179,14 +220,24 @@ def test_special_tokens_may_be_dicts_or_lie_in_a_file_of_their_own(tokenizer_cac
 
 
 def test_spaces_are_not_cleaned_up(tokenizer_cache: Path, tmp_path: Path):
-    folder = copy_with_config(smollm2_folder(tokenizer_cache), tmp_path / "smollm2", clean_up_tokenization_spaces=True)
+    folder = copy_with_config(
+        smollm2_folder(tokenizer_cache), tmp_path / "smollm2", clean_up_tokenization_spaces=True
+    )
     text = "Hello , world . It 's ?"
     ids = Tokenizer.load(folder).encode(text)
-    assert Tokenizer.load(folder).decode(ids) == AutoTokenizer.from_pretrained(folder).decode(ids) == text
+    assert (
+        Tokenizer.load(folder).decode(ids)
+        == AutoTokenizer.from_pretrained(folder).decode(ids)
+        == text
+    )
 
 
 def test_a_folder_without_a_usable_tokenizer(tokenizer_cache: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json and no tokenizer\.model: let model\.tokenizer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no tokenizer\.json and no tokenizer\.model: let "
+        r"model\.tokenizer",
+    ):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(ConfigError, match="is not a sentencepiece model"):

@@ -7,7 +7,9 @@ import asyncio
 from aioinfer.api.turnstile import REQUESTS_A_TURN, Turnstile
 
 
-async def enter(turnstile: Turnstile, name: int, turn: list[int], entered: list[tuple[int, int]]) -> None:
+async def enter(
+    turnstile: Turnstile, name: int, turn: list[int], entered: list[tuple[int, int]]
+) -> None:
     await turnstile.enter()
     entered.append((name, turn[0]))
 
@@ -18,8 +20,11 @@ async def count_turns(turn: list[int]) -> None:
         await asyncio.sleep(0)
 
 
-async def burst(turnstile: Turnstile, number: int, gone: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
-    """Sends `number` tasks through together, of which `gone` are cancelled while they wait; returns (task, turn of the loop)."""
+async def burst(
+    turnstile: Turnstile, number: int, gone: frozenset[int] = frozenset()
+) -> list[tuple[int, int]]:
+    """Sends `number` tasks through together, of which `gone` are cancelled while they wait; returns
+    (task, turn of the loop)."""
     turn, entered = [0], []
     counting = asyncio.ensure_future(count_turns(turn))
     tasks = [asyncio.ensure_future(enter(turnstile, name, turn, entered)) for name in range(number)]

@@ -1,4 +1,5 @@
-"""The worker: what it chooses and reports when it loads, that warm-up leaves no trace, and that it executes plans."""
+"""The worker: what it chooses and reports when it loads, that warm-up leaves no trace, and that it
+executes plans."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ CPU = torch.device("cpu")
 VOCAB = 120
 ONE_TOO_LARGE = "parallel.tensor_parallel_size = 4 takes 4 GPUs, and torch finds 2: lower parallel.tensor_parallel_size"
 BOTH_TOO_LARGE = (
-    "parallel.tensor_parallel_size = 2 times parallel.data_parallel_size = 4 takes 8 GPUs, and torch finds 6: "
+    "parallel.tensor_parallel_size = 2 times parallel.data_parallel_size = 4 takes 8 GPUs, and "
+    "torch finds 6: "
     "lower parallel.tensor_parallel_size or parallel.data_parallel_size"
 )
 PROMPT = [5, 99, 23, 7, 64, 31, 8, 2, 77]
@@ -41,14 +43,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=None, dtype="bfloat16",
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+        dtype="bfloat16",
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return path
 
 
-def make_worker(folder: Path, *, max_num_seqs: int = 4, model: dict[str, Any] | None = None, **cache: Any) -> Worker:
+def make_worker(
+    folder: Path, *, max_num_seqs: int = 4, model: dict[str, Any] | None = None, **cache: Any
+) -> Worker:
     config = Config(
         model=ModelConfig(path=str(folder), **(model or {})),
         cache=CacheConfig(**({"cpu_memory_gib": 0.01} | cache)),
@@ -91,12 +97,21 @@ def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
     """Runs a request in slot 0 and blocks 0, 1, 2, ..."""
     none = np.empty(0, np.int32)
     blocks = np.arange(-(-(len(prompt) + count) // worker.block_size), dtype=np.int32)
-    admission = Admission(0, np.array(prompt, np.int32), len(prompt), SamplingParams(temperature=0), 0)
+    admission = Admission(
+        0, np.array(prompt, np.int32), len(prompt), SamplingParams(temperature=0), 0
+    )
     tokens: list[int] = []
     for step in range(count):
         row = [[0], [len(prompt) + step - 1], [1], [1]] if step else [[0], [0], [len(prompt)], [1]]
         growth = [none] * 3 if step else [0 * blocks, blocks, blocks]
-        plan = StepPlan(step, *(np.array(column, np.int32) for column in row), *growth, none, none, [] if step else [admission])
+        plan = StepPlan(
+            step,
+            *(np.array(column, np.int32) for column in row),
+            *growth,
+            none,
+            none,
+            [] if step else [admission],
+        )
         tokens += worker.execute(plan).wait().tokens.tolist()
     return tokens
 
@@ -108,7 +123,9 @@ def test_it_executes_plans_in_float32(folder: Path) -> None:
     worker.warm_up()
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([PROMPT])
-    output = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    output = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+    )
     expected = output[0, len(PROMPT) :].tolist()
     assert len(set(expected)) > 3
     assert greedy(worker, PROMPT, 20) == expected
@@ -128,7 +145,9 @@ def test_other_dtypes_serve_a_cpu_that_is_told_to(folder: Path, dtype: str) -> N
     ("block_size", "num_blocks", "max_model_len", "max_num_seqs"),
     [(16, 10, 64, 4), (1, 3, 3, 2), (16, 1, 16, 4), (4, 2, 1, 1), (2, 2, 4, 1)],
 )
-def test_warm_up_leaves_no_trace_at_any_size(folder: Path, block_size: int, num_blocks: int, max_model_len: int, max_num_seqs: int) -> None:
+def test_warm_up_leaves_no_trace_at_any_size(
+    folder: Path, block_size: int, num_blocks: int, max_model_len: int, max_num_seqs: int
+) -> None:
     worker = make_worker(folder, block_size=block_size, max_num_seqs=max_num_seqs)
     load(worker)
     worker.allocate(num_blocks, max_model_len)
@@ -148,7 +167,11 @@ def test_warm_up_leaves_no_trace_at_any_size(folder: Path, block_size: int, num_
 
 
 def test_a_cache_that_cannot_hold_the_longest_request_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.max_model_len = 64 needs 4 KV blocks .* set cache.cpu_memory_gib to at least"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.max_model_len = 64 needs 4 KV blocks .* set "
+        r"cache.cpu_memory_gib to at least",
+    ):
         load(make_worker(folder, model={"max_model_len": 64}, cpu_memory_gib=1e-5))
     with pytest.raises(ConfigError, match=r"set cache.num_blocks to at least 4"):
         load(make_worker(folder, model={"max_model_len": 64}, num_blocks=3))
@@ -165,7 +188,11 @@ def test_the_device_follows_configuration_and_machine(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"parallel.device = 'cuda'.*'cpu' or 'auto'"):
         choose_device(make_config("cuda"), 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device(make_config("auto", 2), 1) == choose_device(make_config("cuda", 2), 1) == torch.device("cuda:1")
+    assert (
+        choose_device(make_config("auto", 2), 1)
+        == choose_device(make_config("cuda", 2), 1)
+        == torch.device("cuda:1")
+    )
     assert choose_device(make_config("cpu", 4), 3) == CPU
     with pytest.raises(ConfigError, match="^" + re.escape(ONE_TOO_LARGE) + "$"):
         choose_device(make_config("auto", 4), 0)
@@ -180,17 +207,25 @@ def test_engines_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
         choose_device(make_config("cuda", 2, 4), 0, 0)
 
 
-def test_the_cores_are_shared_out_over_all_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_are_shared_out_over_all_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert load(Worker(make_config("cpu", 1, 3), folder, ParallelGroup.single(), 2)).device == "cpu (4 threads)"
+    assert (
+        load(Worker(make_config("cpu", 1, 3), folder, ParallelGroup.single(), 2)).device
+        == "cpu (4 threads)"
+    )
 
 
 def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu() -> None:
     gpu = torch.device("cuda")
     assert choose_dtype("auto", torch.bfloat16, gpu) == (torch.bfloat16, "bfloat16")
     assert choose_dtype("auto", torch.float32, gpu) == (torch.float32, "float32")
-    assert choose_dtype("auto", torch.float8_e4m3fn, gpu) == (torch.bfloat16, "bfloat16 (the weights are float8_e4m3fn)")
+    assert choose_dtype("auto", torch.float8_e4m3fn, gpu) == (
+        torch.bfloat16,
+        "bfloat16 (the weights are float8_e4m3fn)",
+    )
     assert choose_dtype("auto", torch.float32, CPU) == (torch.float32, "float32")
     assert choose_dtype("auto", torch.float16, CPU)[0] == torch.float32
     assert choose_dtype("bfloat16", torch.float32, CPU) == (torch.bfloat16, "bfloat16")

@@ -26,12 +26,19 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
 
 
 def tiny_model(
-    family: str, folder: Path, *, vocab_size: int = 512, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
+    family: str,
+    folder: Path,
+    *,
+    vocab_size: int = 512,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
 ) -> Path:
     """Saves a random model into `folder` and returns it.
 
-    Two layers, 8 heads over 2 KV heads of 16 channels, so that 1, 2, 4 and 8 ranks divide it. Weights are drawn wider
-    than for training, so that greedy texts are varied. `fields` go over those of the configuration.
+    Two layers, 8 heads over 2 KV heads of 16 channels, so that 1, 2, 4 and 8 ranks divide it.
+    Weights are drawn wider than for training, so that greedy texts are varied. `fields` go over
+    those of the configuration.
     """
     config_class, model_class = _CLASSES[family]
     config = config_class(

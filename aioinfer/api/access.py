@@ -1,7 +1,8 @@
-"""What is settled before a handler sees a request: who may ask (API keys), from which web pages (CORS), and under what id.
+"""What is settled before a handler sees a request: who may ask (API keys), from which web pages
+(CORS), and under what id.
 
-`server` puts `require_key` and `Cors` in front of all handlers and sends `mark_response` whatever goes out. Keys are
-kept only as digests: nothing here could print one.
+`server` puts `require_key` and `Cors` in front of all handlers and sends `mark_response` whatever
+goes out. Keys are kept only as digests: nothing here could print one.
 """
 
 from __future__ import annotations
@@ -38,24 +39,33 @@ class ApiKeys:
 
     @classmethod
     def load(cls, config: ServerConfig) -> ApiKeys:
-        """Returns the keys of `server.api_keys` and of `server.api_key_file`. Raises `ConfigError`, which shows none of them."""
+        """Returns the keys of `server.api_keys` and of `server.api_key_file`.
+
+        Raises `ConfigError`, which shows none of them.
+        """
         keys = list(config.api_keys)
         if config.api_key_file is not None:
             try:
                 lines = Path(config.api_key_file).read_text("utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "it is not text"
-                raise ConfigError(f"server.api_key_file = {config.api_key_file!r}: {reason}") from None
+                raise ConfigError(
+                    f"server.api_key_file = {config.api_key_file!r}: {reason}"
+                ) from None
             found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
             if not found:
                 raise ConfigError(f"server.api_key_file = {config.api_key_file!r}: it holds no key")
             keys += found
         if not all(_KEY.fullmatch(key) for key in keys):
-            raise ConfigError("server.api_keys and the lines of server.api_key_file must be printable ASCII without blanks")
+            raise ConfigError(
+                "server.api_keys and the lines of server.api_key_file must be "
+                "printable ASCII without blanks"
+            )
         return cls(keys)
 
     def admit(self, authorization: str | None) -> bool:
-        """Whether an `Authorization` header holds one of the keys; the time it takes does not depend on which, or how nearly."""
+        """Whether an `Authorization` header holds one of the keys; the time it takes does not
+        depend on which, or how nearly."""
         if not self._digests:
             return True
         scheme, _, key = (authorization or "").partition(" ")
@@ -75,21 +85,26 @@ API_KEYS = web.AppKey("api_keys", ApiKeys)
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 401 to a request without a right key, whatever its path, but for `/health`, `/metrics` and the files of the page."""
-    if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(request.headers.get("Authorization")):
+    """Answers 401 to a request without a right key, whatever its path, but for `/health`,
+    `/metrics` and the files of the page."""
+    if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(
+        request.headers.get("Authorization")
+    ):
         message = "a valid API key is needed, as in 'Authorization: Bearer KEY'"
         raise RequestError(message, status=401, code="invalid_api_key")
     return await handler(request)
 
 
 class Cors:
-    """Lets the pages of some origins read replies (the CORS protocol of the Fetch standard); `*` stands for all origins."""
+    """Lets the pages of some origins read replies (the CORS protocol of the Fetch standard); `*`
+    stands for all origins."""
 
     def __init__(self, origins: Iterable[str]):
         self._origins = frozenset(origins)
 
     def _allowed(self, request: web.Request) -> str | None:
-        """Returns the value of `Access-Control-Allow-Origin` if the request's origin may have one."""
+        """Returns the value of `Access-Control-Allow-Origin` if the request's origin may have
+        one."""
         if "*" in self._origins:
             return "*"
         origin = request.headers.get("Origin")
@@ -97,13 +112,20 @@ class Cors:
 
     @web.middleware
     async def answer_preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers the question that a browser asks before it sends another site's request; it carries no key."""
-        asks = request.method == "OPTIONS" and "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+        """Answers the question that a browser asks before it sends another site's request; it
+        carries no key."""
+        asks = (
+            request.method == "OPTIONS"
+            and "Origin" in request.headers
+            and "Access-Control-Request-Method" in request.headers
+        )
         if not asks or self._allowed(request) is None:
             return await handler(request)
         headers = {
             "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type"),
+            "Access-Control-Allow-Headers": request.headers.get(
+                "Access-Control-Request-Headers", "Authorization, Content-Type"
+            ),
             "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
         }
         return web.Response(status=204, headers=headers)
@@ -120,7 +142,8 @@ class Cors:
 
 
 def request_id(request: web.Request) -> str:
-    """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII, else one made up for it."""
+    """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII,
+    else one made up for it."""
     if _REQUEST_ID_KEY not in request:
         given = request.headers.get(REQUEST_ID_HEADER, "")
         request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)

@@ -1,8 +1,8 @@
 """Which requests are taken on, and for how long: the bound of the waiting queue, and deadlines.
 
-The bound is the server's as a whole, not a client's share, so what is beyond it is answered 503 (429 would say that this
-client asks too much), with `Retry-After`. It lives here and not in the frontend: whoever uses that offline hands it all
-prompts at once.
+The bound is the server's as a whole, not a client's share, so what is beyond it is answered 503
+(429 would say that this client asks too much), with `Retry-After`. It lives here and not in the
+frontend: whoever uses that offline hands it all prompts at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """The bound of the waiting queue: `scheduler.max_waiting_requests` and `scheduler.max_waiting_tokens`.
+    """The bound of the waiting queue: `scheduler.max_waiting_requests` and
+    `scheduler.max_waiting_tokens`.
 
     All engines count together. What is on its way into the queue counts as if it were there.
     """
@@ -35,28 +36,46 @@ class Admission:
         self.coming_tokens = 0
 
     def check(self, requests: int, tokens: int = 0) -> None:
-        """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may join the queue.
+        """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may
+        join the queue.
 
-        Free slots are room beyond `max_waiting_requests`. Tokens are counted only where some wait already, or a prompt
-        longer than the bound could never be served.
+        Free slots are room beyond `max_waiting_requests`. Tokens are counted only where some wait
+        already, or a prompt longer than the bound could never be served.
         """
         limits = self._frontend.config.scheduler
         schedulers = [engine.scheduler for engine in self._frontend.engines]
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming_requests
         free_slots = sum(limits.max_num_seqs - len(scheduler.running) for scheduler in schedulers)
-        if limits.max_waiting_requests is not None and waiting + requests > limits.max_waiting_requests + free_slots:
-            raise OverloadedError(f"{waiting} requests wait, {requests} more are too many; try again later")
-        waiting_tokens = sum(scheduler.num_waiting_tokens for scheduler in schedulers) + self.coming_tokens
-        if limits.max_waiting_tokens is not None and waiting_tokens and waiting_tokens + tokens > limits.max_waiting_tokens:
-            raise OverloadedError(f"{waiting_tokens} prompt tokens wait, {tokens} more are too many; try again later")
+        if (
+            limits.max_waiting_requests is not None
+            and waiting + requests > limits.max_waiting_requests + free_slots
+        ):
+            raise OverloadedError(
+                f"{waiting} requests wait, {requests} more are too many; try again later"
+            )
+        waiting_tokens = (
+            sum(scheduler.num_waiting_tokens for scheduler in schedulers) + self.coming_tokens
+        )
+        if (
+            limits.max_waiting_tokens is not None
+            and waiting_tokens
+            and waiting_tokens + tokens > limits.max_waiting_tokens
+        ):
+            raise OverloadedError(
+                f"{waiting_tokens} prompt tokens wait, {tokens} more are too many; try again later"
+            )
 
     def reserve(self, prompts: Sequence[Sequence[int]], n: int) -> Reservation:
-        """Returns places for n completions of each prompt (token ids), all or none. Raises `OverloadedError`."""
+        """Returns places for n completions of each prompt (token ids), all or none.
+
+        Raises `OverloadedError`.
+        """
         return Reservation(self, len(prompts) * n, sum(map(len, prompts)) * n)
 
 
 class Reservation:
-    """Places in the queue for requests that are being submitted; the end of the `with` block gives back what is not used."""
+    """Places in the queue for requests that are being submitted; the end of the `with` block gives
+    back what is not used."""
 
     def __init__(self, admission: Admission, requests: int, tokens: int):
         admission.check(requests, tokens)
@@ -77,7 +96,12 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._change(-self._requests, -self._tokens)
 
 
@@ -85,7 +109,8 @@ ADMISSION = web.AppKey("admission", Admission)
 
 
 class Deadline:
-    """When a request must have been answered: until it is submitted the handler is cancelled then, later its generations end."""
+    """When a request must have been answered: until it is submitted the handler is cancelled then,
+    later its generations end."""
 
     def __init__(self, timeout_s: float | None):
         """`timeout_s` seconds from now; None is never."""
@@ -103,7 +128,8 @@ class Deadline:
         self.guard.reschedule(None)
 
     def hand_over(self, generations: Sequence[Generation]) -> Callable[[], None]:
-        """From now on ends the generations at the deadline instead of the handler; returns what calls that off.
+        """From now on ends the generations at the deadline instead of the handler; returns what
+        calls that off.
 
         The reader gets `RequestError` (504) after what has been generated, however slowly it reads.
         """
@@ -129,7 +155,10 @@ def deadline_of(request: web.Request) -> Deadline:
 
 @web.middleware
 async def bound_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives a request its deadline: `server.request_timeout_s`, which its `timeout_s` may shorten. Answers 504 at the deadline."""
+    """Gives a request its deadline: `server.request_timeout_s`, which its `timeout_s` may shorten.
+
+    Answers 504 at the deadline.
+    """
     deadline = request[_DEADLINE] = Deadline(request.app[FRONTEND].config.server.request_timeout_s)
     try:
         async with deadline.guard:

@@ -1,4 +1,7 @@
-"""The life of a server process, from the configuration to the exit status. `python -m aioinfer` calls `run`."""
+"""The life of a server process, from the configuration to the exit status.
+
+`python -m aioinfer` calls `run`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ from aioinfer.startup import StartupDisplay
 
 #: When the engine has died, `/health` says why for this long before the socket closes.
 _DEATH_NOTICE_S = 1.0
-#: The event loop may have to wait so long for a thread that prepares a prompt to let go of the interpreter; Python's own 5 ms are a step.
+#: The event loop may have to wait so long for a thread that prepares a prompt to let go of the
+#: interpreter; Python's own 5 ms are a step.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 def run(config: Config) -> int:
-    """Serves until a signal or the engine's death. Returns the exit status. Raises what `serve` does."""
+    """Serves until a signal or the engine's death.
+
+    Returns the exit status. Raises what `serve` does.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config))
 
@@ -33,8 +40,8 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     """Launches the engine, listens once it is ready, and ends in order.
 
     The first SIGTERM or SIGINT stops listening and waits for the requests under way, at most
-    `server.shutdown_timeout_s`; the second does not wait. When the engine dies, running streams get their
-    error events and the server ends by itself.
+    `server.shutdown_timeout_s`; the second does not wait. When the engine dies, running streams get
+    their error events and the server ends by itself.
 
     Args:
         config: the configuration.
@@ -49,7 +56,8 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     """
     stop = _StopSignals()
     try:
-        await asyncio.to_thread(check_files, config.server)  # a wrong one is told now, and not after the model is loaded
+        # a wrong one is told now, and not after the model is loaded
+        await asyncio.to_thread(check_files, config.server)
         frontend = await _launch(config, stop)
         return 0 if frontend is None else await _serve(frontend, stop, announce or _print)
     finally:
@@ -72,7 +80,8 @@ async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:
 def settle_process() -> None:
     """Readies the interpreter for serving, once all that stays is loaded."""
     gc.collect()
-    gc.freeze()  # what lives now lives as long as the process: the collector need not look at it again
+    # what lives now lives as long as the process: the collector need not look at it again
+    gc.freeze()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
@@ -128,13 +137,19 @@ def _ready_text(url: str, frontend: Frontend) -> str:
     """Returns the ready line and a command to try."""
     if frontend.tokenizer.has_chat_template:
         path = "/v1/chat/completions"
-        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        prompt: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}]
+        }
     else:
         path, prompt = "/v1/completions", {"prompt": "The capital of France is"}
     body = prompt | {"max_tokens": 64, "stream": True}
     server = frontend.config.server
     scheme = "https" if server.tls_certificate else "http"
-    base = url if server.unix_socket is None else f"--unix-socket {server.unix_socket} {scheme}://localhost"
+    base = (
+        url
+        if server.unix_socket is None
+        else f"--unix-socket {server.unix_socket} {scheme}://localhost"
+    )
     key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
     curl = f"curl -N {base}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     return f"\n{frontend.config.served_model_names[0]} is ready at {url}\nTry it:\n  {curl}\n"

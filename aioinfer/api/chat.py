@@ -34,14 +34,22 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         raise
 
 
-async def _answer(request: web.Request, frontend: Frontend, body: ChatRequest) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, frontend: Frontend, body: ChatRequest
+) -> web.StreamResponse:
     params = frontend.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
-    prompt = await frontend.encode_chat([message.for_template() for message in body.messages], **template_options(body))
+    prompt = await frontend.encode_chat(
+        [message.for_template() for message in body.messages], **template_options(body)
+    )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
-    async with submitted(request, [prompt], params, name=envelope.id, priority=body.priority or 0) as generations:
+    async with submitted(
+        request, [prompt], params, name=envelope.id, priority=body.priority or 0
+    ) as generations:
         if body.stream:
-            return await stream(request, envelope, generations, [_stream_choices(frontend, envelope, params.n)])
+            return await stream(
+                request, envelope, generations, [_stream_choices(frontend, envelope, params.n)]
+            )
         reply = await collect(generations)
     return json_response(
         {
@@ -49,7 +57,9 @@ async def _answer(request: web.Request, frontend: Frontend, body: ChatRequest) -
             "object": envelope.object,
             "created": envelope.created,
             "model": envelope.model,
-            "choices": [_choice(frontend, index, delta) for index, delta in enumerate(reply.choices)],
+            "choices": [
+                _choice(frontend, index, delta) for index, delta in enumerate(reply.choices)
+            ],
             "usage": reply.usage,
         }
     )
@@ -66,7 +76,12 @@ def _stream_choices(frontend: Frontend, envelope: Envelope, n: int) -> list[Choi
     def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         return chat_logprobs(frontend.tokenizer, tokens)
 
-    return [ChoiceEvents(ChunkTemplate.for_chat(envelope, index), role_event(envelope, index), format_logprobs) for index in range(n)]
+    return [
+        ChoiceEvents(
+            ChunkTemplate.for_chat(envelope, index), role_event(envelope, index), format_logprobs
+        )
+        for index in range(n)
+    ]
 
 
 def _choice(frontend: Frontend, index: int, delta: Delta) -> dict[str, Any]:

@@ -33,14 +33,24 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     prompts = body.prompts()
     request.app[ADMISSION].check(len(prompts))  # before they are encoded: refusing is to be cheap
     # all are encoded before the first is queued: one that is at fault leaves nothing to take back
-    ids = [await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p for p in prompts]
+    ids = [
+        await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
+        for p in prompts
+    ]
     room = max(1, frontend.max_model_len - max(map(len, ids)))
-    params = frontend.defaults.sampling_params(**({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields()))
+    params = frontend.defaults.sampling_params(
+        **({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields())
+    )
     echoes = [await _text_of(frontend, p) for p in prompts] if body.echo else [""] * len(prompts)
     envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
-    async with submitted(request, ids, params, name=envelope.id, priority=body.priority or 0) as generations:
+    async with submitted(
+        request, ids, params, name=envelope.id, priority=body.priority or 0
+    ) as generations:
         if body.stream:
-            choices = [_stream_choices(frontend, envelope, prompt, params.n, echo) for prompt, echo in enumerate(echoes)]
+            choices = [
+                _stream_choices(frontend, envelope, prompt, params.n, echo)
+                for prompt, echo in enumerate(echoes)
+            ]
             return await stream(request, envelope, generations, choices)
         reply = await collect(generations)
     echo_of_choice = [echo for echo in echoes for _ in range(params.n)]
@@ -51,7 +61,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(frontend, index, delta, echo) for index, (delta, echo) in enumerate(zip(reply.choices, echo_of_choice, strict=True))
+                _choice(frontend, index, delta, echo)
+                for index, (delta, echo) in enumerate(
+                    zip(reply.choices, echo_of_choice, strict=True)
+                )
             ],
             "usage": reply.usage,
         }
@@ -64,13 +77,17 @@ async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
     return await asyncio.to_thread(frontend.tokenizer.decode, prompt, False)
 
 
-def _stream_choices(frontend: Frontend, envelope: Envelope, prompt: int, n: int, echo: str) -> list[ChoiceEvents]:
+def _stream_choices(
+    frontend: Frontend, envelope: Envelope, prompt: int, n: int, echo: str
+) -> list[ChoiceEvents]:
     """Returns the events of a prompt's n choices."""
     choices = []
     for index in range(prompt * n, prompt * n + n):
         template = ChunkTemplate.for_completion(envelope, index)
         opening = template.chunk(echo) if echo else b""
-        choices.append(ChoiceEvents(template, opening, partial(completion_logprobs, frontend.tokenizer)))
+        choices.append(
+            ChoiceEvents(template, opening, partial(completion_logprobs, frontend.tokenizer))
+        )
     return choices
 
 
@@ -78,7 +95,9 @@ def _choice(frontend: Frontend, index: int, delta: Delta, echo: str) -> dict[str
     return {
         "index": index,
         "text": echo + delta.text,
-        "logprobs": completion_logprobs(frontend.tokenizer, delta.logprobs, 0) if delta.logprobs else None,
+        "logprobs": completion_logprobs(frontend.tokenizer, delta.logprobs, 0)
+        if delta.logprobs
+        else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }

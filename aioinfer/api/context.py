@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
-#: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads run meanwhile: it
+#: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
+#: run meanwhile: it
 #: takes 1.5 ms for a MiB of text; see `token_list` for long lists of token ids.
 _SMALL_BODY = 64 * 1024
 
@@ -30,21 +31,31 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     """Reads, decodes and checks a request's JSON body.
 
     Raises:
-        RequestError: 415 for another content type or a compressed body, 413 for a body beyond `server.max_body_bytes` (which is
-            not read to its end), 404 for a model that is not served, 400 for all else.
+        RequestError: 415 for another content type or a compressed body, 413 for a body beyond
+            `server.max_body_bytes` (which is not read to its end), 404 for a model that is not
+            served, 400 for all else.
     """
     await request.app[TURNSTILE].enter()
     config = request.app[FRONTEND].config
     if request.content_type != "application/json":
-        # strict also where no type is given: a web page may post to a local server without asking, but not as JSON
-        raise RequestError("the Content-Type must be application/json", status=415, code="unsupported_media_type")
+        # strict also where no type is given: a web page may post to a local server without asking,
+        # but not as JSON
+        raise RequestError(
+            "the Content-Type must be application/json", status=415, code="unsupported_media_type"
+        )
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError("compressed bodies are not understood", status=415, code="unsupported_media_type")
+        raise RequestError(
+            "compressed bodies are not understood", status=415, code="unsupported_media_type"
+        )
     limit = config.server.max_body_bytes
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(limit)
     raw = await request.read()
-    body = decode(raw, kind) if len(raw) <= _SMALL_BODY else await asyncio.to_thread(decode_large, raw, kind)
+    body = (
+        decode(raw, kind)
+        if len(raw) <= _SMALL_BODY
+        else await asyncio.to_thread(decode_large, raw, kind)
+    )
     check_model(config, body.model)
     return body
 
@@ -52,4 +63,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
 def check_model(config: Config, model: str | None) -> None:
     """Raises `RequestError` (404) unless `model` is missing or one of the served names."""
     if model is not None and model not in config.served_model_names:
-        raise RequestError(f"the model {model!r} does not exist", param="model", status=404, code="model_not_found")
+        raise RequestError(
+            f"the model {model!r} does not exist", param="model", status=404, code="model_not_found"
+        )

@@ -1,8 +1,8 @@
 """How a request's generations reach the client: as a stream of events or as one reply.
 
 Completions and chat completions share this module. A request may hold several prompts (each a
-`Generation`) with n choices each; choice number = prompt number · n + index. Whatever ends a handler,
-`submitted` gives up what still runs: handlers are cancelled when their client goes away.
+`Generation`) with n choices each; choice number = prompt number · n + index. Whatever ends a
+handler, `submitted` gives up what still runs: handlers are cancelled when their client goes away.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from aioinfer.engine.generation import Delta, Generation, TokenLogprob
 
 T = TypeVar("T")
-#: Makes the JSON of log-probabilities; the number is where the first token's text begins in its choice's text.
+#: Makes the JSON of log-probabilities; the number is where the first token's text begins in its
+#: choice's text.
 LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
 
 
@@ -39,12 +40,18 @@ def new_envelope(request: web.Request, prefix: str, kind: str, *, include_usage:
 
 @asynccontextmanager
 async def submitted(
-    request: web.Request, prompts: Sequence[list[int]], params: SamplingParams, *, name: str, priority: int
+    request: web.Request,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    *,
+    name: str,
+    priority: int,
 ) -> AsyncIterator[list[Generation]]:
-    """Queues a generation for each prompt (token ids), and gives up those that are unfinished at the end of the block.
+    """Queues a generation for each prompt (token ids), and gives up those that are unfinished at
+    the end of the block.
 
-    At the request's deadline they end with an error. Raises what `Frontend.submit` does, and `OverloadedError` if they are not all
-    to be taken on.
+    At the request's deadline they end with an error. Raises what `Frontend.submit` does, and
+    `OverloadedError` if they are not all to be taken on.
     """
     frontend = request.app[FRONTEND]
     generations: list[Generation] = []
@@ -52,7 +59,11 @@ async def submitted(
     try:
         with request.app[ADMISSION].reserve(prompts, params.n) as places:
             for index, prompt in enumerate(prompts):
-                generations.append(await frontend.submit(prompt, params, priority=priority, request_id=f"{name}-{index}"))
+                generations.append(
+                    await frontend.submit(
+                        prompt, params, priority=priority, request_id=f"{name}-{index}"
+                    )
+                )
                 places.use(len(prompt), params.n)
         call_off = deadline_of(request).hand_over(generations)
         yield generations
@@ -74,10 +85,15 @@ class ChoiceEvents:
         self._text_offset = 0
 
     def events(self, delta: Delta) -> bytes:
-        """Returns the events that a delta causes. A token whose text is held back has one too: clients see that it was made."""
+        """Returns the events that a delta causes.
+
+        A token whose text is held back has one too: clients see that it was made.
+        """
         data, self._opening = self._opening, b""
         if delta.logprobs:
-            data += self._template.chunk_with_logprobs(delta.text, self._format_logprobs(delta.logprobs, self._text_offset))
+            data += self._template.chunk_with_logprobs(
+                delta.text, self._format_logprobs(delta.logprobs, self._text_offset)
+            )
         elif delta.text or delta.finish_reason is None:
             data += self._template.chunk(delta.text)
         self._text_offset += len(delta.text)
@@ -86,7 +102,8 @@ class ChoiceEvents:
         return data
 
     def token_frame(self, text: str, reason: str | None, stop_reason: int | str | None) -> bytes:
-        """Returns the events of one token without log-probabilities, as `events` does, in a frame of HTTP's chunked coding."""
+        """Returns the events of one token without log-probabilities, as `events` does, in a frame
+        of HTTP's chunked coding."""
         if reason is None and not self._opening:
             return self._template.framed_chunk(text)
         data, self._opening = self._opening, b""
@@ -98,11 +115,13 @@ class ChoiceEvents:
 
 
 class DirectSink:
-    """Writes the events of a stream to its connection from the step loop, while the client keeps up.
+    """Writes the events of a stream to its connection from the step loop, while the client keeps
+    up.
 
-    What aiohttp does for a write (a coroutine, a task that is woken for each token) costs several times what the token
-    costs otherwise. So here the frames of HTTP's chunked coding (RFC 9112, 7.1) are written to the transport. While more than
-    a little waits to be sent, or the handler itself writes, tokens are turned down: they merge in the queue.
+    What aiohttp does for a write (a coroutine, a task that is woken for each token) costs several
+    times what the token costs otherwise. So here the frames of HTTP's chunked coding (RFC 9112,
+    7.1) are written to the transport. While more than a little waits to be sent, or the handler
+    itself writes, tokens are turned down: they merge in the queue.
     """
 
     _MOST_WAITING = 32 * 1024  # bytes
@@ -113,7 +132,9 @@ class DirectSink:
         self._transport = transport
         self._choices = choices
 
-    def take(self, index: int, text: str, reason: str | None, stop_reason: int | str | None) -> bool:
+    def take(
+        self, index: int, text: str, reason: str | None, stop_reason: int | str | None
+    ) -> bool:
         """See `Sink.take`."""
         transport = self._transport
         if self.handler_writes or transport.get_write_buffer_size() > self._MOST_WAITING:
@@ -124,8 +145,16 @@ class DirectSink:
         return True
 
 
-async def _send(request: web.Request, response: web.StreamResponse, generation: Generation, choices: Sequence[ChoiceEvents]) -> int:
-    """Sends the events of a generation; returns the number of its tokens. The first ones go the ordinary way, behind the headers."""
+async def _send(
+    request: web.Request,
+    response: web.StreamResponse,
+    generation: Generation,
+    choices: Sequence[ChoiceEvents],
+) -> int:
+    """Sends the events of a generation; returns the number of its tokens.
+
+    The first ones go the ordinary way, behind the headers.
+    """
     sink: DirectSink | None = None
     num_tokens = 0
     async for delta in generation:
@@ -135,24 +164,36 @@ async def _send(request: web.Request, response: web.StreamResponse, generation: 
         await response.write(choices[delta.index].events(delta))
         if sink is not None:
             sink.handler_writes = False
-        elif response.headers.get("Transfer-Encoding") == "chunked" and request.transport is not None:
+        elif (
+            response.headers.get("Transfer-Encoding") == "chunked" and request.transport is not None
+        ):
             sink = DirectSink(request.transport, choices)
             generation.attach(sink)
     return num_tokens + (sink.num_tokens if sink is not None else 0)
 
 
 async def stream(
-    request: web.Request, envelope: Envelope, generations: Sequence[Generation], choices: Sequence[Sequence[ChoiceEvents]]
+    request: web.Request,
+    envelope: Envelope,
+    generations: Sequence[Generation],
+    choices: Sequence[Sequence[ChoiceEvents]],
 ) -> web.StreamResponse:
-    """Sends the events of generations as their deltas come; `choices[i]` are those of `generations[i]`.
+    """Sends the events of generations as their deltas come; `choices[i]` are those of
+    `generations[i]`.
 
     A failure ends the stream with an error event, without `[DONE]`.
     """
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     try:
-        num_tokens = await together([_send(request, response, *pair) for pair in zip(generations, choices, strict=True)])
-        end = envelope.usage_event(usage(generations, sum(num_tokens))) if envelope.include_usage else b""
+        num_tokens = await together(
+            [_send(request, response, *pair) for pair in zip(generations, choices, strict=True)]
+        )
+        end = (
+            envelope.usage_event(usage(generations, sum(num_tokens)))
+            if envelope.include_usage
+            else b""
+        )
         await response.write(end + DONE)
     except ConnectionError:  # the client is gone, which is not worth a line in the log
         raise
@@ -193,12 +234,15 @@ def usage(generations: Sequence[Generation], completion_tokens: int) -> dict[str
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(generation.num_cached_tokens for generation in generations)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(generation.num_cached_tokens for generation in generations)
+        },
     }
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines side by side and returns their results; the first failure cancels the others and is raised."""
+    """Runs coroutines side by side and returns their results; the first failure cancels the others
+    and is raised."""
     if len(work) == 1:
         return [await work[0]]
     try:

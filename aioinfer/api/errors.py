@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients expect them: one JSON shape for whatever goes wrong.
 
-`json_errors` is the application's outermost middleware. `delivery` uses `error_event_of` for streams that
-have begun, whose status line is gone.
+`json_errors` is the application's outermost middleware. `delivery` uses `error_event_of` for
+streams that have begun, whose status line is gone.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ _log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP status."""
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP
+    status."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Returns the HTTP status and the body that answer an exception. An unexpected one is logged and not shown."""
+    """Returns the HTTP status and the body that answer an exception.
+
+    An unexpected one is logged and not shown.
+    """
     match error:
         case RequestError():
-            return error.status, error_body(error.status, error.message, param=error.param, code=error.code)
+            return error.status, error_body(
+                error.status, error.message, param=error.param, code=error.code
+            )
         case EngineDeadError():
             return 503, error_body(503, str(error), code="engine_dead")
         case GenerationError():
@@ -41,7 +49,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 404, error_body(404, "there is nothing at this path", code="not_found")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            return 405, error_body(405, f"{error.method} is not allowed here; use {allowed}", code="method_not_allowed")
+            return 405, error_body(
+                405, f"{error.method} is not allowed here; use {allowed}", code="method_not_allowed"
+            )
         case web.HTTPException():
             return error.status, error_body(error.status, error.text or error.reason)
         case web.RequestPayloadError():
@@ -55,7 +65,8 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     """Answers every failure of a handler, and every path without one, in the one shape."""
     try:
         return await handler(request)
-    except ConnectionError:  # the client is gone: aiohttp knows what to do, and nobody reads an answer
+    # the client is gone: aiohttp knows what to do, and nobody reads an answer
+    except ConnectionError:
         raise
     except Exception as error:
         status, body = describe(error)
@@ -71,6 +82,10 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
-def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_response(
+    body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
     """Returns `body` as a JSON response."""
-    return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
+    return web.Response(
+        body=orjson.dumps(body), status=status, headers=headers, content_type="application/json"
+    )

@@ -15,7 +15,12 @@ from aioinfer.errors import EngineDeadError
 async def list_models(request: web.Request) -> web.Response:
     """Lists the names under which the model is served."""
     frontend = request.app[FRONTEND]
-    return json_response({"object": "list", "data": [_card(request.app, name) for name in frontend.config.served_model_names]})
+    return json_response(
+        {
+            "object": "list",
+            "data": [_card(request.app, name) for name in frontend.config.served_model_names],
+        }
+    )
 
 
 async def get_model(request: web.Request) -> web.Response:

@@ -1,8 +1,9 @@
-"""The listening sockets, and the bound on the connections behind them. `server` owns one `Listener`.
+"""The listening sockets, and the bound on the connections behind them. `server` owns one
+`Listener`.
 
-Connections are accepted here and not by the event loop's own server, which sets no bound: counted from the moment they are
-accepted, they may be in a TLS handshake, idle or at work. Descriptors are a process's scarcest resource; without any left, it
-could not even refuse.
+Connections are accepted here and not by the event loop's own server, which sets no bound: counted
+from the moment they are accepted, they may be in a TLS handshake, idle or at work. Descriptors are
+a process's scarcest resource; without any left, it could not even refuse.
 """
 
 from __future__ import annotations
@@ -32,22 +33,31 @@ _ACCEPTS_A_TURN = 64
 #: Descriptors for all else: workers, rings, files, connections that are being refused.
 _OTHER_DESCRIPTORS = 256
 _HANDSHAKE_TIMEOUT_S = 10.0
-#: So many refused clients at a time get this long to read why; a socket closed at once may take its last words along.
+#: So many refused clients at a time get this long to read why; a socket closed at once may take its
+#: last words along.
 _MAX_REFUSED = 64
 _REFUSAL_TIMEOUT_S = 1.0
 #: How long accepting pauses when the machine has no descriptor or memory left.
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-_REFUSAL_BODY = orjson.dumps(error_body(503, "the server has as many connections as it may; try again later", code="too_many_connections"))
+_REFUSAL_BODY = orjson.dumps(
+    error_body(
+        503,
+        "the server has as many connections as it may; try again later",
+        code="too_many_connections",
+    )
+)
 _REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: "
+    b"1\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL_BODY), _REFUSAL_BODY)
 )
 
 
 class Listener:
-    """Accepts connections for an HTTP server until `stop`; those beyond the bound are answered 503 and closed."""
+    """Accepts connections for an HTTP server until `stop`; those beyond the bound are answered 503
+    and closed."""
 
     def __init__(self, server: web.Server, config: ServerConfig, tls: ssl.SSLContext | None):
         self._server = server
@@ -62,7 +72,10 @@ class Listener:
         self._num_refused = 0
 
     async def start(self) -> str:
-        """Begins to listen and returns the URL, `unix:PATH` for a Unix socket. Raises `ConfigError` if the address cannot be had."""
+        """Begins to listen and returns the URL, `unix:PATH` for a Unix socket.
+
+        Raises `ConfigError` if the address cannot be had.
+        """
         try:
             if self._config.unix_socket is None:
                 url = await self._open_tcp()
@@ -77,7 +90,9 @@ class Listener:
 
     async def _open_tcp(self) -> str:
         host, port = self._config.host, self._config.port
-        found = await self._loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = await self._loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         for family, _, _, _, address in dict.fromkeys(found):
             sock = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
             sock.setblocking(False)
@@ -124,7 +139,8 @@ class Listener:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._loop.remove_reader(sock.fileno())  # it would stay readable, and the loop would spin
+                # it would stay readable, and the loop would spin
+                self._loop.remove_reader(sock.fileno())
                 self._loop.call_later(_PAUSE_S, self._listen, sock)
                 return
             connection.setblocking(False)
@@ -137,7 +153,8 @@ class Listener:
         connections = self._server.connections
         if len(connections) + len(self._opening) < self._max_connections:
             return True
-        return len(self._opening.union(connections)) < self._max_connections  # what has just been set up is in both
+        # what has just been set up is in both
+        return len(self._opening.union(connections)) < self._max_connections
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -153,7 +170,9 @@ class Listener:
     async def _set_up(self, connection: socket.socket, protocol: Any) -> None:
         timeout = _HANDSHAKE_TIMEOUT_S if self._tls else None
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=timeout)
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=timeout
+            )
         except OSError:  # the client went away, or its handshake failed
             connection.close()
         finally:
@@ -161,7 +180,8 @@ class Listener:
 
     def _refuse(self, connection: socket.socket) -> None:
         """Answers a connection for which there is no room, and closes it."""
-        if self._tls is not None or self._num_refused >= _MAX_REFUSED:  # no handshake for this: it costs more than a request
+        # no handshake for this: it costs more than a request
+        if self._tls is not None or self._num_refused >= _MAX_REFUSED:
             connection.close()
             return
         self._num_refused += 1
@@ -180,7 +200,10 @@ class Listener:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Returns the TLS settings of `server.tls_certificate`, None without one. Raises `ConfigError`."""
+    """Returns the TLS settings of `server.tls_certificate`, None without one.
+
+    Raises `ConfigError`.
+    """
     if config.tls_certificate is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -188,7 +211,10 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         # a key under a passphrase fails to load: OpenSSL would ask for it at the terminal
         context.load_cert_chain(config.tls_certificate, config.tls_key, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"server.tls_certificate = {config.tls_certificate!r}, server.tls_key = {config.tls_key!r}: {error}") from error
+        raise ConfigError(
+            f"server.tls_certificate = {config.tls_certificate!r}, server.tls_key = "
+            f"{config.tls_key!r}: {error}"
+        ) from error
     return context
 
 
@@ -199,7 +225,8 @@ def _place(config: ServerConfig) -> str:
 
 
 def _bind_unix(path: Path) -> tuple[socket.socket, int]:
-    """Returns a listening socket at `path`, and the file's inode; what a server that is gone has left there is replaced. Raises OSError."""
+    """Returns a listening socket at `path`, and the file's inode; what a server that is gone has
+    left there is replaced. Raises OSError."""
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise FileExistsError(errno.EEXIST, "there is a file that is no socket")
@@ -229,10 +256,17 @@ def _remove(path: Path, inode: int) -> None:
 
 
 def _allow_descriptors(connections: int) -> int:
-    """Raises the process's limit of descriptors as far as so many connections need it. Returns how many there is room for."""
+    """Raises the process's limit of descriptors as far as so many connections need it.
+
+    Returns how many there is room for.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft - _OTHER_DESCRIPTORS))
+    return (
+        connections
+        if soft == resource.RLIM_INFINITY
+        else max(1, min(connections, soft - _OTHER_DESCRIPTORS))
+    )

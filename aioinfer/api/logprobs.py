@@ -14,9 +14,11 @@ _LOWEST = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Returns the `logprobs` of a chat choice: an entry a token, with the likeliest ones in its place."""
+    """Returns the `logprobs` of a chat choice: an entry a token, with the likeliest ones in its
+    place."""
     content = [
-        _entry(tokenizer, token.token_id, token.logprob) | {"top_logprobs": [_entry(tokenizer, *likely) for likely in token.top]}
+        _entry(tokenizer, token.token_id, token.logprob)
+        | {"top_logprobs": [_entry(tokenizer, *likely) for likely in token.top]}
         for token in tokens
     ]
     return {"content": content, "refusal": None}
@@ -27,7 +29,9 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
     return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int
+) -> dict[str, Any]:
     """Returns the `logprobs` of a completion's choice: parallel lists.
 
     Args:
@@ -44,14 +48,18 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], of
         "text_offset": offsets,
         "token_logprobs": [max(token.logprob, _LOWEST) for token in tokens],
         "tokens": texts,
-        "top_logprobs": [_by_text(tokenizer, token, text) for token, text in zip(tokens, texts, strict=True)],
+        "top_logprobs": [
+            _by_text(tokenizer, token, text) for token, text in zip(tokens, texts, strict=True)
+        ],
     }
 
 
 def _by_text(tokenizer: Tokenizer, token: TokenLogprob, text: str) -> dict[str, float]:
-    """Returns the likeliest tokens' log-probabilities by text, the chosen one's always among them."""
+    """Returns the likeliest tokens' log-probabilities by text, the chosen one's always among
+    them."""
     likely = [(tokenizer.token_text(token_id)[0], logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:
-        found.setdefault(name, max(logprob, _LOWEST))  # tokens of the same text: the likeliest counts
+        # tokens of the same text: the likeliest counts
+        found.setdefault(name, max(logprob, _LOWEST))
     return found

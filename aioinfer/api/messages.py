@@ -1,4 +1,7 @@
-"""Messages of a conversation: as clients send them, and as chat templates read them. `protocol` owns the rest of a body."""
+"""Messages of a conversation: as clients send them, and as chat templates read them.
+
+`protocol` owns the rest of a body.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ class ContentPart(Struct, kw_only=True):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """The call that a model asked for; `arguments` is an object, or JSON text of one as OpenAI has it."""
+    """The call that a model asked for; `arguments` is an object, or JSON text of one as OpenAI has
+    it."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -44,27 +48,42 @@ class Message(Struct, kw_only=True):
     tool_call_id: str | None = None
 
     def check(self, where: str) -> None:
-        """Raises `RequestError`; `where` is the message's place in the body, such as `messages[0]`."""
+        """Raises `RequestError`; `where` is the message's place in the body, such as
+        `messages[0]`."""
         if self.role not in ROLES:
-            raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, not {self.role!r}", param=f"{where}.role")
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(ROLES)}, not {self.role!r}",
+                param=f"{where}.role",
+            )
         if self.content is None and self.role != "assistant":
             raise RequestError(f"{where}.content is missing", param=f"{where}.content")
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if part.type != "text" or part.text is None:
                 place = f"{where}.content[{index}]"
-                raise RequestError(f"{place} must be of type 'text' and hold a text: other parts are not supported", param=place)
+                raise RequestError(
+                    f"{place} must be of type 'text' and hold a text: other parts "
+                    f"are not supported",
+                    param=place,
+                )
         for index, call in enumerate(self.tool_calls or ()):
             _object(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments")
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates read it.
 
-        Text parts are joined by newlines and missing content is empty. The developer's role becomes the
-        system's, whose newer name it is: templates do not know it, and some drop what they do not know.
-        Arguments of tool calls are objects, as transformers asks of messages.
+        Text parts are joined by newlines and missing content is empty. The developer's role becomes
+        the system's, whose newer name it is: templates do not know it, and some drop what they do
+        not know. Arguments of tool calls are objects, as transformers asks of messages.
         """
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text or "" for part in self.content or ())
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "\n".join(part.text or "" for part in self.content or ())
+        )
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+        }
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -75,15 +94,23 @@ class Message(Struct, kw_only=True):
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _object(call.function.arguments, "arguments")}
+    function = {
+        "name": call.function.name,
+        "arguments": _object(call.function.arguments, "arguments"),
+    }
     return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})
 
 
 def _object(arguments: str | dict[str, Any] | None, where: str) -> dict[str, Any]:
-    """Returns the arguments of a call as an object. Raises `RequestError` where text is not JSON of one."""
+    """Returns the arguments of a call as an object.
+
+    Raises `RequestError` where text is not JSON of one.
+    """
     if not isinstance(arguments, str):
         return arguments or {}
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"{where} must be the JSON of an object: {error}", param=where) from error
+        raise RequestError(
+            f"{where} must be the JSON of an object: {error}", param=where
+        ) from error

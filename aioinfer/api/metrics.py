@@ -1,7 +1,8 @@
 """`/metrics` for Prometheus: reads the engines' books when it is asked, and keeps none of its own.
 
-What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is named `aioinfer:…`.
-`docs/grafana.json` is a dashboard of all of it. Counters are listed here without the `_total` that the text adds.
+What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is
+named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed here
+without the `_total` that the text adds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -27,7 +33,10 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    """Returns all metrics as text. Between two of them the event loop does other work: the whole takes milliseconds."""
+    """Returns all metrics as text.
+
+    Between two of them the event loop does other work: the whole takes milliseconds.
+    """
     parts = []
     for metric in BooksCollector(request.app[FRONTEND]).collect():
         parts.append(generate_latest(_Only(metric)))
@@ -46,7 +55,8 @@ class _Only(Collector):
 
 
 class BooksCollector(Collector):
-    """The metrics of all engines; all but the event loop's carry the labels `model_name` and `engine`. Reading them changes nothing."""
+    """The metrics of all engines; all but the event loop's carry the labels `model_name` and
+    `engine`. Reading them changes nothing."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
@@ -62,19 +72,51 @@ class BooksCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         show = self._gauge
-        yield show("vllm:num_requests_running", "Requests that hold a slot and KV blocks.", lambda e: len(e.scheduler.running))
-        yield show("vllm:num_requests_waiting", "Requests that wait for a slot or for KV blocks.", lambda e: e.scheduler.num_waiting)
-        yield show("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests own, 0 to 1.", lambda e: e.scheduler.pool.usage)
+        yield show(
+            "vllm:num_requests_running",
+            "Requests that hold a slot and KV blocks.",
+            lambda e: len(e.scheduler.running),
+        )
+        yield show(
+            "vllm:num_requests_waiting",
+            "Requests that wait for a slot or for KV blocks.",
+            lambda e: e.scheduler.num_waiting,
+        )
+        yield show(
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV blocks that requests own, 0 to 1.",
+            lambda e: e.scheduler.pool.usage,
+        )
 
     def _counters(self) -> Iterator[Metric]:
         show = self._counter
         about = "Requests that lost their KV blocks to older ones and began anew."
         yield show("vllm:num_preemptions", about, lambda e: e.scheduler.stats.preemptions)
-        yield show("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda e: e.scheduler.stats.prefix_queried)
-        yield show("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda e: e.scheduler.stats.prefix_hit)
-        yield show("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.", lambda e: e.metrics.prompt_tokens)
-        yield show("vllm:generation_tokens", "Generated tokens, end tokens included.", lambda e: e.metrics.generation_tokens)
-        finished = CounterMetricFamily("vllm:request_success", "Ended requests.", labels=("model_name", "engine", "finished_reason"))
+        yield show(
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            lambda e: e.scheduler.stats.prefix_queried,
+        )
+        yield show(
+            "vllm:prefix_cache_hits",
+            "Prompt tokens found in the prefix cache.",
+            lambda e: e.scheduler.stats.prefix_hit,
+        )
+        yield show(
+            "vllm:prompt_tokens",
+            "Prompt tokens of requests that got a first token.",
+            lambda e: e.metrics.prompt_tokens,
+        )
+        yield show(
+            "vllm:generation_tokens",
+            "Generated tokens, end tokens included.",
+            lambda e: e.metrics.generation_tokens,
+        )
+        finished = CounterMetricFamily(
+            "vllm:request_success",
+            "Ended requests.",
+            labels=("model_name", "engine", "finished_reason"),
+        )
         for labels, engine in self._engines():
             for reason, number in engine.metrics.finished.items():
                 finished.add_metric((*labels, reason), number)
@@ -87,19 +129,57 @@ class BooksCollector(Collector):
 
     def _request_histograms(self) -> Iterator[Metric]:
         show = self._histogram
-        yield show("vllm:time_to_first_token_seconds", "From the submission to the first token.", lambda b: b.time_to_first_token)
-        yield show("vllm:inter_token_latency_seconds", "Between two tokens of a request.", lambda b: b.inter_token_latency)
-        yield show("vllm:request_time_per_output_token_seconds", "Mean of that in a request.", lambda b: b.time_per_output_token)
-        yield show("vllm:e2e_request_latency_seconds", "From the submission to the last token.", lambda b: b.e2e_latency)
-        yield show("vllm:request_queue_time_seconds", "From joining the queue to the first step.", lambda b: b.queue_time)
-        yield show("vllm:request_prefill_time_seconds", "From the first step to the first token.", lambda b: b.prefill_time)
-        yield show("vllm:request_decode_time_seconds", "From the first token to the last.", lambda b: b.decode_time)
-        yield show("vllm:request_prompt_tokens", "Prompt tokens of a request.", lambda b: b.request_prompt_tokens)
-        yield show("vllm:request_generation_tokens", "Generated tokens of a request.", lambda b: b.request_generation_tokens)
+        yield show(
+            "vllm:time_to_first_token_seconds",
+            "From the submission to the first token.",
+            lambda b: b.time_to_first_token,
+        )
+        yield show(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            lambda b: b.inter_token_latency,
+        )
+        yield show(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean of that in a request.",
+            lambda b: b.time_per_output_token,
+        )
+        yield show(
+            "vllm:e2e_request_latency_seconds",
+            "From the submission to the last token.",
+            lambda b: b.e2e_latency,
+        )
+        yield show(
+            "vllm:request_queue_time_seconds",
+            "From joining the queue to the first step.",
+            lambda b: b.queue_time,
+        )
+        yield show(
+            "vllm:request_prefill_time_seconds",
+            "From the first step to the first token.",
+            lambda b: b.prefill_time,
+        )
+        yield show(
+            "vllm:request_decode_time_seconds",
+            "From the first token to the last.",
+            lambda b: b.decode_time,
+        )
+        yield show(
+            "vllm:request_prompt_tokens",
+            "Prompt tokens of a request.",
+            lambda b: b.request_prompt_tokens,
+        )
+        yield show(
+            "vllm:request_generation_tokens",
+            "Generated tokens of a request.",
+            lambda b: b.request_generation_tokens,
+        )
 
     def _step_histograms(self) -> Iterator[Metric]:
         about = "Time of the event loop for a part of a step: taking its result, updating the books, planning, posting, making text."
-        metric = HistogramMetricFamily("aioinfer:step_phase_seconds", about, labels=("model_name", "engine", "phase"))
+        metric = HistogramMetricFamily(
+            "aioinfer:step_phase_seconds", about, labels=("model_name", "engine", "phase")
+        )
         for labels, engine in self._engines():
             for phase, histogram in engine.metrics.phases.items():
                 metric.add_metric((*labels, phase), _cumulative(histogram), histogram.sum)
@@ -107,7 +187,11 @@ class BooksCollector(Collector):
 
     def _loop_lag(self) -> Metric:
         lag = self._frontend.loop_lag.seconds
-        metric = HistogramMetricFamily("aioinfer:loop_lag_seconds", "Lateness of a timer on the event loop.", labels=("model_name",))
+        metric = HistogramMetricFamily(
+            "aioinfer:loop_lag_seconds",
+            "Lateness of a timer on the event loop.",
+            labels=("model_name",),
+        )
         metric.add_metric((self._model,), _cumulative(lag), lag.sum)
         return metric
 

@@ -1,8 +1,9 @@
 """The page at `/`: a chat with the served model, and a live view of the engines.
 
-Its files lie in `aioinfer/page` and go out as they are. `GET /page/info` tells the page what it needs to offer a chat, and
-`GET /page/live` streams the state of the engines for as long as somebody looks. `server` adds the routes and ends the
-streams; `access` lets the files pass without a key, since a browser has none before the page has asked for it.
+Its files lie in `aioinfer/page` and go out as they are. `GET /page/info` tells the page what it
+needs to offer a chat, and `GET /page/live` streams the state of the engines for as long as somebody
+looks. `server` adds the routes and ends the streams; `access` lets the files pass without a key,
+since a browser has none before the page has asked for it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ PAGE_FILES = {
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-#: A model's output is hostile text: nothing but our own files runs, and nothing leads to another host.
+#: A model's output is hostile text: nothing but our own files runs, and nothing leads to another
+#: host.
 _FILE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -48,7 +51,15 @@ _FILE_HEADERS = {
 _INTERVAL_S = 0.5
 _ENDED = web.AppKey("live_streams_ended", asyncio.Event)
 #: What the page shows as the defaults of its settings.
-_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def add_page(app: web.Application) -> None:
@@ -62,11 +73,14 @@ def add_page(app: web.Application) -> None:
 
 
 async def end_live_streams(app: web.Application) -> None:
-    """Ends the live streams that are open and those still to come: who only looks on must not hold the server up when it stops."""
+    """Ends the live streams that are open and those still to come: who only looks on must not hold
+    the server up when it stops."""
     app[_ENDED].set()
 
 
-def _file_handler(file: Path, content_type: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _file_handler(
+    file: Path, content_type: str
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     headers = _FILE_HEADERS | {"Content-Type": content_type}
 
     async def send_file(request: web.Request) -> web.StreamResponse:
@@ -76,7 +90,8 @@ def _file_handler(file: Path, content_type: str) -> Callable[[web.Request], Awai
 
 
 async def show_info(request: web.Request) -> web.Response:
-    """Tells whether the model can chat (`chat`), how long a request may be, and which sampling settings count when none are given."""
+    """Tells whether the model can chat (`chat`), how long a request may be, and which sampling
+    settings count when none are given."""
     frontend = request.app[FRONTEND]
     params = frontend.defaults.sampling_params()
     return json_response(
@@ -89,10 +104,11 @@ async def show_info(request: web.Request) -> web.Response:
 
 
 async def stream_live(request: web.Request) -> web.StreamResponse:
-    """Streams the state of the engines twice a second, until the client goes away or the server stops.
+    """Streams the state of the engines twice a second, until the client goes away or the server
+    stops.
 
-    An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns them. A client that does not keep up
-    misses events, and nothing is queued for it.
+    An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns
+    them. A client that does not keep up misses events, and nothing is queued for it.
     """
     deadline_of(request).lift()  # looking on has none
     engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
@@ -104,19 +120,30 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
             watching.enter_context(engine.metrics.steps.watched())
         while not ended.is_set():
             if request.transport is not None and not request.transport.get_write_buffer_size():
-                states = [engine_state(engine, last_step) for engine, last_step in zip(engines, last_steps, strict=True)]
-                await response.write(b"data: " + orjson.dumps({"time": time.perf_counter(), "engines": states}) + b"\n\n")
-                last_steps = [s["log"][-1][0] if s["log"] else last for s, last in zip(states, last_steps, strict=True)]
+                states = [
+                    engine_state(engine, last_step)
+                    for engine, last_step in zip(engines, last_steps, strict=True)
+                ]
+                await response.write(
+                    b"data: "
+                    + orjson.dumps({"time": time.perf_counter(), "engines": states})
+                    + b"\n\n"
+                )
+                last_steps = [
+                    s["log"][-1][0] if s["log"] else last
+                    for s, last in zip(states, last_steps, strict=True)
+                ]
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _INTERVAL_S)
     return response
 
 
 def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
-    """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing that grows with the load.
+    """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing
+    that grows with the load.
 
-    Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log` holds the `Step`s after `last_step` of
-    which there is a record, as lists of their fields.
+    Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log`
+    holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
     """
     scheduler, books = engine.scheduler, engine.metrics
     pool, totals = scheduler.pool, scheduler.stats

@@ -1,9 +1,10 @@
 """What clients send: the bodies of requests, decoded and checked.
 
-The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types while
-it decodes, so unknown fields cost nothing and are ignored, as OpenAI-compatible servers do; null counts as
-missing. The ranges of sampling parameters are checked by `SamplingParams`; here are the limits of the
-machine (what must fit into an int32) and the rules between fields. Handlers get bodies from `read_body`.
+The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
+while it decodes, so unknown fields cost nothing and are ignored, as OpenAI-compatible servers do;
+null counts as missing. The ranges of sampling parameters are checked by `SamplingParams`; here are
+the limits of the machine (what must fit into an int32) and the rules between fields. Handlers get
+bodies from `read_body`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class SamplingBody(Body, kw_only=True):
-    """The fields of completions and chat completions that say how tokens are chosen and delivered."""
+    """The fields of completions and chat completions that say how tokens are chosen and
+    delivered."""
 
     n: Int32 | None = None
     temperature: float | None = None
@@ -83,7 +85,9 @@ class SamplingBody(Body, kw_only=True):
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        fields = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        fields = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
         if self.stop is not None:
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.include_stop_str_in_output is not None:
@@ -92,7 +96,8 @@ class SamplingBody(Body, kw_only=True):
 
 
 _SAMPLING_FIELDS = (
-    "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
     "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
 
@@ -116,7 +121,9 @@ class CompletionRequest(SamplingBody, kw_only=True):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of is not supported, unless it equals n", param="best_of")
         if self.echo and self.logprobs is not None:
-            raise RequestError("echo cannot be had together with logprobs: prompts have none here", param="echo")
+            raise RequestError(
+                "echo cannot be had together with logprobs: prompts have none here", param="echo"
+            )
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
@@ -124,19 +131,30 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
     def prompts(self) -> list[Any]:
         """Returns the prompts one by one: texts, or lists of token ids."""
-        return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
+        return (
+            [self.prompt]
+            if isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+            else self.prompt
+        )
 
 
 def _check_prompts(prompt: list[Any]) -> None:
     kinds: set[type] = set()
-    for start in range(0, len(prompt), _LOOKED_THROUGH):  # in pieces: the interpreter changes threads between, not within
+    # in pieces: the interpreter changes threads between, not within
+    for start in range(0, len(prompt), _LOOKED_THROUGH):
         kinds.update(map(type, prompt[start : start + _LOOKED_THROUGH]))
     if not kinds:
         raise RequestError("the prompt is empty", param="prompt")
     if len(kinds) > 1:
-        raise RequestError("prompt must be a text, a list of token ids, a list of texts or a list of lists of token ids", param="prompt")
+        raise RequestError(
+            "prompt must be a text, a list of token ids, a list of texts or a list "
+            "of lists of token ids",
+            param="prompt",
+        )
     if int not in kinds and len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt")
+        raise RequestError(
+            f"prompt may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt"
+        )
 
 
 class ResponseFormat(Struct, kw_only=True):
@@ -166,11 +184,19 @@ class ChatRequest(SamplingBody, kw_only=True):
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise RequestError(f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}", param="top_logprobs")
+                raise RequestError(
+                    f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
+                    param="top_logprobs",
+                )
         if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(f"response_format {self.response_format.type!r} is not supported, only 'text'", param="response_format")
+            raise RequestError(
+                f"response_format {self.response_format.type!r} is not supported, only 'text'",
+                param="response_format",
+            )
         if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError("tool_choice must be 'auto' or 'none': no call can be enforced", param="tool_choice")
+            raise RequestError(
+                "tool_choice must be 'auto' or 'none': no call can be enforced", param="tool_choice"
+            )
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
@@ -216,7 +242,9 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     hides_tools = isinstance(body, ChatRequest) and body.tool_choice == "none"
     return {
         "tools": None if hides_tools else body.tools or None,
-        "add_generation_prompt": not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        "add_generation_prompt": not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
         "continue_final_message": continues,
         "template_kwargs": body.chat_template_kwargs,
     }
@@ -229,7 +257,10 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def decode(raw: bytes, kind: type[B]) -> B:
-    """Decodes and checks a body. Raises `RequestError` naming the field by its path, such as `messages[0].role`."""
+    """Decodes and checks a body.
+
+    Raises `RequestError` naming the field by its path, such as `messages[0].role`.
+    """
     try:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -243,7 +274,8 @@ def decode(raw: bytes, kind: type[B]) -> B:
 
 
 def _wrong_field(message: str) -> RequestError:
-    """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the parameter."""
+    """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the
+    parameter."""
     found = _PLACE.fullmatch(message)
     assert found is not None  # the pattern matches any text
     what, path = found["what"], (found["path"] or "").replace("[...]", "")

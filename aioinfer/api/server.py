@@ -42,7 +42,8 @@ class HttpServer:
         self._idle.set()
         self._runner = web.AppRunner(
             self._make_app(frontend),
-            handler_cancellation=True,  # or the handler of a client that went away would wait for the whole output
+            # or the handler of a client that went away would wait for the whole output
+            handler_cancellation=True,
             auto_decompress=False,  # a small body could unpack to a huge one
             access_log=None,
             shutdown_timeout=_LAST_EVENTS_S,
@@ -74,7 +75,8 @@ class HttpServer:
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keeps count of the requests that are being handled, for `drain`; while it waits, replies close their connections."""
+        """Keeps count of the requests that are being handled, for `drain`; while it waits, replies
+        close their connections."""
         self._num_handling += 1
         self._idle.clear()
         try:
@@ -91,7 +93,8 @@ class HttpServer:
         """Begins to listen and returns the URL (`unix:PATH` for a Unix socket).
 
         Raises:
-            ConfigError: the address cannot be had, or a file of keys or of certificates is not as it should be.
+            ConfigError: the address cannot be had, or a file of keys or of certificates is not as
+                it should be.
         """
         self._runner.app[API_KEYS] = await asyncio.to_thread(ApiKeys.load, self._config)
         tls = await asyncio.to_thread(tls_context, self._config)

@@ -1,7 +1,8 @@
-"""Server-sent events of a stream, as bytes. It knows nothing of sockets: `delivery` sends what is made here.
+"""Server-sent events of a stream, as bytes. It knows nothing of sockets: `delivery` sends what is
+made here.
 
-All chunks of a choice are the same but for their text. `ChunkTemplate` makes the constant bytes around it once, so
-that a token costs the JSON escape of its text and one join.
+All chunks of a choice are the same but for their text. `ChunkTemplate` makes the constant bytes
+around it once, so that a token costs the JSON escape of its text and one join.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ class Envelope:
 
     def head(self) -> bytes:
         """Returns the beginning of an event, up to where the choices go."""
-        fields = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        fields = {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+        }
         return b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
 
     def tail(self) -> bytes:
@@ -51,10 +57,26 @@ class Envelope:
 class ChunkTemplate:
     """The events of one choice. Made by `for_completion` or `for_chat`."""
 
-    __slots__ = ("_after_logprobs", "_after_text", "_before_text", "_fixed_len", "_no_logprobs", "_tail", "_without_text")
+    __slots__ = (
+        "_after_logprobs",
+        "_after_text",
+        "_before_text",
+        "_fixed_len",
+        "_no_logprobs",
+        "_tail",
+        "_without_text",
+    )
 
-    def __init__(self, envelope: Envelope, index: int, before_text: bytes, after_text: bytes, without_text: bytes):
-        """Takes the JSON around a choice's text, and the whole of it in a chunk that has no text."""
+    def __init__(
+        self,
+        envelope: Envelope,
+        index: int,
+        before_text: bytes,
+        after_text: bytes,
+        without_text: bytes,
+    ):
+        """Takes the JSON around a choice's text, and the whole of it in a chunk that has no
+        text."""
         head = envelope.head() + b'{"index":%d,' % index
         self._before_text = head + before_text
         self._after_text = after_text + b',"logprobs":'
@@ -81,20 +103,47 @@ class ChunkTemplate:
     def framed_chunk(self, text: str) -> bytes:
         """Returns that event in a frame of HTTP's chunked coding (RFC 9112, 7.1)."""
         escaped = orjson.dumps(text)
-        return b"%x\r\n%b%b%b\r\n" % (self._fixed_len + len(escaped), self._before_text, escaped, self._no_logprobs)
+        return b"%x\r\n%b%b%b\r\n" % (
+            self._fixed_len + len(escaped),
+            self._before_text,
+            escaped,
+            self._no_logprobs,
+        )
 
     def chunk_with_logprobs(self, text: str, logprobs: Mapping[str, Any]) -> bytes:
         """Returns the event that appends `text`, with the log-probabilities of its tokens."""
-        return b"".join((self._before_text, orjson.dumps(text), self._after_text, orjson.dumps(logprobs), self._after_logprobs))
+        return b"".join(
+            (
+                self._before_text,
+                orjson.dumps(text),
+                self._after_text,
+                orjson.dumps(logprobs),
+                self._after_logprobs,
+            )
+        )
 
     def finish(self, reason: str, stop_reason: int | str | None) -> bytes:
-        """Returns the choice's last event. `stop_reason` (vLLM's field) is the token id or string that ended the text."""
-        return b"".join((self._without_text, orjson.dumps(reason), b',"stop_reason":', orjson.dumps(stop_reason), self._tail))
+        """Returns the choice's last event.
+
+        `stop_reason` (vLLM's field) is the token id or string that ended the text.
+        """
+        return b"".join(
+            (
+                self._without_text,
+                orjson.dumps(reason),
+                b',"stop_reason":',
+                orjson.dumps(stop_reason),
+                self._tail,
+            )
+        )
 
 
 def role_event(envelope: Envelope, index: int) -> bytes:
     """Returns the event that opens a choice of a chat: it names the role, with empty content."""
-    choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
+    choice = (
+        b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        % index
+    )
     return envelope.head() + choice + envelope.tail()
 
 

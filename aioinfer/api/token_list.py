@@ -1,8 +1,9 @@
 """A request's body with a long list of token ids, decoded piece by piece.
 
-The decoder of JSON does not let other threads run while it works, and a list of 200 000 numbers takes it 6 to 9 ms, in which the
-event loop would stand still. So the list is first skipped, which takes a sixth of that, and then decoded in pieces, between
-which other threads have their turn. Used by `read_body`, in a thread, for bodies too large for the event loop's.
+The decoder of JSON does not let other threads run while it works, and a list of 200 000 numbers
+takes it 6 to 9 ms, in which the event loop would stand still. So the list is first skipped, which
+takes a sixth of that, and then decoded in pieces, between which other threads have their turn. Used
+by `read_body`, in a thread, for bodies too large for the event loop's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
 
 
 def decode_large(raw: bytes, kind: type[B]) -> B:
-    """Does what `protocol.decode` does. What holds no single long list of ids, or is at fault, is left to that."""
+    """Does what `protocol.decode` does.
+
+    What holds no single long list of ids, or is at fault, is left to that.
+    """
     field = _FIELDS.get(kind)
     if field is not None:
         try:

@@ -17,13 +17,22 @@ async def tokenize(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     body = await read_body(request, TokenizeRequest)
     if body.messages is not None:
-        ids = await frontend.encode_chat([message.for_template() for message in body.messages], **template_options(body))
+        ids = await frontend.encode_chat(
+            [message.for_template() for message in body.messages], **template_options(body)
+        )
     else:
         ids = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     texts = None
     if body.return_token_strs:
-        texts = await asyncio.to_thread(lambda: [frontend.tokenizer.token_text(token)[0] for token in ids])
-    reply: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.max_model_len, "tokens": ids, "token_strs": texts}
+        texts = await asyncio.to_thread(
+            lambda: [frontend.tokenizer.token_text(token)[0] for token in ids]
+        )
+    reply: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": frontend.max_model_len,
+        "tokens": ids,
+        "token_strs": texts,
+    }
     return json_response(reply)
 
 
@@ -31,4 +40,6 @@ async def detokenize(request: web.Request) -> web.Response:
     """Returns the text of token ids, special tokens included."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
-    return json_response({"prompt": await asyncio.to_thread(frontend.tokenizer.decode, body.tokens, False)})
+    return json_response(
+        {"prompt": await asyncio.to_thread(frontend.tokenizer.decode, body.tokens, False)}
+    )

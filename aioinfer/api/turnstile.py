@@ -1,7 +1,9 @@
-"""Lets the requests of a burst in a few at a time, so that steps are planned and tokens sent between them.
+"""Lets the requests of a burst in a few at a time, so that steps are planned and tokens sent
+between them.
 
-To take on a request costs the event loop about 0.5 ms. Handlers that became ready together run in one turn of the loop:
-256 clients that send at the same moment would keep the workers without a plan, and running streams without a token, for 0.1 s.
+To take on a request costs the event loop about 0.5 ms. Handlers that became ready together run in
+one turn of the loop: 256 clients that send at the same moment would keep the workers without a
+plan, and running streams without a token, for 0.1 s.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ REQUESTS_A_TURN = 8
 
 
 class Turnstile:
-    """Handlers `enter` before they begin to work; those beyond `REQUESTS_A_TURN` do so in later turns of the loop, in order."""
+    """Handlers `enter` before they begin to work; those beyond `REQUESTS_A_TURN` do so in later
+    turns of the loop, in order."""
 
     def __init__(self) -> None:
         self._entered = 0  # in this turn

@@ -1,9 +1,10 @@
 """The chat template: turns a conversation into the text of a prompt.
 
-`Tokenizer` owns one, if its folder has one. Templates are Jinja programs that models ship, and what they may use is
-whatever transformers offers them (its own filters, functions and blocks, a sandbox, plain data, special tokens as
-variables), which changes from release to release; so transformers renders them. It needs a tokenizer
-object for that, and gets one with an empty vocabulary, which takes no time to make.
+`Tokenizer` owns one, if its folder has one. Templates are Jinja programs that models ship, and what
+they may use is whatever transformers offers them (its own filters, functions and blocks, a sandbox,
+plain data, special tokens as variables), which changes from release to release; so transformers
+renders them. It needs a tokenizer object for that, and gets one with an empty vocabulary, which
+takes no time to make.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from aioinfer.errors import ConfigError, RequestError
 
 
 class ChatTemplate:
-    """One template, or several by name: then "tool_use" serves requests with tools, and "default" all others."""
+    """One template, or several by name: then "tool_use" serves requests with tools, and "default"
+    all others."""
 
     def __init__(self, templates: str | dict[str, str], special_tokens: Mapping[str, str]):
         """Compiles the templates.
@@ -32,22 +34,36 @@ class ChatTemplate:
         Raises:
             ConfigError: a template is not valid Jinja.
         """
-        from transformers import PreTrainedTokenizerFast  # takes half a second: the start does it while the workers start
+        # takes half a second: the start does it while the workers start
+        from transformers import PreTrainedTokenizerFast
 
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self._renderer = PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=templates, **special_tokens)
-        # The parameters of rendering itself: a request may set variables of the template, but none of these.
-        self._reserved = frozenset(inspect.signature(self._renderer.apply_chat_template).parameters) - {"documents"}
+        self._renderer = PreTrainedTokenizerFast(
+            tokenizer_object=empty, chat_template=templates, **special_tokens
+        )
+        # The parameters of rendering itself: a request may set variables of the template, but none
+        # of these.
+        self._reserved = frozenset(
+            inspect.signature(self._renderer.apply_chat_template).parameters
+        ) - {"documents"}
         for text in [templates] if isinstance(templates, str) else templates.values():
             self._compile(text)
 
     @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], override: Path | None) -> ChatTemplate | None:
+    def load(
+        cls,
+        folder: Path,
+        config: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        override: Path | None,
+    ) -> ChatTemplate | None:
         """Finds the templates as transformers does, or returns None where there are none.
 
         Args:
-            folder: may hold `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, which go before the config's.
-            config: `tokenizer_config.json`, whose `chat_template` is a text or a list of names and texts.
+            folder: may hold `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, which
+                go before the config's.
+            config: `tokenizer_config.json`, whose `chat_template` is a text or a list of names and
+                texts.
             special_tokens: as in the constructor.
             override: a file with a template to use in place of all of these.
 
@@ -56,13 +72,20 @@ class ChatTemplate:
         """
         if override is not None:
             return cls(_read(override), special_tokens)
-        named = {file.stem: _read(file) for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+        named = {
+            file.stem: _read(file)
+            for file in sorted(folder.glob("additional_chat_templates/*.jinja"))
+        }
         main = folder / "chat_template.jinja"
         if main.is_file():
             named["default"] = _read(main)
         if not named:
             given = config.get("chat_template") or {}
-            named = {"default": given} if isinstance(given, str) else {item["name"]: item["template"] for item in given}
+            named = (
+                {"default": given}
+                if isinstance(given, str)
+                else {item["name"]: item["template"] for item in given}
+            )
         if not named:
             return None
         return cls(named["default"] if named.keys() == {"default"} else named, special_tokens)
@@ -76,24 +99,29 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the text of the prompt, as transformers' `apply_chat_template(..., tokenize=False)`.
+        """Returns the text of the prompt, as transformers' `apply_chat_template(...,
+        tokenize=False)`.
 
         Args:
             messages: dicts with at least a `role`.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end with what opens the assistant's turn.
             continue_final_message: leave the last message open, for the model to go on with it.
-            template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
+            template_kwargs: further variables of the template, such as `{"enable_thinking":
+                False}`.
 
         Raises:
             RequestError: the template refuses the conversation or fails on it.
         """
         variables = dict(template_kwargs or {})
         if wrong := sorted(self._reserved & variables.keys()):
-            raise RequestError(f"chat_template_kwargs may not hold {wrong[0]!r}", param="chat_template_kwargs")
+            raise RequestError(
+                f"chat_template_kwargs may not hold {wrong[0]!r}", param="chat_template_kwargs"
+            )
         if add_generation_prompt and continue_final_message:
             raise RequestError(
-                "continue_final_message needs add_generation_prompt to be false: a prompt goes on with the last message or opens one",
+                "continue_final_message needs add_generation_prompt to be false: a prompt goes on "
+                "with the last message or opens one",
                 param="continue_final_message",
             )
         try:
@@ -106,14 +134,21 @@ class ChatTemplate:
                 **variables,
             )
         except Exception as error:  # a template is a program, and may raise anything
-            raise RequestError(f"the chat template cannot render these messages: {error}", param="messages") from error
+            raise RequestError(
+                f"the chat template cannot render these messages: {error}", param="messages"
+            ) from error
 
     def _compile(self, text: str) -> None:
-        """Has transformers compile (and keep) a template, so that a bad one ends the start and no request waits for it."""
+        """Has transformers compile (and keep) a template, so that a bad one ends the start and no
+        request waits for it."""
         try:
-            self._renderer.apply_chat_template([{"role": "user", "content": ""}], chat_template=text, tokenize=False)
+            self._renderer.apply_chat_template(
+                [{"role": "user", "content": ""}], chat_template=text, tokenize=False
+            )
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
+            ) from error
         except Exception:  # the template compiles, but wants other messages than this one
             return
 

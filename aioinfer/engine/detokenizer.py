@@ -1,9 +1,10 @@
-"""From token ids back to text: the bytes of every token, and the text of a stream as its tokens come.
+"""From token ids back to text: the bytes of every token, and the text of a stream as its tokens
+come.
 
 A token stands for bytes, not for characters, so a vocabulary is a table of bytes and a stream an
-incremental UTF-8 decoder over it: one look-up and one decode a token, nothing looked at twice, and no more
-than three bytes held back. `Tokenizer.decode` and the step loop's `Detokenizer` share both, so that the
-pieces of a stream add up to what decoding the whole gives.
+incremental UTF-8 decoder over it: one look-up and one decode a token, nothing looked at twice, and
+no more than three bytes held back. `Tokenizer.decode` and the step loop's `Detokenizer` share both,
+so that the pieces of a stream add up to what decoding the whole gives.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ if TYPE_CHECKING:
     from aioinfer.engine.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: A character's tail that a later token could complete is at most three bytes, hence within so many tokens.
+#: A character's tail that a later token could complete is at most three bytes, hence within so many
+#: tokens.
 _PROMPT_TAIL = 8
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: one U+FFFD a byte, as sentencepiece and ByteFallback decode byte pieces."""
+    """An error handler of codecs: one U+FFFD a byte, as sentencepiece and ByteFallback decode byte
+    pieces."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte for each character of GPT-2's alphabet (`bytes_to_unicode` in its encoder, Radford et al. 2019).
+    """Returns the byte for each character of GPT-2's alphabet (`bytes_to_unicode` in its encoder,
+    Radford et al. 2019).
 
-    Printable characters of Latin-1 stand for themselves, those from U+0100 on for the other 68 bytes in order.
+    Printable characters of Latin-1 stand for themselves, those from U+0100 on for the other 68
+    bytes in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -52,10 +57,12 @@ class DecodeRules:
     """How the tokens of a vocabulary turn into bytes and the bytes into text.
 
     Attributes:
-        byte_level: tokens are spelled in GPT-2's alphabet, a character a byte; else pieces are UTF-8 text.
+        byte_level: tokens are spelled in GPT-2's alphabet, a character a byte; else pieces are
+            UTF-8 text.
         replacements: (old, new) in the text of a piece, in order; sentencepiece spells a space `▁`.
         byte_fallback: `<0x0A>` is the byte 10.
-        strip_left: as many spaces are taken from the start of the text (the one that encoding put there).
+        strip_left: as many spaces are taken from the start of the text (the one that encoding put
+            there).
         errors: the error handler for bytes that are not UTF-8.
     """
 
@@ -67,8 +74,15 @@ class DecodeRules:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> DecodeRules:
-        """Reads the rules off a tokenizer's decoder. Raises `ConfigError` for a kind that is not known here."""
-        state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+        """Reads the rules off a tokenizer's decoder.
+
+        Raises `ConfigError` for a kind that is not known here.
+        """
+        state: dict[str, Any] = (
+            json.loads(backend.decoder.__getstate__())
+            if backend.decoder is not None
+            else {"type": "none"}
+        )
         steps = state["decoders"] if state["type"] == "Sequence" else [state]
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(byte_level=True)
@@ -86,9 +100,16 @@ class DecodeRules:
                     strip_left = start
                 case _:
                     raise ConfigError(
-                        f"the tokenizer's decoder {step['type']!r} is not supported: only byte-level and sentencepiece vocabularies are"
+                        f"the tokenizer's decoder {step['type']!r} is not supported: only "
+                        f"byte-level and sentencepiece vocabularies are"
                     )
-        return cls(False, tuple(replacements), byte_fallback, strip_left, "aioinfer.replace_each_byte" if byte_fallback else "replace")
+        return cls(
+            False,
+            tuple(replacements),
+            byte_fallback,
+            strip_left,
+            "aioinfer.replace_each_byte" if byte_fallback else "replace",
+        )
 
     def piece_bytes(self, piece: str) -> bytes:
         """Returns the bytes that a token's spelling stands for."""
@@ -109,20 +130,27 @@ class DecodeRules:
         return self.strip(text, self.strip_left)[0]
 
     def strip(self, text: str, spaces: int) -> tuple[str, int]:
-        """Takes up to `spaces` spaces from the start of `text`; returns the rest and how many may still go."""
+        """Takes up to `spaces` spaces from the start of `text`; returns the rest and how many may
+        still go."""
         kept = text.lstrip(" ")
         taken = min(len(text) - len(kept), spaces)
         return text[taken:], 0 if kept else spaces - taken
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id, worked out when first asked for: a table of 150 000 would slow the start.
+    """The bytes of each token id, worked out when first asked for: a table of 150 000 would slow
+    the start.
 
-    An id outside of the vocabulary has no bytes (embeddings often have more rows than the tokenizer has
-    tokens), and is not kept. Safe to use from several threads.
+    An id outside of the vocabulary has no bytes (embeddings often have more rows than the tokenizer
+    has tokens), and is not kept. Safe to use from several threads.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, rules: DecodeRules, skipped: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        rules: DecodeRules,
+        skipped: frozenset[int] = frozenset(),
+    ):
         super().__init__(dict.fromkeys(skipped, b""))
         self.texts = TokenTexts(self)
         self._backend = backend
@@ -140,7 +168,8 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token id whose bytes are whole characters, which is most of them; None for others."""
+    """The text of each token id whose bytes are whole characters, which is most of them; None for
+    others."""
 
     def __init__(self, table: TokenBytes):
         super().__init__()
@@ -159,21 +188,27 @@ class TokenTexts(dict[int, str | None]):
 class Detokenizer:
     """The text of one sequence, as its tokens come.
 
-    The pieces that `step` and `flush` return add up to `decode(prompt + output)` without the prompt's text.
-    Where the prompt ends within a character that the output completes, the whole character belongs to the output;
-    a half character that the output does not complete is the prompt's. A character is held back until its
-    bytes are complete, or until they can no longer become one and count as U+FFFD.
+    The pieces that `step` and `flush` return add up to `decode(prompt + output)` without the
+    prompt's text. Where the prompt ends within a character that the output completes, the whole
+    character belongs to the output; a half character that the output does not complete is the
+    prompt's. A character is held back until its bytes are complete, or until they can no longer
+    become one and count as U+FFFD.
     """
 
     __slots__ = ("_bytes", "_pending", "_prompt_tail", "_rules", "_strip_left", "_texts")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ):
         self._rules = tokenizer.decode_rules
         self._bytes = tokenizer.token_bytes(skip_special_tokens)
         self._texts = self._bytes.texts
-        # The space that encoding puts before a text is gone only where the text begins with the output.
+        # The space that encoding puts before a text is gone only where the text begins with the
+        # output.
         strip = self._rules.strip_left
-        self._strip_left = strip if strip and not any(self._bytes[token] for token in prompt_ids) else 0
+        self._strip_left = (
+            strip if strip and not any(self._bytes[token] for token in prompt_ids) else 0
+        )
         tail = b"".join([self._bytes[token] for token in prompt_ids[-_PROMPT_TAIL:]])
         self._pending = _incomplete_end(tail)
         self._prompt_tail = bool(self._pending)
@@ -199,7 +234,8 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns what was held back, once no more tokens come: U+FFFD for an incomplete character."""
+        """Returns what was held back, once no more tokens come: U+FFFD for an incomplete
+        character."""
         if self._prompt_tail:
             return ""
         text, _ = codecs.utf_8_decode(self._pending, self._rules.errors, True)
@@ -207,7 +243,8 @@ class Detokenizer:
         return text
 
     def _join(self, data: bytes) -> bytes:
-        """Returns the bytes held back and the new ones, but not a prompt's half character that they do not go on with."""
+        """Returns the bytes held back and the new ones, but not a prompt's half character that they
+        do not go on with."""
         if not self._prompt_tail or not data:
             return self._pending + data
         self._prompt_tail = False
@@ -219,6 +256,7 @@ class Detokenizer:
 
 
 def _incomplete_end(data: bytes) -> bytes:
-    """Returns the bytes at the end of `data` that begin a character and could still become one (0 to 3 bytes)."""
+    """Returns the bytes at the end of `data` that begin a character and could still become one (0
+    to 3 bytes)."""
     _, used = codecs.utf_8_decode(data, "replace", False)
     return data[used:]

@@ -1,12 +1,13 @@
-"""The engine: one replica of the model, and the step loop that keeps it busy, the heart of the system.
+"""The engine: one replica of the model, and the step loop that keeps it busy, the heart of the
+system.
 
 Everything here runs on one event loop. A turn of the step loop begins when a result arrives:
 
     result of step N-1 ─► scheduler.update ─► schedule N+1 ─► post it ─► detokenize and emit N-1's tokens
 
-While it runs, the workers execute step N, so they never wait for text. The loop neither polls nor blocks:
-results wake it through the executor, and new requests through `add`. An idle engine does nothing.
-`Frontend` owns the engines and gives them their requests.
+While it runs, the workers execute step N, so they never wait for text. The loop neither polls nor
+blocks: results wake it through the executor, and new requests through `add`. An idle engine does
+nothing. `Frontend` owns the engines and gives them their requests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _PORTION = 256
 
 
 class Engine:
-    """A scheduler, the workers that it plans for, and the requests that it serves. All methods are called on one event loop.
+    """A scheduler, the workers that it plans for, and the requests that it serves. All methods are
+    called on one event loop.
 
     Attributes:
         number: which of the engines it is, from 0 on.
@@ -42,8 +44,11 @@ class Engine:
     scheduler: Scheduler
     report: WorkerReport
 
-    def __init__(self, number: int, config: Config, executor: Executor, on_death: Callable[[str], None]):
-        """`on_death` is called with the reason when a worker has died or hung; it is to call `end_all`."""
+    def __init__(
+        self, number: int, config: Config, executor: Executor, on_death: Callable[[str], None]
+    ):
+        """`on_death` is called with the reason when a worker has died or hung; it is to call
+        `end_all`."""
         self.number = number
         self.metrics = EngineMetrics()
         self.dead_reason: str | None = None
@@ -112,7 +117,8 @@ class Engine:
     # ---------------------------------------------------------------- requests
 
     def add(self, generation: Generation, arrived: float) -> None:
-        """Queues the requests of a generation, which was submitted at `arrived` (of `time.perf_counter`)."""
+        """Queues the requests of a generation, which was submitted at `arrived` (of
+        `time.perf_counter`)."""
         for choice in generation.choices:
             self._choices[choice.request] = choice
             self.metrics.begin(choice.request, arrived, counts_prompt=choice.index == 0)
@@ -120,10 +126,12 @@ class Engine:
         self._kick()
 
     def abort(self, generation: Generation, reason: str = "abort") -> None:
-        """Ends a generation's requests; their blocks are free for the plan that is drawn up next."""
+        """Ends a generation's requests; their blocks are free for the plan that is drawn up
+        next."""
         for choice in generation.choices:
             self.scheduler.finish(choice.request, reason)
-            self._forget(choice.request, reason)  # what the scheduler had finished already, too: its text failed
+            # what the scheduler had finished already, too: its text failed
+            self._forget(choice.request, reason)
         self._kick()
 
     def _fail(self, generation: Generation, error: Exception) -> None:
@@ -144,12 +152,14 @@ class Engine:
     # ---------------------------------------------------------------- the step loop
 
     def _turn(self, result: StepResult) -> None:
-        """A turn: take a result, plan and post the next step, and only then make text of the result's tokens.
+        """A turn: take a result, plan and post the next step, and only then make text of the
+        result's tokens.
 
         The time that this takes is noted with the next turn: it may go on after this one.
         """
         came = time.perf_counter()
-        self._emit_portions(all_of_them=True)  # those of the step before, before their requests change
+        # those of the step before, before their requests change
+        self._emit_portions(all_of_them=True)
         began, emitted_s, self._emit_s = time.perf_counter(), self._emit_s, 0.0
         output = self.scheduler.update(result)
         updated = time.perf_counter()
@@ -171,18 +181,23 @@ class Engine:
                 self._executor.post(plan)
                 self.metrics.take_plan(plan, planned - began, time.perf_counter() - planned)
                 if plan.admissions:
-                    self.metrics.take_admissions(self.scheduler.running, (one.slot for one in plan.admissions), planned)
-        except Exception as error:  # a step that cannot be posted would leave every request waiting for ever
+                    self.metrics.take_admissions(
+                        self.scheduler.running, (one.slot for one in plan.admissions), planned
+                    )
+        # a step that cannot be posted would leave every request waiting for ever
+        except Exception as error:
             self._die(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
 
     def _kick(self) -> None:
-        """Fills the pipeline once the event loop has handled what is ready: requests that arrive together share a step."""
+        """Fills the pipeline once the event loop has handled what is ready: requests that arrive
+        together share a step."""
         if not self._turn_is_due:
             self._turn_is_due = True
             asyncio.get_running_loop().call_soon(self._fill_pipeline)
 
     def _emit_portions(self, *, all_of_them: bool = False) -> None:
-        """Emits a portion of a step's tokens, and the next one when the event loop has looked at what else is there."""
+        """Emits a portion of a step's tokens, and the next one when the event loop has looked at
+        what else is there."""
         began = time.perf_counter()
         try:
             for _ in self._emission:
@@ -194,13 +209,17 @@ class Engine:
         self._emit_s += time.perf_counter() - began
 
     def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
-        """Hands each new token to its completion, and ends the requests whose text ran into a stop string.
+        """Hands each new token to its completion, and ends the requests whose text ran into a stop
+        string.
 
-        Yields between two portions of the tokens, so that many streams do not keep new requests waiting.
+        Yields between two portions of the tokens, so that many streams do not keep new requests
+        waiting.
         """
         stopped = False
         choices, has_logprobs = self._choices, len(result.logprobs) > 0
-        for number, (request, token, row) in enumerate(zip(output.requests, output.tokens, output.rows, strict=True), 1):
+        for number, (request, token, row) in enumerate(
+            zip(output.requests, output.tokens, output.rows, strict=True), 1
+        ):
             choice = choices.get(request)
             if choice is None:
                 continue  # aborted, or its generation failed, earlier in this round
@@ -208,9 +227,14 @@ class Engine:
                 self._fail(choice.generation, GenerationError("the model's logits held NaN"))
                 continue
             try:
-                stop = choice.take(token, _logprob(result, row, token, request.params) if has_logprobs else None)
+                stop = choice.take(
+                    token, _logprob(result, row, token, request.params) if has_logprobs else None
+                )
             except Exception as error:  # one request's text must not end the others
-                self._fail(choice.generation, GenerationError(f"the tokens could not be turned into text: {error!r}"))
+                self._fail(
+                    choice.generation,
+                    GenerationError(f"the tokens could not be turned into text: {error!r}"),
+                )
                 continue
             if stop is not None:
                 self.scheduler.finish(request, "stop", stop)
@@ -223,8 +247,14 @@ class Engine:
             self._kick()
 
 
-def _logprob(result: StepResult, row: int, token: int, params: SamplingParams) -> TokenLogprob | None:
+def _logprob(
+    result: StepResult, row: int, token: int, params: SamplingParams
+) -> TokenLogprob | None:
     if params.logprobs is None:
         return None
-    top = zip(result.top_tokens[row, : params.logprobs].tolist(), result.top_logprobs[row, : params.logprobs].tolist(), strict=True)
+    top = zip(
+        result.top_tokens[row, : params.logprobs].tolist(),
+        result.top_logprobs[row, : params.logprobs].tolist(),
+        strict=True,
+    )
     return TokenLogprob(token, float(result.logprobs[row]), list(top))

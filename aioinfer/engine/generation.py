@@ -1,9 +1,11 @@
-"""What a caller holds of a running request: its completions, and the queue on which their new text arrives.
+"""What a caller holds of a running request: its completions, and the queue on which their new text
+arrives.
 
-`Frontend.submit` makes a `Generation`; the HTTP handlers and `LLM` iterate over it. The engine's step loop
-feeds it through `Choice.take`, on the same event loop. The queue holds at most one delta a completion: what a
-slow reader has not fetched merges, so that it costs bounded memory and delays nobody. A reader that can take a token at
-once, without being woken, attaches a `Sink`; then the queue is only for what the sink turns down.
+`Frontend.submit` makes a `Generation`; the HTTP handlers and `LLM` iterate over it. The engine's
+step loop feeds it through `Choice.take`, on the same event loop. The queue holds at most one delta
+a completion: what a slow reader has not fetched merges, so that it costs bounded memory and delays
+nobody. A reader that can take a token at once, without being woken, attaches a `Sink`; then the
+queue is only for what the sink turns down.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from aioinfer.scheduler.request import Request, Status
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """The log-probability of a chosen token, and (token id, log-probability) of the likeliest ones in its place."""
+    """The log-probability of a chosen token, and (token id, log-probability) of the likeliest ones
+    in its place."""
 
     token_id: int
     logprob: float
@@ -34,7 +37,8 @@ class Delta:
 
     Attributes:
         index: which of the n completions.
-        text: new text; may be empty, when a token is held back (half a character, the beginning of a stop string).
+        text: new text; may be empty, when a token is held back (half a character, the beginning of
+            a stop string).
         token_ids: the new tokens, an end token included.
         logprobs: one for each new token, if they were asked for.
         finish_reason: "stop", "length", "abort" or "error" in the last delta, else None.
@@ -61,8 +65,11 @@ class Delta:
 class Sink(Protocol):
     """Takes tokens straight from the step loop."""
 
-    def take(self, index: int, text: str, reason: str | None, stop_reason: int | str | None) -> bool:
-        """Takes a token of completion `index` with what it adds to the text, and how the completion ends with it, if it does.
+    def take(
+        self, index: int, text: str, reason: str | None, stop_reason: int | str | None
+    ) -> bool:
+        """Takes a token of completion `index` with what it adds to the text, and how the completion
+        ends with it, if it does.
 
         Returns False to have it queued instead. It must not wait, and must not raise.
         """
@@ -72,7 +79,13 @@ class Sink(Protocol):
 class Generation:
     """One request: n completions of one prompt. Iterate over it for the deltas of all of them."""
 
-    def __init__(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, abort: Callable[[Generation], None]):
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        abort: Callable[[Generation], None],
+    ):
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
@@ -86,7 +99,8 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV blocks were found in the prefix cache; known once the first delta is there."""
+        """Prompt tokens whose KV blocks were found in the prefix cache; known once the first delta
+        is there."""
         return max(0, self.choices[0].request.num_cached)
 
     @property
@@ -106,14 +120,26 @@ class Generation:
             self._wake()
 
     def attach(self, sink: Sink) -> None:
-        """From now on offers each token to `sink`, unless something is queued: the order of a completion's text is kept."""
+        """From now on offers each token to `sink`, unless something is queued: the order of a
+        completion's text is kept."""
         self._sink = sink
 
     def take(
-        self, index: int, text: str, token: int, logprob: TokenLogprob | None, reason: str | None, stop_reason: int | str | None
+        self,
+        index: int,
+        text: str,
+        token: int,
+        logprob: TokenLogprob | None,
+        reason: str | None,
+        stop_reason: int | str | None,
     ) -> None:
         """Hands on a token (the step loop calls this): to the sink, or as a delta to the queue."""
-        if self._sink is not None and not self._queue and logprob is None and self._sink.take(index, text, reason, stop_reason):
+        if (
+            self._sink is not None
+            and not self._queue
+            and logprob is None
+            and self._sink.take(index, text, reason, stop_reason)
+        ):
             if reason is not None:
                 self._unfinished -= 1
                 if not self._unfinished:
@@ -133,7 +159,8 @@ class Generation:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with an error, which the reader gets after the deltas that are queued."""
+        """Ends the request with an error, which the reader gets after the deltas that are
+        queued."""
         if not self.is_finished:
             self._error = error
             self._wake()
@@ -164,7 +191,9 @@ class Choice:
 
     __slots__ = ("_detokenizer", "_stops", "generation", "index", "request")
 
-    def __init__(self, index: int, request: Request, generation: Generation, detokenizer: Detokenizer | None):
+    def __init__(
+        self, index: int, request: Request, generation: Generation, detokenizer: Detokenizer | None
+    ):
         self.index = index
         self.request = request
         self.generation = generation
@@ -183,11 +212,14 @@ class Choice:
         text, stop = detokenizer.next(token), None
         if stops is not None and request.num_output >= request.params.min_tokens:
             text, stop = stops.feed(text)
-        self.generation.take(self.index, text, token, logprob, None if stop is None else "stop", stop)
+        self.generation.take(
+            self.index, text, token, logprob, None if stop is None else "stop", stop
+        )
         return stop
 
     def _take_otherwise(self, token: int, logprob: TokenLogprob | None) -> str | None:
-        """Hands on the last token of a request that the scheduler has ended, or any where no text is wanted."""
+        """Hands on the last token of a request that the scheduler has ended, or any where no text
+        is wanted."""
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
         text, stop = "", None
         if detokenizer is not None:
@@ -200,5 +232,7 @@ class Choice:
         if stop is not None:
             self.generation.take(self.index, text, token, logprob, "stop", stop)
         else:
-            self.generation.take(self.index, text, token, logprob, request.finish_reason, request.stop_reason)
+            self.generation.take(
+                self.index, text, token, logprob, request.finish_reason, request.stop_reason
+            )
         return stop

@@ -1,8 +1,9 @@
 """Writes the tokenizer that a GGUF file describes as a folder in Hugging Face's layout.
 
-`aioinfer.models.gguf` calls it when it converts a GGUF file; afterwards the folder is like any other. A GGUF file
-holds the vocabulary, the merges and a name for the pre-tokenizer; what the name means is llama.cpp's
-knowledge (`llama-vocab.cpp`), of which `_PRE_TOKENIZERS` holds the part for the supported model families.
+`aioinfer.models.gguf` calls it when it converts a GGUF file; afterwards the folder is like any
+other. A GGUF file holds the vocabulary, the merges and a name for the pre-tokenizer; what the name
+means is llama.cpp's knowledge (`llama-vocab.cpp`), of which `_PRE_TOKENIZERS` holds the part for
+the supported model families.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class _PreTokenizer:
     """What a name in `tokenizer.ggml.pre` stands for.
 
     Attributes:
-        split: the pattern whose matches are encoded one by one; None is GPT-2's, which `tokenizers` knows.
+        split: the pattern whose matches are encoded one by one; None is GPT-2's, which `tokenizers`
+            knows.
         digits_apart: each digit is encoded by itself, before the pattern is looked for.
         ignore_merges: a match that is a token as a whole is that token, whatever the merges say.
         adds_bos: where the file does not say whether encoding puts BOS first.
@@ -42,7 +44,11 @@ class _PreTokenizer:
 
 def _qwen2_pattern(digits: str) -> str:
     """Returns the pattern that Qwen 2 and Llama 3 share but for how many digits stay together."""
-    return r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
 
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -71,11 +77,12 @@ _NAMED_TOKENS = {
 
 
 def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
-    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat templates into `folder`, which must exist.
+    """Writes `tokenizer.json`, `tokenizer_config.json` and the chat templates into `folder`, which
+    must exist.
 
     Raises:
-        ConfigError: the file has no tokenizer, or one of a kind that is not known here; the message says
-            which, and that `model.tokenizer` can name a folder to use in its place.
+        ConfigError: the file has no tokenizer, or one of a kind that is not known here; the message
+            says which, and that `model.tokenizer` can name a folder to use in its place.
     """
     fields = _Fields(reader)
     model = fields.get("ggml.model")
@@ -88,10 +95,20 @@ def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
     named = _named_tokens(fields)
     adds_bos = fields.get("ggml.add_bos_token", adds_bos) and "bos_token" in named
     adds_eos = fields.get("ggml.add_eos_token", False) and "eos_token" in named
-    add_bos_eos(tokenizer, named["bos_token"] if adds_bos else None, named["eos_token"] if adds_eos else None)
+    add_bos_eos(
+        tokenizer,
+        named["bos_token"] if adds_bos else None,
+        named["eos_token"] if adds_eos else None,
+    )
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos, "add_eos_token": adds_eos} | named
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": adds_bos,
+        "add_eos_token": adds_eos,
+    } | named
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False), "utf-8"
+    )
     _write_chat_templates(fields, folder)
 
 
@@ -116,7 +133,8 @@ class _Fields:
     def error(self, problem: str) -> ConfigError:
         """Returns an error that says what helps."""
         return ConfigError(
-            f"the GGUF file's tokenizer cannot be read: {problem}. Let model.tokenizer name the original model's folder or id"
+            f"the GGUF file's tokenizer cannot be read: {problem}. Let model.tokenizer name the "
+            f"original model's folder or id"
         )
 
 
@@ -125,13 +143,17 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
     name = fields.get("ggml.pre", "default")
     pre = _PRE_TOKENIZERS.get(name)
     if pre is None:
-        raise fields.error(f"its pre-tokenizer {name!r} is not known; known are {', '.join(sorted(_PRE_TOKENIZERS))}")
+        raise fields.error(
+            f"its pre-tokenizer {name!r} is not known; known are "
+            f"{', '.join(sorted(_PRE_TOKENIZERS))}"
+        )
     texts = fields.need("ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in fields.need("ggml.merges")]
     vocab = {text: index for index, text in enumerate(texts)}
     try:
         tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
-    except Exception as error:  # tokenizers raises bare exceptions: a merge whose result is no token, say
+    # tokenizers raises bare exceptions: a merge whose result is no token, say
+    except Exception as error:
         raise fields.error(str(error)) from error
     steps: list[Any] = []
     if pre.digits_apart:
@@ -149,15 +171,23 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
 
 def _sentencepiece(fields: _Fields) -> Tokenizer:
     texts = fields.need("ggml.tokens")
-    pieces = Pieces(texts, fields.need("ggml.scores"), fields.get("ggml.token_type", [1] * len(texts)))
-    return build_sentencepiece(pieces, "first" if fields.get("ggml.add_space_prefix", True) else "never")
+    pieces = Pieces(
+        texts, fields.need("ggml.scores"), fields.get("ggml.token_type", [1] * len(texts))
+    )
+    return build_sentencepiece(
+        pieces, "first" if fields.get("ggml.add_space_prefix", True) else "never"
+    )
 
 
 def _named_tokens(fields: _Fields) -> dict[str, str]:
     """Returns the special tokens that have a role, such as `{"eos_token": "</s>"}`."""
     texts = fields.need("ggml.tokens")
     ids = {name: fields.get(f"ggml.{key}") for name, key in _NAMED_TOKENS.items()}
-    return {name: texts[index] for name, index in ids.items() if index is not None and index < len(texts)}
+    return {
+        name: texts[index]
+        for name, index in ids.items()
+        if index is not None and index < len(texts)
+    }
 
 
 def _write_chat_templates(fields: _Fields, folder: Path) -> None:

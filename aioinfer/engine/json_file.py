@@ -1,4 +1,5 @@
-"""Reading the small JSON files of a model folder, for the modules of this package that need their content."""
+"""Reading the small JSON files of a model folder, for the modules of this package that need their
+content."""
 
 from __future__ import annotations
 

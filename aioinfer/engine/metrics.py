@@ -1,8 +1,10 @@
-"""The books for monitoring: counts and times of requests, tokens and turns of the step loop, and the lag of the event loop.
+"""The books for monitoring: counts and times of requests, tokens and turns of the step loop, and
+the lag of the event loop.
 
-Each engine writes its own, `api.metrics` reads them when it is asked. All tokens of a step share one time stamp,
-and most of them follow a token of the step before: these all fall into one bucket, which is counted once a step.
-So a streamed token costs a dictionary look-up and a comparison here, and nothing is kept of it.
+Each engine writes its own, `api.metrics` reads them when it is asked. All tokens of a step share
+one time stamp, and most of them follow a token of the step before: these all fall into one bucket,
+which is counted once a step. So a streamed token costs a dictionary look-up and a comparison here,
+and nothing is kept of it.
 """
 
 from __future__ import annotations
@@ -17,14 +19,31 @@ from aioinfer.engine.step_log import StepLog
 from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
-#: Upper bounds of buckets in seconds: of what lasts about as long as a step, of a part of a turn, of whole requests.
+#: Upper bounds of buckets in seconds: of what lasts about as long as a step, of a part of a turn,
+#: of whole requests.
 _STEP_BOUNDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
     0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0,
 )  # fmt: skip
-_PHASE_BOUNDS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
+_PHASE_BOUNDS = (
+    1e-5,
+    2e-5,
+    5e-5,
+    1e-4,
+    2e-4,
+    5e-4,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    1.0,
+)
 _REQUEST_BOUNDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5,
+    10.0,
     20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 2560.0,
 )  # fmt: skip
 _LENGTH_BOUNDS = tuple(float(4**power) for power in range(10))
@@ -42,7 +61,8 @@ class Histogram:
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]):
-        """Makes an empty histogram; `bounds` are ascending, and one more bucket takes what is beyond the last."""
+        """Makes an empty histogram; `bounds` are ascending, and one more bucket takes what is
+        beyond the last."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
@@ -60,12 +80,14 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Times:
-    """A request that has not ended. Times are of `time.perf_counter`; 0 stands for what has not happened.
+    """A request that has not ended. Times are of `time.perf_counter`; 0 stands for what has not
+    happened.
 
     Attributes:
         arrived: when it was submitted.
         queued: when it joined the waiting requests.
-        prompt_tokens: what it adds to the prompt tokens with its first token: 0 for all but one of n completions.
+        prompt_tokens: what it adds to the prompt tokens with its first token: 0 for all but one of
+            n completions.
     """
 
     arrived: float
@@ -85,13 +107,16 @@ class EngineMetrics:
         finished: requests by finish reason.
         worker_busy_ns: nanoseconds that the first rank spent on steps.
         time_to_first_token: seconds from the submission of token ids to the first token.
-        inter_token_latency: seconds between two tokens of a completion; a token's time is that at which its step's result came.
+        inter_token_latency: seconds between two tokens of a completion; a token's time is that at
+            which its step's result came.
         time_per_output_token: the mean of those, one value a request.
-        queue_time: seconds from joining the waiting requests to the first plan with the request in it.
+        queue_time: seconds from joining the waiting requests to the first plan with the request in
+            it.
         prefill_time: seconds from that plan to the first token.
         decode_time: seconds from the first token to the last.
-        e2e_latency: seconds from the submission to the last token. This and the other means and times of whole requests
-            (`time_per_output_token`, `decode_time`, `request_*_tokens`) are of those that ended by a stop or their length.
+        e2e_latency: seconds from the submission to the last token. This and the other means and
+            times of whole requests (`time_per_output_token`, `decode_time`, `request_*_tokens`) are
+            of those that ended by a stop or their length.
         phases: seconds that the event loop spent on each part of a turn.
         steps: the last steps one by one, while somebody watches them.
     """
@@ -119,10 +144,13 @@ class EngineMetrics:
 
     def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> None:
         """Notes a request that is queued now and was submitted at `arrived`."""
-        self._open[request] = _Times(arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0)
+        self._open[request] = _Times(
+            arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0
+        )
 
     def take_admissions(self, running: Sequence[Request], slots: Iterable[int], now: float) -> None:
-        """Notes which of the running requests a plan has given `slots`; the newest are looked at first."""
+        """Notes which of the running requests a plan has given `slots`; the newest are looked at
+        first."""
         unseen = set(slots)
         for request in reversed(running):
             if not unseen:
@@ -229,7 +257,9 @@ class LoopLag:
         """Begins to watch the running loop, if it is not watched yet."""
         if not self.is_watched:
             self.is_watched = True
-            asyncio.get_running_loop().call_later(_LAG_INTERVAL_S, self._take_lag, time.perf_counter() + _LAG_INTERVAL_S)
+            asyncio.get_running_loop().call_later(
+                _LAG_INTERVAL_S, self._take_lag, time.perf_counter() + _LAG_INTERVAL_S
+            )
 
     def _take_lag(self, due: float) -> None:
         self.is_watched = False

@@ -1,9 +1,11 @@
-"""Which engine takes a request: the one on which it costs least, by what each has cached and what each has yet to do.
+"""Which engine takes a request: the one on which it costs least, by what each has cached and what
+each has yet to do.
 
-All schedulers live in this process, so nothing is guessed: each block pool says how much of the prompt it holds, and each
-scheduler how much it has to compute. What remains is to weigh the one against the other. SGLang's cache-aware router follows
-the longest prefix until the loads are out of balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of
-both. Here, too, there is one cost, in tokens of prefill:
+All schedulers live in this process, so nothing is guessed: each block pool says how much of the
+prompt it holds, and each scheduler how much it has to compute. What remains is to weigh the one
+against the other. SGLang's cache-aware router follows the longest prefix until the loads are out of
+balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of both. Here, too,
+there is one cost, in tokens of prefill:
 
     tokens that the engine has yet to prefill                     (the request waits for them)
     + 2 x tokens of the prompt that the engine would compute      (the request waits for them, and the engine's other requests do)
@@ -11,9 +13,10 @@ both. Here, too, there is one cost, in tokens of prefill:
 
 An engine that has no free slot, or too few free blocks, comes after all that have both.
 
-A prompt that was routed a moment ago is in no cache yet. Its blocks count as if they were, as long as its request has
-still to compute them: they are promised. So the requests of a burst with a common prefix follow the first one, until the
-engine has so many of them that the prefix is worth computing on another engine as well.
+A prompt that was routed a moment ago is in no cache yet. Its blocks count as if they were, as long
+as its request has still to compute them: they are promised. So the requests of a burst with a
+common prefix follow the first one, until the engine has so many of them that the prefix is worth
+computing on another engine as well.
 
 `Frontend` is the only caller. Imports neither torch nor aiohttp.
 """
@@ -27,10 +30,13 @@ from dataclasses import dataclass
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 
-#: What a request costs those that share its engine. In a large decode step a further row takes about as long as a further token
-#: of prefill does, and a request is in so many steps as it generates tokens; how many that are is not known, so a usual number.
+#: What a request costs those that share its engine. In a large decode step a further row takes
+#: about as long as a further token
+#: of prefill does, and a request is in so many steps as it generates tokens; how many that are is
+#: not known, so a usual number.
 REQUEST_COST = 256
-#: Blocks promised by an engine; beyond that the oldest are forgotten. An entry takes about 100 bytes.
+#: Blocks promised by an engine; beyond that the oldest are forgotten. An entry takes about 100
+#: bytes.
 MAX_PROMISED = 16_384
 
 
@@ -50,7 +56,10 @@ class Route:
 
 
 class Router:
-    """Chooses among engines by their schedulers. With one engine there is nothing to choose, and nothing is computed."""
+    """Chooses among engines by their schedulers.
+
+    With one engine there is nothing to choose, and nothing is computed.
+    """
 
     def __init__(self, schedulers: Sequence[Scheduler]):
         self._schedulers = schedulers
@@ -58,7 +67,8 @@ class Router:
         self._next = 0
 
     def route(self, prompt_len: int, hashes: Sequence[bytes], n: int = 1) -> Route:
-        """Returns the cheapest route. Equal costs: fewest requests, then one after the other. O(blocks of the prompt) an engine.
+        """Returns the cheapest route. Equal costs: fewest requests, then one after the other.
+        O(blocks of the prompt) an engine.
 
         Args:
             prompt_len: tokens of the prompt.
@@ -71,10 +81,21 @@ class Router:
         best: tuple[tuple[bool, int, int, int], Route] | None = None
         for engine, scheduler in enumerate(self._schedulers):
             num_blocks = self._promises[engine].count(hashes, scheduler.pool.count_cached(hashes))
-            route = Route(engine, num_blocks, min(num_blocks * scheduler.limits.block_size, prompt_len - 1))
+            route = Route(
+                engine, num_blocks, min(num_blocks * scheduler.limits.block_size, prompt_len - 1)
+            )
             requests = len(scheduler.running) + scheduler.num_waiting
-            cost = scheduler.num_prefill_tokens + 2 * (prompt_len - route.num_tokens) + REQUEST_COST * requests
-            rank = (not _has_room(scheduler, prompt_len, n), cost, requests, (engine - self._next) % count)
+            cost = (
+                scheduler.num_prefill_tokens
+                + 2 * (prompt_len - route.num_tokens)
+                + REQUEST_COST * requests
+            )
+            rank = (
+                not _has_room(scheduler, prompt_len, n),
+                cost,
+                requests,
+                (engine - self._next) % count,
+            )
             if best is None or rank < best[0]:
                 best = rank, route
         assert best is not None
@@ -82,7 +103,8 @@ class Router:
         return best[1]
 
     def promise(self, route: Route, request: Request) -> None:
-        """Notes that a request, which has taken its route, will compute the blocks of its prompt that are not there yet."""
+        """Notes that a request, which has taken its route, will compute the blocks of its prompt
+        that are not there yet."""
         if len(self._schedulers) > 1:
             self._promises[route.engine].add(request.block_hashes[route.num_blocks :], request)
 
@@ -97,7 +119,8 @@ def _has_room(scheduler: Scheduler, prompt_len: int, n: int) -> bool:
 class _Promises:
     """The blocks that one engine's requests have yet to compute, by hash, oldest first.
 
-    A promise that was kept or broken is not looked for: it is found to be void when it counts, and goes when it is the oldest.
+    A promise that was kept or broken is not looked for: it is found to be void when it counts, and
+    goes when it is the oldest.
     """
 
     def __init__(self) -> None:
@@ -113,7 +136,8 @@ class _Promises:
             owners.popitem(last=False)
 
     def count(self, hashes: Sequence[bytes], start: int) -> int:
-        """Returns the length of the longest run of known blocks, of which the first `start` are cached."""
+        """Returns the length of the longest run of known blocks, of which the first `start` are
+        cached."""
         for index in range(start, len(hashes)):
             owner = self._owners.get(hashes[index])
             if owner is None or _is_void(owner):
@@ -122,5 +146,6 @@ class _Promises:
 
 
 def _is_void(owner: Request) -> bool:
-    """Whether a request has computed its prompt (its blocks are in the pool's index then) or will not."""
+    """Whether a request has computed its prompt (its blocks are in the pool's index then) or will
+    not."""
     return owner.prefill_step >= 0 or owner.status is Status.FINISHED

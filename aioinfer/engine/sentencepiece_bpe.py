@@ -1,8 +1,9 @@
 """Sentencepiece's BPE as a `tokenizers.Tokenizer`: one kind of tokenizer object serves all models.
 
-Called by `Tokenizer.load` for a folder that has only a `tokenizer.model`, and by `gguf_tokenizer`. The format is that of
-Kudo and Richardson 2018 (github.com/google/sentencepiece): a piece has a score, and encoding merges the
-neighbours that make the piece of the highest score, leftmost first. `tokenizers` wants that as an ordered list of merges.
+Called by `Tokenizer.load` for a folder that has only a `tokenizer.model`, and by `gguf_tokenizer`.
+The format is that of Kudo and Richardson 2018 (github.com/google/sentencepiece): a piece has a
+score, and encoding merges the neighbours that make the piece of the highest score, leftmost first.
+`tokenizers` wants that as an ordered list of merges.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from aioinfer.errors import ConfigError
 
-#: Where a space is put before a text, as the training of most models did: nowhere; before the whole text
+#: Where a space is put before a text, as the training of most models did: nowhere; before the whole
+#: text
 #: (transformers' `legacy = false`); or also after each special token (`legacy = true`).
 PrefixSpace = Literal["never", "first", "always"]
 
@@ -44,12 +54,15 @@ def read_model(file: Path) -> tuple[Pieces, dict[str, str]]:
     """Reads a sentencepiece model.
 
     Returns:
-        The pieces, and the special tokens by name (`{"bos_token": "<s>", ...}`), as far as it has them.
+        The pieces, and the special tokens by name (`{"bos_token": "<s>", ...}`), as far as it has
+        them.
 
     Raises:
-        ConfigError: not a sentencepiece model, or one of a kind that no supported model family uses.
+        ConfigError: not a sentencepiece model, or one of a kind that no supported model family
+            uses.
     """
-    from sentencepiece import sentencepiece_model_pb2  # pulls in protobuf, which no other kind of tokenizer needs
+    # pulls in protobuf, which no other kind of tokenizer needs
+    from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()
     try:
@@ -61,34 +74,62 @@ def read_model(file: Path) -> tuple[Pieces, dict[str, str]]:
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     unsupported = {
         "an algorithm other than BPE": trainer.model_type != trainer.BPE,
-        "text normalization": bool(normalizer.precompiled_charsmap) or normalizer.remove_extra_whitespaces,
+        "text normalization": bool(normalizer.precompiled_charsmap)
+        or normalizer.remove_extra_whitespaces,
         "whitespace as a suffix": trainer.treat_whitespace_as_suffix,
         "no space before the text": not normalizer.add_dummy_prefix,
     }
     for feature, present in unsupported.items():
         if present:
-            raise ConfigError(f"{file} has {feature}, which is not supported: model.tokenizer must name a folder with a tokenizer.json")
-    pieces = Pieces([p.piece for p in proto.pieces], [p.score for p in proto.pieces], [p.type for p in proto.pieces])
-    ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id, "pad_token": trainer.pad_id}
+            raise ConfigError(
+                f"{file} has {feature}, which is not supported: model.tokenizer "
+                f"must name a folder with a tokenizer.json"
+            )
+    pieces = Pieces(
+        [p.piece for p in proto.pieces],
+        [p.score for p in proto.pieces],
+        [p.type for p in proto.pieces],
+    )
+    ids = {
+        "bos_token": trainer.bos_id,
+        "eos_token": trainer.eos_id,
+        "unk_token": trainer.unk_id,
+        "pad_token": trainer.pad_id,
+    }
     return pieces, {name: pieces.texts[i] for name, i in ids.items() if i >= 0}
 
 
 def build(pieces: Pieces, prefix_space: PrefixSpace) -> Tokenizer:
-    """Makes the tokenizer. On text without special tokens its ids are those of the sentencepiece library.
+    """Makes the tokenizer. On text without special tokens its ids are those of the sentencepiece
+    library.
 
-    (With one exception: "first" does not put a space before a text that begins with one. So do transformers and the
-    published tokenizers of models with `legacy = false`.)
+    (With one exception: "first" does not put a space before a text that begins with one. So do
+    transformers and the published tokenizers of models with `legacy = false`.)
     """
     ids = {text: index for index, text in enumerate(pieces.texts)}
     byte_fallback = PieceType.BYTE in pieces.types
-    unknown = [text for text, kind in zip(pieces.texts, pieces.types, strict=True) if kind == PieceType.UNKNOWN]
+    unknown = [
+        text
+        for text, kind in zip(pieces.texts, pieces.types, strict=True)
+        if kind == PieceType.UNKNOWN
+    ]
     tokenizer = Tokenizer(
-        models.BPE(ids, _merges(pieces), unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=byte_fallback)
+        models.BPE(
+            ids,
+            _merges(pieces),
+            unk_token=unknown[0] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=byte_fallback,
+        )
     )
     if prefix_space == "always":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prefix_space, split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            "▁", prepend_scheme=prefix_space, split=False
+        )
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix_space != "never":
         steps.append(decoders.Strip(" ", left=1))
@@ -98,7 +139,8 @@ def build(pieces: Pieces, prefix_space: PrefixSpace) -> Tokenizer:
 
 
 def add_special_pieces(tokenizer: Tokenizer, texts: Sequence[str], types: Sequence[int]) -> None:
-    """Has control and user-defined pieces found whole in a text; only control pieces are special."""
+    """Has control and user-defined pieces found whole in a text; only control pieces are
+    special."""
     added = (PieceType.CONTROL, PieceType.USER_DEFINED, PieceType.UNKNOWN)
     tokenizer.add_tokens(
         [

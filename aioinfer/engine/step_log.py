@@ -1,7 +1,8 @@
-"""The last steps one by one, for whoever watches the engine: how many tokens each computed, and where its time went.
+"""The last steps one by one, for whoever watches the engine: how many tokens each computed, and
+where its time went.
 
-`EngineMetrics` owns the log. The step loop feeds it only while it is watched: otherwise a step costs two tests of an integer.
-`api.page` reads it.
+`EngineMetrics` owns the log. The step loop feeds it only while it is watched: otherwise a step
+costs two tests of an integer. `api.page` reads it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class Step(NamedTuple):
 
     Attributes:
         step_id: the plan's.
-        prefill_tokens: tokens computed in rows that bring prompts (or, after a preemption, whole texts) into the cache.
+        prefill_tokens: tokens computed in rows that bring prompts (or, after a preemption, whole
+            texts) into the cache.
         decode_tokens: rows of one token that choose the next one.
         sampled: rows that chose a token, those of requests that had ended meanwhile included.
         worker_us: microseconds that the first rank spent on the step.
-        result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on its parts. The plan was drawn
-            up and posted in an earlier turn than the result was handled in; what is emitted is the text of the step before, whose
-            time is known only then.
+        result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on
+            its parts. The plan was drawn up and posted in an earlier turn than the result was
+            handled in; what is emitted is the text of the step before, whose time is known only
+            then.
     """
 
     step_id: int
@@ -50,12 +53,16 @@ class StepLog:
 
     def __init__(self) -> None:
         self.num_watchers = 0
-        self._posted: deque[tuple[int, int, int, float, float]] = deque()  # (step id, prefill, decode, plan and post seconds)
+        # (step id, prefill, decode, plan and post seconds)
+        self._posted: deque[tuple[int, int, int, float, float]] = deque()
         self._steps: deque[Step] = deque(maxlen=LOG_LENGTH)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Has steps written down until the end of the block. Blocks may overlap; when the last one ends, the log is emptied."""
+        """Has steps written down until the end of the block.
+
+        Blocks may overlap; when the last one ends, the log is emptied.
+        """
         self.num_watchers += 1
         try:
             yield
@@ -76,7 +83,17 @@ class StepLog:
             return
         step_id, prefills, decodes, plan_s, post_s = self._posted.popleft()
         loop_us = (round(seconds * 1e6) for seconds in (update_s, plan_s, post_s, emit_s))
-        self._steps.append(Step(step_id, prefills, decodes, len(result.tokens), result.busy_ns // 1000, result.take_ns // 1000, *loop_us))
+        self._steps.append(
+            Step(
+                step_id,
+                prefills,
+                decodes,
+                len(result.tokens),
+                result.busy_ns // 1000,
+                result.take_ns // 1000,
+                *loop_us,
+            )
+        )
 
     def since(self, step_id: int) -> list[Step]:
         """Returns the kept steps that come after `step_id`, oldest first."""

@@ -1,7 +1,8 @@
 """Stop strings: finds the first of several strings in a text that comes in pieces.
 
-One `StopStrings` belongs to one completion; the step loop feeds it what the detokenizer gives. The search is Aho and
-Corasick's automaton (1975): each character is looked at once, however many strings there are.
+One `StopStrings` belongs to one completion; the step loop feeds it what the detokenizer gives. The
+search is Aho and Corasick's automaton (1975): each character is looked at once, however many
+strings there are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 
 from aioinfer.errors import RequestError
 
-#: The most characters of all stop strings of a request: the automaton is built on the event loop, 1.5 µs a character.
+#: The most characters of all stop strings of a request: the automaton is built on the event loop,
+#: 1.5 µs a character.
 MAX_STOP_CHARS = 4096
 
 
@@ -36,8 +38,9 @@ class _State:
 class StopStrings:
     """Ends a text where the first stop string in it is complete.
 
-    The text ends with the first character that completes any stop string; if it completes several, the longest counts.
-    This does not depend on how the text was cut into pieces, and nothing need be waited for once a string is complete.
+    The text ends with the first character that completes any stop string; if it completes several,
+    the longest counts. This does not depend on how the text was cut into pieces, and nothing need
+    be waited for once a string is complete.
     """
 
     __slots__ = ("_first_characters", "_held", "_include", "_root", "_state", "_stop")
@@ -53,7 +56,9 @@ class StopStrings:
             RequestError: the strings are longer than `MAX_STOP_CHARS` together.
         """
         if sum(map(len, stops)) > MAX_STOP_CHARS:
-            raise RequestError(f"stop may hold at most {MAX_STOP_CHARS} characters in all", param="stop")
+            raise RequestError(
+                f"stop may hold at most {MAX_STOP_CHARS} characters in all", param="stop"
+            )
         self._include = include
         self._root = _automaton(stops)
         self._first_characters = frozenset(self._root.steps)
@@ -65,8 +70,9 @@ class StopStrings:
         """Takes the next piece of text.
 
         Returns:
-            The text that may be shown now, and the stop string that ended it, if one did. What could be the beginning of
-            a stop string is held back for the next call. After a stop, no more text comes.
+            The text that may be shown now, and the stop string that ended it, if one did. What
+            could be the beginning of a stop string is held back for the next call. After a stop, no
+            more text comes.
         """
         if self._stop is not None:
             return "", self._stop

@@ -1,8 +1,9 @@
 """The tokenizer of a model: text to token ids, conversations to token ids, token ids to text.
 
-The engine loads one and encodes in threads. It is the model's `tokenizer.json` run by the `tokenizers` library itself: that
-loads Qwen's in 0.4 s, where `transformers.AutoTokenizer` takes 2 s, wraps each call, and rebuilds the tokenizers of
-some model families by rules of its own. What transformers alone defines, chat templates, is left to it.
+The engine loads one and encodes in threads. It is the model's `tokenizer.json` run by the
+`tokenizers` library itself: that loads Qwen's in 0.4 s, where `transformers.AutoTokenizer` takes 2
+s, wraps each call, and rebuilds the tokenizers of some model families by rules of its own. What
+transformers alone defines, chat templates, is left to it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,21 @@ class Tokenizer:
         decode_rules: how tokens turn into bytes.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: ChatTemplate | None):
-        """Wraps a loaded tokenizer; `special_tokens` are those with a role, such as `{"eos_token": "</s>"}`."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+    ):
+        """Wraps a loaded tokenizer; `special_tokens` are those with a role, such as `{"eos_token":
+        "</s>"}`."""
         self._backend = backend
         self._chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=False), *(index + 1 for index in added), 0)
+        self.vocab_size = max(
+            backend.get_vocab_size(with_added_tokens=False), *(index + 1 for index in added), 0
+        )
         self.bos_token_id = _id_of(backend, special_tokens.get("bos_token"))
         self.eos_token_id = _id_of(backend, special_tokens.get("eos_token"))
         self.decode_rules = DecodeRules.of(backend)
@@ -48,14 +57,17 @@ class Tokenizer:
         """Loads the tokenizer of a folder in Hugging Face's layout.
 
         Args:
-            folder: holds `tokenizer.json` or a sentencepiece `tokenizer.model`, and usually `tokenizer_config.json`.
+            folder: holds `tokenizer.json` or a sentencepiece `tokenizer.model`, and usually
+                `tokenizer_config.json`.
             chat_template: a file with a Jinja template to use in place of the tokenizer's own.
 
         Raises:
             ConfigError: there is no tokenizer, or it cannot be read.
         """
         config = read_json(folder / "tokenizer_config.json")
-        special_tokens = _named_tokens(config) or _named_tokens(read_json(folder / "special_tokens_map.json"))
+        special_tokens = _named_tokens(config) or _named_tokens(
+            read_json(folder / "special_tokens_map.json")
+        )
         if (folder / "tokenizer.json").is_file():
             backend = _load_backend(folder / "tokenizer.json", config)
         elif (folder / "tokenizer.model").is_file():
@@ -63,9 +75,21 @@ class Tokenizer:
             special_tokens = model_tokens | special_tokens
             backend = _build_sentencepiece(pieces, config, special_tokens)
         else:
-            raise ConfigError(f"{folder} has no tokenizer.json and no tokenizer.model: let model.tokenizer name a folder or id with one")
-        known = {name: token for name, token in special_tokens.items() if backend.token_to_id(token) is not None}
-        backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True) for token in known.values()])
+            raise ConfigError(
+                f"{folder} has no tokenizer.json and no tokenizer.model: let "
+                f"model.tokenizer name a folder or id with one"
+            )
+        known = {
+            name: token
+            for name, token in special_tokens.items()
+            if backend.token_to_id(token) is not None
+        }
+        backend.add_special_tokens(
+            [
+                tokenizers.AddedToken(token, normalized=False, special=True)
+                for token in known.values()
+            ]
+        )
         override = None if chat_template is None else Path(chat_template)
         return cls(backend, known, ChatTemplate.load(folder, config, special_tokens, override))
 
@@ -87,22 +111,26 @@ class Tokenizer:
         return self._encode(text, add_special_tokens, "prompt")
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Returns the token ids of a conversation; `options` and errors are those of `render_chat`."""
-        return self._encode(self.render_chat(messages, **options), False, "messages")  # the template writes BOS itself
+        """Returns the token ids of a conversation; `options` and errors are those of
+        `render_chat`."""
+        # the template writes BOS itself
+        return self._encode(self.render_chat(messages, **options), False, "messages")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Returns the prompt that the chat template makes of a conversation.
 
         Args:
             messages: the messages, each a dict with at least a `role`.
-            options: `tools`, `add_generation_prompt`, `continue_final_message` and `template_kwargs` as in `ChatTemplate.render`.
+            options: `tools`, `add_generation_prompt`, `continue_final_message` and
+                `template_kwargs` as in `ChatTemplate.render`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
         if self._chat_template is None:
             raise RequestError(
-                "this model has no chat template: use completions with a prompt, or set model.chat_template to a file with a template",
+                "this model has no chat template: use completions with a prompt, or set "
+                "model.chat_template to a file with a template",
                 param="messages",
             )
         return self._chat_template.render(messages, **options)
@@ -110,18 +138,22 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids.
 
-        An id outside of the vocabulary adds nothing; bytes that make no character give U+FFFD. The config's
-        `clean_up_tokenization_spaces` does not count, as it does not in transformers for BPE vocabularies.
+        An id outside of the vocabulary adds nothing; bytes that make no character give U+FFFD. The
+        config's `clean_up_tokenization_spaces` does not count, as it does not in transformers for
+        BPE vocabularies.
         """
         table = self.token_bytes(skip_special_tokens)
         return self.decode_rules.text(b"".join([table[token] for token in ids]))
 
-    def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> Detokenizer:
         """Returns what turns the output after a prompt into text as it comes."""
         return Detokenizer(self, prompt_ids, skip_special_tokens)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
-        """Returns a single token's text and bytes, as log-probabilities are reported: a space before a word is part of it.
+        """Returns a single token's text and bytes, as log-probabilities are reported: a space
+        before a word is part of it.
 
         The text of a token that is a part of a character holds U+FFFD; its bytes are exact.
         """
@@ -129,15 +161,21 @@ class Tokenizer:
         return data.decode("utf-8", self.decode_rules.errors), data
 
     def token_bytes(self, skip_special_tokens: bool) -> TokenBytes:
-        """Returns the table of each token's bytes; in the one that skips special tokens these have none."""
+        """Returns the table of each token's bytes; in the one that skips special tokens these have
+        none."""
         return self._text_bytes if skip_special_tokens else self._all_bytes
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
-            # Of the library's ways to encode, the batch ones let other threads run; this one also skips offsets.
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            # Of the library's ways to encode, the batch ones let other threads run; this one also
+            # skips offsets.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                0
+            ].ids
         except TypeError as error:
-            raise RequestError("the text holds half of a surrogate pair, which cannot be encoded", param=param) from error
+            raise RequestError(
+                "the text holds half of a surrogate pair, which cannot be encoded", param=param
+            ) from error
 
 
 def _load_backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -149,17 +187,24 @@ def _load_backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
     backend.no_truncation()
     backend.no_padding()
     known = backend.get_added_tokens_decoder()
-    added = sorted((int(index), token) for index, token in config.get("added_tokens_decoder", {}).items())
-    backend.add_tokens([tokenizers.AddedToken(**token) for index, token in added if index not in known])
+    added = sorted(
+        (int(index), token) for index, token in config.get("added_tokens_decoder", {}).items()
+    )
+    backend.add_tokens(
+        [tokenizers.AddedToken(**token) for index, token in added if index not in known]
+    )
     return backend
 
 
 def _build_sentencepiece(
     pieces: sentencepiece_bpe.Pieces, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
-    """Makes the tokenizer of a sentencepiece model; the config's keys are those of transformers' `LlamaTokenizer`."""
+    """Makes the tokenizer of a sentencepiece model; the config's keys are those of transformers'
+    `LlamaTokenizer`."""
     prefix_space: sentencepiece_bpe.PrefixSpace = "always" if config.get("legacy") else "first"
-    backend = sentencepiece_bpe.build(pieces, prefix_space if config.get("add_prefix_space") is not False else "never")
+    backend = sentencepiece_bpe.build(
+        pieces, prefix_space if config.get("add_prefix_space") is not False else "never"
+    )
     bos = special_tokens.get("bos_token") if config.get("add_bos_token", True) else None
     eos = special_tokens.get("eos_token") if config.get("add_eos_token", False) else None
     sentencepiece_bpe.add_bos_eos(backend, bos, eos)
@@ -167,8 +212,13 @@ def _build_sentencepiece(
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens of a config by name; there each is a text or a dict with its `content`."""
-    named = {name: value.get("content") if isinstance(value, dict) else value for name, value in config.items() if name.endswith("_token")}
+    """Returns the special tokens of a config by name; there each is a text or a dict with its
+    `content`."""
+    named = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
     return {name: token for name, token in named.items() if isinstance(token, str)}
 
 

@@ -1,8 +1,8 @@
 """What the engine asks of whatever runs the workers, and what it is told in return.
 
 An executor owns one worker per tensor-parallel rank. The engine posts `StepPlan`s and gets a
-`StepResult` for each, in order, on the event loop. Plans are executed strictly in the order of posting:
-the scheduler's reuse of blocks and slots rests on that.
+`StepResult` for each, in order, on the event loop. Plans are executed strictly in the order of
+posting: the scheduler's reuse of blocks and slots rests on that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class WorkerReport:
 
     Attributes:
         device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
-        dtype: of the weights and the arithmetic, such as `"float32"`, with the reason if it was chosen.
+        dtype: of the weights and the arithmetic, such as `"float32"`, with the reason if it was
+            chosen.
         weights_bytes: of one rank.
         kv_cache_bytes: of one rank.
         block_size: tokens a KV block.
@@ -43,7 +44,8 @@ class WorkerReport:
     graph_bytes: int = 0
 
 
-#: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for weights).
+#: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for
+#: weights).
 ProgressCallback = Callable[[str, int, int], None]
 
 
@@ -60,7 +62,8 @@ class Executor(Protocol):
 
         Args:
             on_result: called on the event loop for each posted plan, in order.
-            on_failure: called on the event loop, once, when a worker died or hung; nothing works after it.
+            on_failure: called on the event loop, once, when a worker died or hung; nothing works
+                after it.
             on_progress: called on the event loop while weights load.
 
         Raises:
@@ -74,5 +77,8 @@ class Executor(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Ends the workers, and waits until they are gone. Safe to call twice, and after a failure."""
+        """Ends the workers, and waits until they are gone.
+
+        Safe to call twice, and after a failure.
+        """
         ...

@@ -1,8 +1,10 @@
-"""What each rank is doing, and whether its process runs at all: so that the parent can name the one that hung.
+"""What each rank is doing, and whether its process runs at all: so that the parent can name the one
+that hung.
 
-A rank says what it is doing in anonymous shared memory (`Heartbeat`). Whether it runs is known to the kernel (`Pulse`), which also
-knows it of a process that cannot speak: one that was stopped, or that is held by a long call into a library. So no rank
-is woken only to show that it lives, and `MultiprocessExecutor` looks only while it waits for an answer.
+A rank says what it is doing in anonymous shared memory (`Heartbeat`). Whether it runs is known to
+the kernel (`Pulse`), which also knows it of a process that cannot speak: one that was stopped, or
+that is held by a long call into a library. So no rank is woken only to show that it lives, and
+`MultiprocessExecutor` looks only while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -18,16 +20,23 @@ from typing import Any
 import numpy as np
 
 _LINE = 8  # int64 of a rank: a cache line. In it: step begun, when, step finished, when
-_STATUS = re.compile(rb"^State:\t(\w).*^voluntary_ctxt_switches:\t(\d+)\nnonvoluntary_ctxt_switches:\t(\d+)$", re.DOTALL | re.MULTILINE)
+_STATUS = re.compile(
+    rb"^State:\t(\w).*^voluntary_ctxt_switches:\t(\d+)\nnonvoluntary_ctxt_switches:\t(\d+)$",
+    re.DOTALL | re.MULTILINE,
+)
 _STATUS_BYTES = 1 << 14  # far more than it has, also on a machine whose list of cores is long
-_WHAT_HOLDS = {"T": "it is stopped, as by SIGSTOP", "D": "it hangs in a system call that cannot be interrupted"}
+_WHAT_HOLDS = {
+    "T": "it is stopped, as by SIGSTOP",
+    "D": "it hangs in a system call that cannot be interrupted",
+}
 
 
 class Heartbeat:
-    """The last step that each rank began and the last that it finished; on a GPU the next begins before one is finished.
+    """The last step that each rank began and the last that it finished; on a GPU the next begins
+    before one is finished.
 
-    Times are of `time.monotonic_ns`, one clock for all processes of a machine. It can be pickled only for a process
-    that is being spawned, which inherits the memory.
+    Times are of `time.monotonic_ns`, one clock for all processes of a machine. It can be pickled
+    only for a process that is being spawned, which inherits the memory.
     """
 
     def __init__(self, num_ranks: int):
@@ -37,7 +46,9 @@ class Heartbeat:
         self._map()
 
     def _map(self) -> None:
-        self._lines = np.frombuffer(mmap.mmap(self._fd, 0), np.int64).reshape(self._num_ranks, _LINE)
+        self._lines = np.frombuffer(mmap.mmap(self._fd, 0), np.int64).reshape(
+            self._num_ranks, _LINE
+        )
 
     def begin(self, rank: int, step_id: int) -> None:
         """Says that `rank` begins a step."""
@@ -50,11 +61,14 @@ class Heartbeat:
     def laggards(self, step_id: int) -> list[int]:
         """Returns the ranks that keep a step from its end.
 
-        Those that have not begun it, since the others wait for them in an exchange; if all have, those that have not finished
-        it; if all have finished, every one, since the result is lost.
+        Those that have not begun it, since the others wait for them in an exchange; if all have,
+        those that have not finished it; if all have finished, every one, since the result is lost.
         """
         begun, begun_ns, finished, finished_ns = self._lines[:, :4].T
-        for waiting in (~((begun_ns > 0) & (begun >= step_id)), ~((finished_ns > 0) & (finished >= step_id))):
+        for waiting in (
+            ~((begun_ns > 0) & (begun >= step_id)),
+            ~((finished_ns > 0) & (finished >= step_id)),
+        ):
             if waiting.any():
                 return [int(rank) for rank in np.flatnonzero(waiting)]
         return list(range(self._num_ranks))
@@ -64,7 +78,11 @@ class Heartbeat:
         begun, begun_ns, finished, finished_ns = (int(x) for x in self._lines[rank, :4])
         if not begun_ns:
             return f"rank {rank} has begun no step"
-        doing = f"waiting for a plan after step {finished}" if finished_ns and finished == begun else f"executing step {begun}"
+        doing = (
+            f"waiting for a plan after step {finished}"
+            if finished_ns and finished == begun
+            else f"executing step {begun}"
+        )
         return f"rank {rank} was {doing}, last heartbeat {(time.monotonic_ns() - max(begun_ns, finished_ns)) / 1e9:.1f} s ago"
 
     def close(self) -> None:
@@ -83,7 +101,8 @@ class Heartbeat:
 
 @dataclass(slots=True)
 class _Vitals:
-    """Of one process: its status file; the state of its main thread and how often that has been switched; since when both are so."""
+    """Of one process: its status file; the state of its main thread and how often that has been
+    switched; since when both are so."""
 
     fd: int
     seen: tuple[str, int] = ("", 0)
@@ -91,19 +110,22 @@ class _Vitals:
 
 
 class Pulse:
-    """Whether processes run at all, by what the kernel says of each one's main thread (proc_pid_status(5)).
+    """Whether processes run at all, by what the kernel says of each one's main thread
+    (proc_pid_status(5)).
 
-    A process that is stopped, or held in an uninterruptible call, and whose thread has not been switched once from look to look, did not
-    run for a moment in between. Nothing else looks like that: on a busy machine it would be runnable, in a long
-    computation running, and one that is stopped and continued again and again is switched each time. A debugger's stop is none of these.
+    A process that is stopped, or held in an uninterruptible call, and whose thread has not been
+    switched once from look to look, did not run for a moment in between. Nothing else looks like
+    that: on a busy machine it would be runnable, in a long computation running, and one that is
+    stopped and continued again and again is switched each time. A debugger's stop is none of these.
 
     Args:
         look_every_s: how often `look` is going to be called.
         lost_after_s: a process that did not run for so long counts as lost.
 
     Attributes:
-        resumed_at: the look before which this process did not look for long: it was itself stopped, or had nothing to wait for. A
-            stopped terminal job continues one process after the other, so what was seen earlier says nothing.
+        resumed_at: the look before which this process did not look for long: it was itself stopped,
+            or had nothing to wait for. A stopped terminal job continues one process after the
+            other, so what was seen earlier says nothing.
     """
 
     def __init__(self, look_every_s: float = 1.0, lost_after_s: float = 6.0):
@@ -133,7 +155,8 @@ class Pulse:
         """Returns what holds each rank that is lost, by rank.
 
         Args:
-            states: letters of the states that count: "T" for stopped, "D" for an uninterruptible call.
+            states: letters of the states that count: "T" for stopped, "D" for an uninterruptible
+                call.
         """
         found = {}
         for rank, vitals in enumerate(self._vitals):

@@ -1,4 +1,5 @@
-"""The executor without processes: one worker in one thread of the server, for tests and small models on CPUs."""
+"""The executor without processes: one worker in one thread of the server, for tests and small
+models on CPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ class InlineExecutor:
         self._closed = False
 
     async def start(
-        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+        self,
+        on_result: Callable[[StepResult], None],
+        on_failure: Callable[[Exception], None],
+        on_progress: ProgressCallback,
     ) -> WorkerReport:
         """See `Executor.start`."""
         self._loop = asyncio.get_running_loop()
@@ -36,7 +40,9 @@ class InlineExecutor:
             self._loop.call_soon_threadsafe(on_progress, "load weights", done, total)
 
         try:
-            return await self._loop.run_in_executor(self._thread, self._start_worker, report_progress)
+            return await self._loop.run_in_executor(
+                self._thread, self._start_worker, report_progress
+            )
         except Exception as error:
             raise _as_engine_error(error) from error
 
@@ -87,7 +93,11 @@ class InlineExecutor:
         try:
             self._on_result(result)
         except Exception as error:  # the engine's books and the worker are apart: nothing can go on
-            self._fail(EngineDeadError(f"the result of step {result.step_id} could not be taken: {error!r}"))
+            self._fail(
+                EngineDeadError(
+                    f"the result of step {result.step_id} could not be taken: {error!r}"
+                )
+            )
             raise
 
     def _fail(self, error: Exception) -> None:
@@ -102,7 +112,8 @@ class InlineExecutor:
 
 
 def _as_engine_error(error: Exception) -> Exception:
-    """Returns what tells the caller why the worker failed: an error of ours as it is, any other with its traceback."""
+    """Returns what tells the caller why the worker failed: an error of ours as it is, any other
+    with its traceback."""
     if isinstance(error, AioinferError):
         return error
     return EngineDeadError("the worker failed:\n" + "".join(traceback.format_exception(error)))

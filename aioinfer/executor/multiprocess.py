@@ -1,12 +1,13 @@
 """The executor for worker processes: one spawned process a rank, fed through shared memory.
 
-The engine's event loop is woken by file descriptors alone: results by an eventfd, start-up messages by the
-control connections, a worker's death by its pidfd. (The sentinel of multiprocessing comes too early: when a process closes
-its descriptors it has no exit status yet.) Nothing here waits, and only while steps are unanswered or workers start does
-it look once a second for ranks that do not run.
+The engine's event loop is woken by file descriptors alone: results by an eventfd, start-up messages
+by the control connections, a worker's death by its pidfd. (The sentinel of multiprocessing comes
+too early: when a process closes its descriptors it has no exit status yet.) Nothing here waits, and
+only while steps are unanswered or workers start does it look once a second for ranks that do not
+run.
 
-Whatever ends one rank ends all, and the error names the one with which it began: ranks that wait for others in an exchange fail a
-moment after one that died, and are not to be taken for the cause.
+Whatever ends one rank ends all, and the error names the one with which it began: ranks that wait
+for others in an exchange fail a moment after one that died, and are not to be taken for the cause.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
-_GRACE_S = 2.0  # from a rank's error until it is told: other ranks may have failed before, and not be heard of yet
-_MAIN_MODULE_LOCK = threading.Lock()  # executors that start together would put back each other's stand-in
+# from a rank's error until it is told: other ranks may have failed before, and not be heard of yet
+_GRACE_S = 2.0
+# executors that start together would put back each other's stand-in
+_MAIN_MODULE_LOCK = threading.Lock()
 
 
 class MultiprocessExecutor:
@@ -73,13 +76,17 @@ class MultiprocessExecutor:
         self._failure: Exception | None = None
         self._started = False
         self._ending: asyncio.Future[None] | None = None
-        # A program that ends without a shutdown would send its workers SIGTERM, which they leave to their parent, and wait.
+        # A program that ends without a shutdown would send its workers SIGTERM, which they leave to
+        # their parent, and wait.
         self._at_exit = Finalize(self, _kill_all, args=(self._processes,), exitpriority=1)
 
     # ---------------------------------------------------------------- start
 
     async def start(
-        self, on_result: Callable[[StepResult], None], on_failure: Callable[[Exception], None], on_progress: ProgressCallback
+        self,
+        on_result: Callable[[StepResult], None],
+        on_failure: Callable[[Exception], None],
+        on_progress: ProgressCallback,
     ) -> WorkerReport:
         """See `Executor.start`. If it raises, or is cancelled, the workers are gone."""
         self._loop = asyncio.get_running_loop()
@@ -127,10 +134,16 @@ class MultiprocessExecutor:
             here, there = context.Pipe()
             self._controls.append(here)
             spec = WorkerSpec(
-                self.config, self._folder, rank, self._size, self._plans, self._results, self._heartbeat, there, lifeline, store_port,
+                self.config, self._folder, rank, self._size, self._plans, self._results,
+                self._heartbeat, there, lifeline, store_port,
                 self._engine,
             )  # fmt: skip
-            process = context.Process(target=main, args=(spec,), name=f"aioinfer-worker-{self._engine}.{rank}", daemon=True)
+            process = context.Process(
+                target=main,
+                args=(spec,),
+                name=f"aioinfer-worker-{self._engine}.{rank}",
+                daemon=True,
+            )
             with _without_main_module():
                 process.start()
             there.close()
@@ -149,7 +162,10 @@ class MultiprocessExecutor:
         self._look()
 
     async def _gather(self, kind: str) -> list[Any]:
-        """Returns what each rank sent under `kind`, once all have. Raises what ended one of them."""
+        """Returns what each rank sent under `kind`, once all have.
+
+        Raises what ended one of them.
+        """
         while self._failure is None and not all(self._answers):
             self._news.clear()
             await self._news.wait()
@@ -160,7 +176,8 @@ class MultiprocessExecutor:
         return [answer[1] for answer in answers]
 
     def _take_message(self, rank: int) -> bool:
-        """Takes a worker's message; returns False if there was none, since the worker has hung up."""
+        """Takes a worker's message; returns False if there was none, since the worker has hung
+        up."""
         try:
             message = self._controls[rank].recv()
         except (EOFError, OSError):
@@ -201,11 +218,18 @@ class MultiprocessExecutor:
                 self._hand_on(result)
 
     def _hand_on(self, result: StepResult) -> None:
-        """Gives a result to the engine. An error there leaves its books and the workers apart: nothing can go on."""
+        """Gives a result to the engine.
+
+        An error there leaves its books and the workers apart: nothing can go on.
+        """
         try:
             self._on_result(result)
         except Exception as error:
-            self._fail(EngineDeadError(f"the result of step {result.step_id} could not be taken: {error!r}"))
+            self._fail(
+                EngineDeadError(
+                    f"the result of step {result.step_id} could not be taken: {error!r}"
+                )
+            )
             raise
 
     @property
@@ -213,7 +237,8 @@ class MultiprocessExecutor:
         return min(self._pulse.look_every_s, self.config.parallel.step_timeout_s)
 
     def _look(self) -> None:
-        """Looks after the ranks again and again, as long as steps are unanswered or workers start."""
+        """Looks after the ranks again and again, as long as steps are unanswered or workers
+        start."""
         self._watchdog = None
         if self._failure is not None or (self._started and not self._posted):
             return
@@ -226,25 +251,35 @@ class MultiprocessExecutor:
 
     def _find_lost(self) -> str:
         """Returns which ranks do not run at all, or nothing."""
-        lost = self._pulse.find_lost("TD" if self._started else "T")  # while a rank loads, a disk may keep it waiting for long
-        return "; ".join(f"worker {rank} {what}: {self._heartbeat.describe(rank)}" for rank, what in lost.items())
+        # while a rank loads, a disk may keep it waiting for long
+        lost = self._pulse.find_lost("TD" if self._started else "T")
+        return "; ".join(
+            f"worker {rank} {what}: {self._heartbeat.describe(rank)}" for rank, what in lost.items()
+        )
 
     def _find_overdue(self) -> str:
-        """Returns which ranks keep the oldest unanswered step from its end, if it has run for too long, or nothing."""
+        """Returns which ranks keep the oldest unanswered step from its end, if it has run for too
+        long, or nothing."""
         if not self._posted:
             return ""
         step_id, posted = self._posted[0]
         timeout = self.config.parallel.step_timeout_s
-        began = max(posted, self._last_result, self._pulse.resumed_at)  # a step runs once the one before is done
+        # a step runs once the one before is done
+        began = max(posted, self._last_result, self._pulse.resumed_at)
         if time.monotonic() - began < timeout:
             return ""
-        states = "; ".join(self._heartbeat.describe(rank) for rank in self._heartbeat.laggards(step_id))
+        states = "; ".join(
+            self._heartbeat.describe(rank) for rank in self._heartbeat.laggards(step_id)
+        )
         return f"step {step_id} was not answered within {timeout:g} s: {states}"
 
     # ---------------------------------------------------------------- the end
 
     def _take_report(self, report: FailureReport) -> None:
-        """Takes a rank's error. If it may come of another's end, of which nothing is known yet, that gets a moment to show."""
+        """Takes a rank's error.
+
+        If it may come of another's end, of which nothing is known yet, that gets a moment to show.
+        """
         self._reports.append(report)
         is_everybodys = len({report.rank for report in self._reports}) == self._size
         if is_everybodys or (report.error is not None and not report.in_exchange):
@@ -253,15 +288,20 @@ class MultiprocessExecutor:
             self._verdict = self._loop.call_later(_GRACE_S, self._judge)
 
     def _judge(self) -> None:
-        """Fails with the error that was first; one that did not arise in an exchange comes before those that did."""
+        """Fails with the error that was first; one that did not arise in an exchange comes before
+        those that did."""
         report = min(self._reports, key=lambda report: (report.in_exchange, report.at_ns))
         self._fail(report.error or EngineDeadError(f"worker {report.rank} failed:\n{report.trace}"))
 
     def _take_death(self, rank: int) -> None:
-        """Takes the end of a process. Only one that told of no error is the cause of others' errors in exchanges."""
+        """Takes the end of a process.
+
+        Only one that told of no error is the cause of others' errors in exchanges.
+        """
         self._loop.remove_reader(self._pidfds[rank])
         code = self._processes[rank].exitcode or 0  # asking for it also takes the zombie away
-        while self._failure is None and self._controls[rank].poll():  # its last words explain more than its status
+        # its last words explain more than its status
+        while self._failure is None and self._controls[rank].poll():
             if not self._take_message(rank):
                 break
         if any(report.rank == rank for report in self._reports):
@@ -269,7 +309,11 @@ class MultiprocessExecutor:
         if not all(report.in_exchange for report in self._reports):
             self._judge()  # the error of another rank came before
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with status {code}"
+        )
         self._fail(EngineDeadError(f"worker {rank} {how}: {self._heartbeat.describe(rank)}"))
 
     def _fail(self, error: Exception) -> None:
@@ -296,7 +340,11 @@ class MultiprocessExecutor:
             if timer is not None:
                 timer.cancel()
         if self._answers:
-            for fd in [self._results.event_fd(0), *(control.fileno() for control in self._controls), *self._pidfds]:
+            for fd in [
+                self._results.event_fd(0),
+                *(control.fileno() for control in self._controls),
+                *self._pidfds,
+            ]:
                 self._loop.remove_reader(fd)
         await asyncio.to_thread(self._end_all)
 
@@ -304,7 +352,9 @@ class MultiprocessExecutor:
         self._at_exit.cancel()
         for control in self._controls:
             control.close()  # the worker's sign to end
-        deadline = time.monotonic() + (_JOIN_TIMEOUT_S if self._started and self._failure is None else 0)
+        deadline = time.monotonic() + (
+            _JOIN_TIMEOUT_S if self._started and self._failure is None else 0
+        )
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
@@ -327,9 +377,11 @@ def _kill_all(processes: list[SpawnProcess]) -> None:
 
 
 def _host_store(size: int) -> tuple[Any, int]:
-    """Returns the store through which ranks find each other, and its port: a free one, so that servers never meet.
+    """Returns the store through which ranks find each other, and its port: a free one, so that
+    servers never meet.
 
-    `TCPStore` by itself would listen on every address of the machine, so it is given a socket that does not.
+    `TCPStore` by itself would listen on every address of the machine, so it is given a socket that
+    does not.
     """
     if size == 1:
         return None, 0
@@ -337,12 +389,19 @@ def _host_store(size: int) -> tuple[Any, int]:
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    ), port
 
 
 @contextmanager
 def _without_main_module() -> Iterator[None]:
-    """Keeps a spawned process from importing the caller's script again, which may have no `if __name__` guard."""
+    """Keeps a spawned process from importing the caller's script again, which may have no `if
+    __name__` guard."""
     with _MAIN_MODULE_LOCK:
         actual = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")

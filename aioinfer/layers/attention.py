@@ -1,7 +1,7 @@
 """Paged attention: what a layer needs to know of a step, and the attention layer itself.
 
-The metadata is made once a step by the worker and read by every layer. On a CPU the layer computes in plain
-torch; on a GPU the Triton kernels of `kernels/` take its place behind the same call.
+The metadata is made once a step by the worker and read by every layer. On a CPU the layer computes
+in plain torch; on a GPU the Triton kernels of `kernels/` take its place behind the same call.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ class KVCache:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Which tokens of a step attend to which KV blocks. R rows (requests), T tokens; decodes come first.
+    """Which tokens of a step attend to which KV blocks. R rows (requests), T tokens; decodes come
+    first.
 
     Attributes:
         slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset.
-        block_tables: int32 [R, max_blocks], the KV blocks of each row; entries past a row's length may be any block.
+        block_tables: int32 [R, max_blocks], the KV blocks of each row; entries past a row's length
+            may be any block.
         query_starts: int32 [R + 1], the first token of each row.
         seq_lens: int32 [R], tokens of each row that are in the cache once this step's are written.
-        num_decodes: how many rows, counted from the first, have exactly one token until one has more.
+        num_decodes: how many rows, counted from the first, have exactly one token until one has
+            more.
         query_lens_cpu: the tokens of each row, on the host.
         seq_lens_cpu: `seq_lens`, on the host.
         gathers: what the torch backend has worked out for the step, by sliding window.
@@ -51,14 +54,18 @@ class AttentionMetadata:
 
 @dataclass(slots=True)
 class Gather:
-    """Rows of a step that the torch backend computes together; made once a step for each window, used by every layer.
+    """Rows of a step that the torch backend computes together; made once a step for each window,
+    used by every layer.
 
     Attributes:
         first, count: the rows' tokens: `count` decodes, or the tokens of one row.
         blocks: int64 [n], the KV blocks to bring together, or None if the step itself has all keys.
-        shape: (sequences, tokens of the longest) of what is brought together; (0, tokens) for the tokens of one row.
-        mask: what may be attended to, to be added to the scores, or None for all (or plainly causal).
-        padding: int64 [m], the positions of what is brought together that lie past their sequence's end.
+        shape: (sequences, tokens of the longest) of what is brought together; (0, tokens) for the
+            tokens of one row.
+        mask: what may be attended to, to be added to the scores, or None for all (or plainly
+            causal).
+        padding: int64 [m], the positions of what is brought together that lie past their sequence's
+            end.
     """
 
     first: int
@@ -70,10 +77,11 @@ class Gather:
 
 
 class PagedAttention:
-    """Attention of a layer over its paged KV cache: writes the step's keys and values, then attends.
+    """Attention of a layer over its paged KV cache: writes the step's keys and values, then
+    attends.
 
-    This is the backend in plain torch. It brings a sequence's blocks together and calls torch's own attention: decodes
-    of about equal length in one call, every other row in a call of its own.
+    This is the backend in plain torch. It brings a sequence's blocks together and calls torch's own
+    attention: decodes of about equal length in one call, every other row in a call of its own.
 
     Args:
         num_heads, num_kv_heads, head_size: of this rank.
@@ -81,7 +89,14 @@ class PagedAttention:
         sliding_window: how many tokens a token sees, itself included, or None for all.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, scale: float, sliding_window: int | None = None):
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        sliding_window: int | None = None,
+    ):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
@@ -89,7 +104,12 @@ class PagedAttention:
         self.sliding_window = sliding_window
 
     def __call__(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, metadata: AttentionMetadata
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: KVCache,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Returns [T, num_heads, head_size].
 
@@ -102,27 +122,46 @@ class PagedAttention:
         cache.values.flatten(0, 1).index_copy_(0, metadata.slot_mapping, values)
         gathers = metadata.gathers.get(self.sliding_window)
         if gathers is None:
-            gathers = metadata.gathers[self.sliding_window] = plan_gathers(metadata, cache.keys, self.sliding_window)
+            gathers = metadata.gathers[self.sliding_window] = plan_gathers(
+                metadata, cache.keys, self.sliding_window
+            )
         if len(gathers) == 1:
             return self._attend(queries, keys, values, cache, gathers[0])
         output = torch.empty_like(queries)
         for gather in gathers:
             tokens = slice(gather.first, gather.first + gather.count)
-            output[tokens] = self._attend(queries[tokens], keys[tokens], values[tokens], cache, gather)
+            output[tokens] = self._attend(
+                queries[tokens], keys[tokens], values[tokens], cache, gather
+            )
         return output
 
-    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: KVCache,
+        gather: Gather,
+    ) -> torch.Tensor:
         if gather.shape[0]:
             return self._attend_decodes(queries, cache, gather)
         return self._attend_row(queries, keys, values, cache, gather)
 
-    def _attend_decodes(self, queries: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
-        """Attends one token of each of several sequences. The heads that share a KV head stand in as its queries."""
+    def _attend_decodes(
+        self, queries: torch.Tensor, cache: KVCache, gather: Gather
+    ) -> torch.Tensor:
+        """Attends one token of each of several sequences.
+
+        The heads that share a KV head stand in as its queries.
+        """
         rows, length = gather.shape
         assert gather.blocks is not None
         grouped = queries.view(rows, self.num_kv_heads, -1, self.head_size)
-        all_keys, all_values = (kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values))
-        if gather.padding is not None:  # a former owner of the block may have left NaN there, which no mask hides
+        all_keys, all_values = (
+            kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values)
+        )
+        # a former owner of the block may have left NaN there, which no mask hides
+        if gather.padding is not None:
             all_keys.index_fill_(0, gather.padding, 0)
             all_values.index_fill_(0, gather.padding, 0)
         paged = (rows, -1, self.num_kv_heads, self.head_size)
@@ -135,7 +174,14 @@ class PagedAttention:
         )
         return attended.reshape(queries.shape)
 
-    def _attend_row(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cache: KVCache, gather: Gather) -> torch.Tensor:
+    def _attend_row(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: KVCache,
+        gather: Gather,
+    ) -> torch.Tensor:
         """Attends the tokens of one sequence to everything of it that is in the cache."""
         if gather.blocks is not None:
             keys = cache.keys.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
@@ -152,29 +198,47 @@ class PagedAttention:
         return attended[0].transpose(0, 1)
 
 
-def plan_gathers(metadata: AttentionMetadata, keys: torch.Tensor, window: int | None) -> list[Gather]:
-    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks, block_size, ...].
+def plan_gathers(
+    metadata: AttentionMetadata, keys: torch.Tensor, window: int | None
+) -> list[Gather]:
+    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks,
+    block_size, ...].
 
-    What lies before the window of all of a row's tokens is not brought together: the row is as if it began behind it.
+    What lies before the window of all of a row's tokens is not brought together: the row is as if
+    it began behind it.
     """
     decodes, block_size = metadata.num_decodes, keys.shape[1]
     rows = zip(metadata.seq_lens_cpu, metadata.query_lens_cpu, strict=True)
-    skipped = [0 if window is None else max(0, length - count - window + 1) // block_size for length, count in rows]
-    lengths = [length - blocks * block_size for length, blocks in zip(metadata.seq_lens_cpu, skipped, strict=True)]
+    skipped = [
+        0 if window is None else max(0, length - count - window + 1) // block_size
+        for length, count in rows
+    ]
+    lengths = [
+        length - blocks * block_size
+        for length, blocks in zip(metadata.seq_lens_cpu, skipped, strict=True)
+    ]
     tables = metadata.block_tables
     if any(skipped):
         columns = torch.tensor(skipped)[:, None] + torch.arange(tables.shape[1])
         tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).to(tables.device))
-    gathers = [_gather_decodes(tables, first, lengths[first:last], keys, window) for first, last in _alike(lengths[:decodes], block_size)]
+    gathers = [
+        _gather_decodes(tables, first, lengths[first:last], keys, window)
+        for first, last in _alike(lengths[:decodes], block_size)
+    ]
     first = decodes
     for row in range(decodes, len(lengths)):
-        gathers.append(_gather_row(tables[row], first, metadata.query_lens_cpu[row], lengths[row], keys, window))
+        gathers.append(
+            _gather_row(
+                tables[row], first, metadata.query_lens_cpu[row], lengths[row], keys, window
+            )
+        )
         first += metadata.query_lens_cpu[row]
     return gathers
 
 
 def _alike(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
-    """Returns runs (first, last) of rows so that padding at most doubles what a run's rows hold on average."""
+    """Returns runs (first, last) of rows so that padding at most doubles what a run's rows hold on
+    average."""
     runs: list[tuple[int, int]] = []
     first = longest = held = 0
     for row, length in enumerate(lengths):
@@ -188,7 +252,9 @@ def _alike(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
     return [*runs, (first, len(lengths))] if lengths else []
 
 
-def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None) -> Gather:
+def _gather_decodes(
+    tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None
+) -> Gather:
     rows, longest, block_size = len(lengths), max(lengths), cache.shape[1]
     blocks = -(-longest // block_size)
     ends = torch.tensor(lengths)[:, None]
@@ -205,7 +271,14 @@ def _gather_decodes(tables: torch.Tensor, first: int, lengths: list[int], cache:
     return Gather(first, rows, wanted, (rows, longest), mask, padding)
 
 
-def _gather_row(table: torch.Tensor, first: int, count: int, length: int, cache: torch.Tensor, window: int | None) -> Gather:
+def _gather_row(
+    table: torch.Tensor,
+    first: int,
+    count: int,
+    length: int,
+    cache: torch.Tensor,
+    window: int | None,
+) -> Gather:
     alone = count == length
     blocks = None if alone else table[: -(-length // cache.shape[1])]
     mask = None
@@ -219,5 +292,10 @@ def _gather_row(table: torch.Tensor, first: int, count: int, length: int, cache:
 
 
 def _mask(hidden: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Returns what to add to the scores, with the cache's dtype and device: minus infinity where `hidden`."""
-    return torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, -torch.inf).to(cache.device)
+    """Returns what to add to the scores, with the cache's dtype and device: minus infinity where
+    `hidden`."""
+    return (
+        torch.zeros(hidden.shape, dtype=cache.dtype)
+        .masked_fill_(hidden, -torch.inf)
+        .to(cache.device)
+    )

@@ -10,7 +10,8 @@ from aioinfer.layers.parallel import ParallelGroup
 
 
 class Vocabulary:
-    """Which token ids a rank holds: equal shares, the last ones padded with zeros where the ranks do not divide the vocabulary.
+    """Which token ids a rank holds: equal shares, the last ones padded with zeros where the ranks
+    do not divide the vocabulary.
 
     Attributes:
         vocab_size: of all ranks together.
@@ -26,7 +27,8 @@ class Vocabulary:
         self.held = self.held_by(group.rank)
 
     def held_by(self, rank: int) -> int:
-        """Returns how many token ids a rank holds; the last ranks may hold none of a small vocabulary."""
+        """Returns how many token ids a rank holds; the last ranks may hold none of a small
+        vocabulary."""
         return max(0, min(self.share, self.vocab_size - rank * self.share))
 
     def rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -34,12 +36,14 @@ class Vocabulary:
         return torch.zeros(self.share, hidden_size, dtype=dtype, device=device)
 
     def target(self, weight: torch.Tensor) -> Target:
-        """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding stays zero."""
+        """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding
+        stays zero."""
         return Target(weight[: self.held], 0, self.start, self.vocab_size)
 
 
 class Embedding:
-    """Looks token ids up; a rank gives zeros for ids that others hold, and the sum is the embedding."""
+    """Looks token ids up; a rank gives zeros for ids that others hold, and the sum is the
+    embedding."""
 
     def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
         self.weight = weight
@@ -65,13 +69,15 @@ class LMHead:
         self._packed: PackedWeight | None = None
 
     def finalize(self) -> None:
-        """Prepares the weight as `Linear.finalize` does; a tied one then stays for the embedding too."""
+        """Prepares the weight as `Linear.finalize` does; a tied one then stays for the embedding
+        too."""
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of this rank's tokens, float32 [S, held], for hidden [S, hidden_size]."""
+        """Returns the logits of this rank's tokens, float32 [S, held], for hidden [S,
+        hidden_size]."""
         if self._packed is not None:
             logits = self._packed.multiply(hidden, None)
         else:

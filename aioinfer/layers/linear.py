@@ -1,7 +1,7 @@
 """Linear layers, whole or split over tensor-parallel ranks.
 
-Weights are [out, in] as in checkpoints. A layer is loaded through `targets`, which says what part of which
-checkpoint tensor goes where; `finalize` then prepares it for the device it computes on.
+Weights are [out, in] as in checkpoints. A layer is loaded through `targets`, which says what part
+of which checkpoint tensor goes where; `finalize` then prepares it for the device it computes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from aioinfer.layers.parallel import ParallelGroup
 
-#: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike, and those serve prefill as well.
+#: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
+#: and those serve prefill as well.
 _PACKED_ROWS = 8
 
 
@@ -26,7 +27,8 @@ class Target:
         destination: a view of the parameter.
         dim: the dimension of the checkpoint tensor along which a part is taken.
         start: where the part begins; it is as long as the destination.
-        whole: the length of the checkpoint tensor in that dimension, or None where the destination takes all of it.
+        whole: the length of the checkpoint tensor in that dimension, or None where the destination
+            takes all of it.
     """
 
     destination: torch.Tensor
@@ -52,8 +54,18 @@ class Linear:
         dtype, device: of the weights.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
-        self.weight: torch.Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.weight: torch.Tensor | None = torch.empty(
+            out_features, in_features, dtype=dtype, device=device
+        )
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
 
@@ -75,10 +87,22 @@ class Linear:
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose inputs are split over the ranks; its results are summed; then every rank adds the bias."""
+    """A linear layer whose inputs are split over the ranks; its results are summed; then every rank
+    adds the bias."""
 
-    def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool, dtype: torch.dtype, device: torch.device):
-        super().__init__(in_features // group.size, out_features, bias=bias, dtype=dtype, device=device)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: ParallelGroup,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(
+            in_features // group.size, out_features, bias=bias, dtype=dtype, device=device
+        )
         self._group = group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,11 +114,12 @@ class RowParallelLinear(Linear):
 class PackedWeight:
     """A float32 weight on a CPU, laid out twice: for products with several rows, and with one.
 
-    Several rows go to oneDNN, which wants blocks of its own. One row is bound by how fast the weight is read, and the fastest
-    reader in torch is a batched product, which gives each thread a part of the batch: the weight is cut into as
-    many parts as there are threads. Wide weights are cut along the output, as they are; others along the input,
-    transposed, and the parts' results are summed. That reads a sixth faster than oneDNN, for the weight's size once more.
-    With one thread there is the layout for several rows only.
+    Several rows go to oneDNN, which wants blocks of its own. One row is bound by how fast the
+    weight is read, and the fastest reader in torch is a batched product, which gives each thread a
+    part of the batch: the weight is cut into as many parts as there are threads. Wide weights are
+    cut along the output, as they are; others along the input, transposed, and the parts' results
+    are summed. That reads a sixth faster than oneDNN, for the weight's size once more. With one
+    thread there is the layout for several rows only.
 
     Args:
         weight: float32 [out, in].
@@ -104,7 +129,9 @@ class PackedWeight:
         out_features, in_features = weight.shape
         self._blocks: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         self._by_output = in_features > out_features
-        self._parts = math.gcd(torch.get_num_threads(), out_features if self._by_output else in_features)
+        self._parts = math.gcd(
+            torch.get_num_threads(), out_features if self._by_output else in_features
+        )
         if self._parts == 1:  # one thread: nothing to divide
             return
         if self._by_output:
@@ -126,6 +153,11 @@ class PackedWeight:
 
 def pack_weight(weight: torch.Tensor | None) -> PackedWeight | None:
     """Returns a float32 CPU weight [out, in] laid out for products, or None for any other."""
-    if weight is None or weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if (
+        weight is None
+        or weight.device.type != "cpu"
+        or weight.dtype != torch.float32
+        or not torch.backends.mkldnn.is_available()
+    ):
         return None
     return PackedWeight(weight)

@@ -15,11 +15,18 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the norm of x [..., size]; the mean is taken in float32."""
         if x.dtype == torch.float32:
-            return (x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self.eps))).mul_(self.weight)
+            return (x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self.eps))).mul_(
+                self.weight
+            )
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        ) * self.weight
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the norm of x + residual, and that sum, both [..., size]. `residual` is overwritten with the sum."""
+        """Returns the norm of x + residual, and that sum, both [..., size].
+
+        `residual` is overwritten with the sum.
+        """
         residual += x
         return self(residual), residual

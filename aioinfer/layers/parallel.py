@@ -1,8 +1,9 @@
 """The ranks that share a model (tensor parallelism in the manner of Megatron, Shoeybi et al. 2019).
 
-A layer that is split by its outputs needs no exchange; one that is split by its inputs sums its results over the
-ranks. Without other ranks both exchanges do nothing. On GPUs the exchanges of a step are kernels over peer memory
-(`kernels.all_reduce`), which the group hands out; NCCL brings the ranks together and carries what is not in a step's graph.
+A layer that is split by its outputs needs no exchange; one that is split by its inputs sums its
+results over the ranks. Without other ranks both exchanges do nothing. On GPUs the exchanges of a
+step are kernels over peer memory (`kernels.all_reduce`), which the group hands out; NCCL brings the
+ranks together and carries what is not in a step's graph.
 """
 
 from __future__ import annotations
@@ -36,13 +37,22 @@ class ParallelGroup:
         return cls(0, 1)
 
     @classmethod
-    def connect(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> ParallelGroup:
-        """Joins the other ranks of this machine, through NCCL on GPUs and gloo on CPUs. Waits until all are there."""
+    def connect(
+        cls, rank: int, size: int, store: dist.Store, device: torch.device
+    ) -> ParallelGroup:
+        """Joins the other ranks of this machine, through NCCL on GPUs and gloo on CPUs.
+
+        Waits until all are there.
+        """
         if device.type == "cuda":
-            os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # which nothing here uses; setting it up needs rights that containers lack
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+            # which nothing here uses; setting it up needs rights that containers lack
+            os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+            dist.init_process_group(
+                "nccl", store=store, rank=rank, world_size=size, device_id=device
+            )
         else:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the only way to tell gloo; ranks are processes of one machine
+            # the only way to tell gloo; ranks are processes of one machine
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         return cls(rank, size, device)
 
@@ -61,7 +71,8 @@ class ParallelGroup:
         return torch.cat(parts, dim=-1)
 
     def peer_buffer(self, nbytes: int) -> PeerBuffer:
-        """Returns zeroed memory on each rank's GPU that all ranks can read and write. Every rank has to call it, in the same order.
+        """Returns zeroed memory on each rank's GPU that all ranks can read and write. Every rank
+        has to call it, in the same order.
 
         Raises:
             ConfigError: the GPUs cannot reach each other's memory.
@@ -81,4 +92,9 @@ class ParallelGroup:
         parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
         torch.cuda.synchronize(self._device)
         dist.barrier(device_ids=[self._device.index])  # before anybody writes, all are zero
-        return PeerBuffer(memory, torch.tensor([part.data_ptr() for part in parts], device=self._device), self.rank, self.size)
+        return PeerBuffer(
+            memory,
+            torch.tensor([part.data_ptr() for part in parts], device=self._device),
+            self.rank,
+            self.size,
+        )

@@ -1,8 +1,9 @@
 """What a model is made of, read from the `config.json` of its folder.
 
-The supported families are one transformer with few differences, and each difference is a field here: Qwen2 has
-biases on queries, keys and values; Qwen3 norms queries and keys by head; Mistral, Qwen2 and Qwen3 may have
-sliding windows. The worker builds the model from it, the parent checks sizes with it before it spawns anything.
+The supported families are one transformer with few differences, and each difference is a field
+here: Qwen2 has biases on queries, keys and values; Qwen3 norms queries and keys by head; Mistral,
+Qwen2 and Qwen3 may have sliding windows. The worker builds the model from it, the parent checks
+sizes with it before it spawns anything.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class Architecture:
 
     @classmethod
     def load(cls, folder: Path) -> Architecture:
-        """Reads `config.json`. Raises `ConfigError` if it is missing, or the model is not supported."""
+        """Reads `config.json`.
+
+        Raises `ConfigError` if it is missing, or the model is not supported.
+        """
         file = folder / "config.json"
         try:
             config = json.loads(file.read_text("utf-8"))
@@ -83,16 +87,29 @@ class Architecture:
 
     @classmethod
     def _from_config(cls, config: Mapping[str, Any]) -> Architecture:
-        family = next((name for name in config.get("architectures") or [] if name in FAMILIES), None)
+        family = next(
+            (name for name in config.get("architectures") or [] if name in FAMILIES), None
+        )
         if family is None:
-            raise ConfigError(f"the architecture {config.get('architectures')} is not supported; these are: {', '.join(FAMILIES)}")
+            raise ConfigError(
+                f"the architecture {config.get('architectures')} is not supported; "
+                f"these are: {', '.join(FAMILIES)}"
+            )
         if config.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"the activation {config['hidden_act']!r} is not supported, only 'silu' is")
+            raise ConfigError(
+                f"the activation {config['hidden_act']!r} is not supported, only 'silu' is"
+            )
         if config.get("quantization_config"):
-            raise ConfigError("quantized safetensors are not supported: use the model's bfloat16 or float16 weights, or a GGUF file")
+            raise ConfigError(
+                "quantized safetensors are not supported: use the model's bfloat16 "
+                "or float16 weights, or a GGUF file"
+            )
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         rope = _read_rope(config)
-        bias = bool(config.get("attention_bias", False)) and family in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        bias = bool(config.get("attention_bias", False)) and family in (
+            "LlamaForCausalLM",
+            "Qwen3ForCausalLM",
+        )
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -101,7 +118,8 @@ class Architecture:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or (128 if family == "Qwen3ForCausalLM" else config["hidden_size"] // heads),
+            head_size=config.get("head_dim")
+            or (128 if family == "Qwen3ForCausalLM" else config["hidden_size"] // heads),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             max_position_embeddings=_stretched_length(config["max_position_embeddings"], rope),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -115,18 +133,21 @@ class Architecture:
         )
 
     def heads_of_rank(self, rank: int, size: int) -> tuple[range, range]:
-        """Returns the query heads and the KV heads of a tensor-parallel rank; ranks beyond the KV heads share them."""
+        """Returns the query heads and the KV heads of a tensor-parallel rank; ranks beyond the KV
+        heads share them."""
         heads = self.num_heads // size
         queries = range(rank * heads, (rank + 1) * heads)
         group = self.num_heads // self.num_kv_heads
         return queries, range(queries.start // group, (queries.stop - 1) // group + 1)
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raises `ConfigError`, naming the sizes that would work, unless heads and MLP divide among `size` ranks."""
+        """Raises `ConfigError`, naming the sizes that would work, unless heads and MLP divide among
+        `size` ranks."""
         if not self._divides(size):
             fitting = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self._divides(n))
             raise ConfigError(
-                f"parallel.tensor_parallel_size = {size} does not divide this model ({self.num_heads} heads, {self.num_kv_heads} KV heads, "
+                f"parallel.tensor_parallel_size = {size} does not divide this model "
+                f"({self.num_heads} heads, {self.num_kv_heads} KV heads, "
                 f"intermediate size {self.intermediate_size}); these do: {fitting}"
             )
 
@@ -135,7 +156,8 @@ class Architecture:
         return self.num_heads % size == 0 and kv_fit and self.intermediate_size % size == 0
 
     def kv_bytes_per_token(self, size: int, itemsize: int) -> int:
-        """Returns the bytes of a token's keys and values on one of `size` ranks, all layers together."""
+        """Returns the bytes of a token's keys and values on one of `size` ranks, all layers
+        together."""
         _, kv_heads = self.heads_of_rank(0, size)
         return 2 * self.num_layers * len(kv_heads) * self.head_size * itemsize
 
@@ -147,26 +169,40 @@ def _read_rope(config: Mapping[str, Any]) -> Rope:
     kinds = [scaling.pop(name, None) for name in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
     if kind not in _ROPE_KEYS:
-        raise ConfigError(f"the RoPE variant {kind!r} is not supported; these are: {', '.join(_ROPE_KEYS)}")
+        raise ConfigError(
+            f"the RoPE variant {kind!r} is not supported; these are: {', '.join(_ROPE_KEYS)}"
+        )
     if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
-        raise ConfigError("partial_rotary_factor: RoPE over a part of the channels is not supported")
+        raise ConfigError(
+            "partial_rotary_factor: RoPE over a part of the channels is not supported"
+        )
     longest = config["max_position_embeddings"]
-    original = config.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or longest
+    original = (
+        config.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or longest
+    )
     scaling["original_max_position_embeddings"] = original
     if kind == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = longest / original
     for key in _ROPE_KEYS[kind]:
         if scaling.get(key) is None:
-            raise ConfigError(f"the RoPE variant {kind!r} lacks {key!r} in rope_parameters (or rope_scaling)")
+            raise ConfigError(
+                f"the RoPE variant {kind!r} lacks {key!r} in rope_parameters (or rope_scaling)"
+            )
     return Rope(float(theta), kind, scaling)
 
 
 def _stretched_length(max_position_embeddings: int, rope: Rope) -> int:
-    """Returns the longest text for which a model's RoPE was stretched; Llama 3's configurations give it as it is."""
+    """Returns the longest text for which a model's RoPE was stretched; Llama 3's configurations
+    give it as it is."""
     scaling = rope.scaling or {}
     if rope.kind in ("default", "llama3"):
         return max_position_embeddings
-    return max(max_position_embeddings, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+    return max(
+        max_position_embeddings,
+        int(scaling["original_max_position_embeddings"] * scaling["factor"]),
+    )
 
 
 def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
@@ -181,7 +217,9 @@ def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[
     kinds = config.get("layer_types")
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(window if layer >= config.get("max_window_layers", 28) else None for layer in range(layers))
+    return tuple(
+        window if layer >= config.get("max_window_layers", 28) else None for layer in range(layers)
+    )
 
 
 def _read_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -1,8 +1,10 @@
-"""Converts a GGUF file, once, into a model folder in Hugging Face's layout: config, weights, tokenizer.
+"""Converts a GGUF file, once, into a model folder in Hugging Face's layout: config, weights,
+tokenizer.
 
-After that a GGUF model is a folder like any other, which loads in half a second where reading the GGUF takes
-several. Weights are dequantized to float32, in which the values of all quantized formats are exact. llama.cpp stores
-query and key rows of Llama models in another order (its RoPE pairs neighbouring channels); that is undone.
+After that a GGUF model is a folder like any other, which loads in half a second where reading the
+GGUF takes several. Weights are dequantized to float32, in which the values of all quantized formats
+are exact. llama.cpp stores query and key rows of Llama models in another order (its RoPE pairs
+neighbouring channels); that is undone.
 """
 
 from __future__ import annotations
@@ -40,12 +42,18 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs"
-#: How Llama 3.1 to 3.3 stretch RoPE. Their GGUF files hold the factors that it comes to, the largest of which is the missing one.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+#: How Llama 3.1 to 3.3 stretch RoPE. Their GGUF files hold the factors that it comes to, the
+#: largest of which is the missing one.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer into `folder`, which must exist.
+    """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer into
+    `folder`, which must exist.
 
     Raises:
         ConfigError: the file is not a GGUF file, or holds a model that is not supported.
@@ -68,7 +76,10 @@ def _read_config(reader: gguf.GGUFReader, file: Path) -> dict[str, Any]:
     """Returns what `config.json` would hold."""
     name = _value(reader, "general.architecture")
     if name not in _FAMILIES:
-        raise ConfigError(f"{file} holds a model of the architecture {name!r}; supported are: {', '.join(_FAMILIES)}")
+        raise ConfigError(
+            f"{file} holds a model of the architecture {name!r}; supported are: "
+            f"{', '.join(_FAMILIES)}"
+        )
 
     def field(key: str, default: Any = None) -> Any:
         value = _value(reader, f"{name}.{key}", default)
@@ -83,7 +94,8 @@ def _read_config(reader: gguf.GGUFReader, file: Path) -> dict[str, Any]:
     config = {
         "architectures": [_FAMILIES[name]],
         "model_type": name,
-        "dtype": "bfloat16",  # what to compute in on a GPU; the file below is float32 to keep every value
+        # what to compute in on a GPU; the file below is float32 to keep every value
+        "dtype": "bfloat16",
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
         "intermediate_size": field("feed_forward_length"),
@@ -113,7 +125,10 @@ def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> 
     kind = _value(reader, f"{name}.rope.scaling.type", "none")
     rope = {"rope_type": "default", "rope_theta": theta}
     if kind not in ("none", "linear", "yarn"):
-        raise ConfigError(f"{file} stretches RoPE in the way {kind!r}, which is not supported, only 'linear' and 'yarn' are")
+        raise ConfigError(
+            f"{file} stretches RoPE in the way {kind!r}, which is not supported, "
+            f"only 'linear' and 'yarn' are"
+        )
     if kind != "none":
         factor = _value(reader, f"{name}.rope.scaling.factor")
         if factor is None:
@@ -126,25 +141,38 @@ def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> 
 
 
 def _read_llama3_rope(factors: np.ndarray, theta: float, file: Path) -> dict[str, Any]:
-    """Returns Llama 3's `rope_parameters`, if `factors` [head_size / 2], by which wavelengths are stretched, are what they come to."""
+    """Returns Llama 3's `rope_parameters`, if `factors` [head_size / 2], by which wavelengths are
+    stretched, are what they come to."""
     scaling = {"factor": float(factors.max()), **_LLAMA3}
     ropes = Rope(theta), Rope(theta, "llama3", scaling)
     plain, stretched = (inverse_wavelengths(rope, 2 * len(factors))[0].numpy() for rope in ropes)
     if not np.allclose(plain / stretched, factors, rtol=1e-3):
-        raise ConfigError(f"{file} stretches RoPE by a table of factors that is not Llama 3's: use the model's safetensors")
+        raise ConfigError(
+            f"{file} stretches RoPE by a table of factors that is not Llama 3's: "
+            f"use the model's safetensors"
+        )
     return {"rope_type": "llama3", "rope_theta": theta, **scaling}
 
 
-def _read_tensors(reader: gguf.GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _read_tensors(
+    reader: gguf.GGUFReader, config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (Hugging Face's name, float32 values) of each tensor."""
-    reorder = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if config["model_type"] == "llama" else {}
+    reorder = (
+        {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        if config["model_type"] == "llama"
+        else {}
+    )
     for tensor in reader.tensors:
         parts = tensor.name.split(".")
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         if parts[0] == "blk" and parts[2] in _LAYER_TENSORS:
             if parts[2] in reorder:
                 values = _halves_from_pairs(values, reorder[parts[2]])
-            yield f"model.layers.{parts[1]}.{_LAYER_TENSORS[parts[2]]}.{parts[3]}", np.ascontiguousarray(values)
+            yield (
+                f"model.layers.{parts[1]}.{_LAYER_TENSORS[parts[2]]}.{parts[3]}",
+                np.ascontiguousarray(values),
+            )
         elif parts[0] == _ROPE_FACTORS:
             continue
         elif parts[0] in _TENSORS:
@@ -154,7 +182,8 @@ def _read_tensors(reader: gguf.GGUFReader, config: dict[str, Any]) -> Iterator[t
 
 
 def _halves_from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders the rows of each head from neighbouring pairs (0, 1), (2, 3)... to halves (0, n/2), (1, n/2 + 1)..."""
+    """Reorders the rows of each head from neighbouring pairs (0, 1), (2, 3)... to halves (0, n/2),
+    (1, n/2 + 1)..."""
     return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 

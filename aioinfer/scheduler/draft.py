@@ -11,7 +11,10 @@ from aioinfer.scheduler.request import Request
 
 
 class PlanDraft:
-    """Collects the rows of one step for the scheduler. Decode rows and longer ones are kept apart, as the plan wants them."""
+    """Collects the rows of one step for the scheduler.
+
+    Decode rows and longer ones are kept apart, as the plan wants them.
+    """
 
     def __init__(self, step_id: int, budget: int, prefill_allowance: int):
         self.step_id = step_id
@@ -43,7 +46,8 @@ class PlanDraft:
         return self._decodes + sampled
 
     def grant(self, wanted: int, *, prefill: bool = False) -> int:
-        """Takes up to `wanted` tokens off the budget and returns how many; more than one counts as prefill."""
+        """Takes up to `wanted` tokens off the budget and returns how many; more than one counts as
+        prefill."""
         if wanted == 1 and not prefill:
             granted = 1 if self.budget_left > 0 else 0
         else:
@@ -66,7 +70,11 @@ class PlanDraft:
         tokens = np.array(memoryview(request.tokens), np.int32)
         self.num_admitted_tokens += len(tokens)
         banned = tuple(request.end_tokens) if request.params.min_tokens else ()
-        self._admissions.append(Admission(request.slot, tokens, request.prompt_len, request.params, request.seed, banned))
+        self._admissions.append(
+            Admission(
+                request.slot, tokens, request.prompt_len, request.params, request.seed, banned
+            )
+        )
 
     def grow_table(self, request: Request, blocks: Sequence[int], *, known: bool = False) -> None:
         """Appends blocks to a request's table; `known` ones stand in `request.blocks` already."""
@@ -91,7 +99,8 @@ class PlanDraft:
         table_slots, table_indices, table_blocks = _columns(self._growth, 3)
         copy_sources, copy_targets = _columns(self._copies, 2)
         return StepPlan(
-            self.step_id, rows[0], rows[1], rows[2], rows[3], table_slots, table_indices, table_blocks,
+            self.step_id, rows[0], rows[1], rows[2], rows[3], table_slots, table_indices,
+            table_blocks,
             copy_sources, copy_targets, self._admissions,
         )  # fmt: skip
 

@@ -1,11 +1,11 @@
 """What crosses the ring: `StepPlan` to the workers and `StepResult` back, and their flat layout.
 
-Layout (version 1; native byte order, since both sides are one machine). Every message is a header of
-int32 fields followed by its arrays in the order of the dataclass fields, each 4 bytes an element, so
-that encoding is a handful of copies and decoding is views. A request is described once, by an
-`Admission`, when it takes a slot; after that a row of three integers a step names it, and the block
-table grows by (slot, index, block) triples. Sampled tokens never travel back to the workers: they keep
-them in the slot.
+Layout (version 1; native byte order, since both sides are one machine). Every message is a header
+of int32 fields followed by its arrays in the order of the dataclass fields, each 4 bytes an
+element, so that encoding is a handful of copies and decoding is views. A request is described once,
+by an `Admission`, when it takes a slot; after that a row of three integers a step names it, and the
+block table grows by (slot, index, block) triples. Sampled tokens never travel back to the workers:
+they keep them in the slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ VERSION = 1
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
-#: The part of an admission that has a fixed size. `seed` is the 64 bits that key the sampler's noise.
+#: The part of an admission that has a fixed size. `seed` is the 64 bits that key the sampler's
+#: noise.
 _ADMISSION = np.dtype(
     [
         ("seed", np.uint64),
@@ -51,7 +52,8 @@ class Admission:
     Attributes:
         slot: the slot, from now on this request's.
         tokens: int32 [num_tokens], the prompt and, after a preemption, what was generated since.
-        prompt_len: how many of `tokens` are the prompt (the output counts for min_tokens and penalties).
+        prompt_len: how many of `tokens` are the prompt (the output counts for min_tokens and
+            penalties).
         params: the sampling parameters; of them only what the sampler needs crosses the ring.
         seed: 64 bits that, with the position, key the noise of sampling.
         banned_until_min_tokens: the token ids that may not be chosen before `params.min_tokens`.
@@ -72,11 +74,15 @@ class StepPlan:
     Attributes:
         step_id: counts up by one.
         slots: int32 [rows], the slot of each row.
-        starts: int32 [rows], the position of the row's first token: how many tokens are computed already.
+        starts: int32 [rows], the position of the row's first token: how many tokens are computed
+            already.
         lengths: int32 [rows], tokens to compute.
-        samples: int32 [rows], 1 if the row reaches the end of its tokens, so that its last logits choose the next one.
-        table_slots, table_indices, table_blocks: int32 [growth], `block_table[slot, index] = block`, applied first.
-        copy_sources, copy_targets: int32 [copies], KV blocks to copy (copy-on-write) before anything is computed.
+        samples: int32 [rows], 1 if the row reaches the end of its tokens, so that its last logits
+            choose the next one.
+        table_slots, table_indices, table_blocks: int32 [growth], `block_table[slot, index] =
+            block`, applied first.
+        copy_sources, copy_targets: int32 [copies], KV blocks to copy (copy-on-write) before
+            anything is computed.
         admissions: the requests that take a slot in this step, applied before the rows.
     """
 
@@ -100,10 +106,13 @@ class StepPlan:
     def encode(self) -> list[memoryview]:
         """Returns the buffers that make up the message, to be written one after the other."""
         rows, growth, copies = len(self.slots), len(self.table_slots), len(self.copy_sources)
-        header = np.array([VERSION, self.step_id, rows, growth, copies, len(self.admissions)], np.int32)
+        header = np.array(
+            [VERSION, self.step_id, rows, growth, copies, len(self.admissions)], np.int32
+        )
         arrays = [
             header, self.slots, self.starts, self.lengths, self.samples,
-            self.table_slots, self.table_indices, self.table_blocks, self.copy_sources, self.copy_targets,
+            self.table_slots, self.table_indices, self.table_blocks, self.copy_sources,
+            self.copy_targets,
         ]  # fmt: skip
         parts = [a.data.cast("B") for a in arrays if len(a)]
         for admission in self.admissions:
@@ -113,7 +122,9 @@ class StepPlan:
     @classmethod
     def decode(cls, message: bytes | bytearray | memoryview) -> StepPlan:
         """Reads a message; arrays are views into it. Raises ValueError on another version."""
-        version, step_id, rows, growth, copies, admissions = (int(x) for x in np.frombuffer(message, np.int32, 6))
+        version, step_id, rows, growth, copies, admissions = (
+            int(x) for x in np.frombuffer(message, np.int32, 6)
+        )
         if version != VERSION:
             raise ValueError(f"a plan of version {version}, where {VERSION} is understood")
         reader = _Reader(message, 24)
@@ -121,7 +132,8 @@ class StepPlan:
         table_slots, table_indices, table_blocks = (reader.take(growth) for _ in range(3))
         copy_sources, copy_targets = (reader.take(copies) for _ in range(2))
         return cls(
-            step_id, slots, starts, lengths, samples, table_slots, table_indices, table_blocks, copy_sources, copy_targets,
+            step_id, slots, starts, lengths, samples, table_slots, table_indices, table_blocks,
+            copy_sources, copy_targets,
             [_decode_admission(reader) for _ in range(admissions)],
         )  # fmt: skip
 
@@ -137,7 +149,8 @@ class StepResult:
         top_tokens: int32 [sampled, K] the likeliest tokens, likeliest first; K may be 0.
         top_logprobs: float32 [sampled, K], theirs.
         busy_ns: nanoseconds that the worker spent on the step.
-        take_ns: nanoseconds that the engine's process spent on taking the result from its ring; does not travel.
+        take_ns: nanoseconds that the engine's process spent on taking the result from its ring;
+            does not travel.
     """
 
     step_id: int
@@ -152,14 +165,24 @@ class StepResult:
         """Returns the buffers that make up the message, to be written one after the other."""
         k = self.top_tokens.shape[1] if self.top_tokens.size else 0
         low, high = self.busy_ns & 0x7FFFFFFF, self.busy_ns >> 31
-        header = np.array([VERSION, self.step_id, len(self.tokens), len(self.logprobs), k, low, high], np.int32)
-        arrays = [header, self.tokens, self.logprobs, self.top_tokens.reshape(-1), self.top_logprobs.reshape(-1)]
+        header = np.array(
+            [VERSION, self.step_id, len(self.tokens), len(self.logprobs), k, low, high], np.int32
+        )
+        arrays = [
+            header,
+            self.tokens,
+            self.logprobs,
+            self.top_tokens.reshape(-1),
+            self.top_logprobs.reshape(-1),
+        ]
         return [a.data.cast("B") for a in arrays if len(a)]
 
     @classmethod
     def decode(cls, message: bytes | bytearray | memoryview) -> StepResult:
         """Reads a message into arrays of its own. Raises ValueError on another version."""
-        version, step_id, sampled, with_logprobs, k, low, high = (int(x) for x in np.frombuffer(message, np.int32, 7))
+        version, step_id, sampled, with_logprobs, k, low, high = (
+            int(x) for x in np.frombuffer(message, np.int32, 7)
+        )
         if version != VERSION:
             raise ValueError(f"a result of version {version}, where {VERSION} is understood")
         reader = _Reader(message, 28)
@@ -194,9 +217,16 @@ def _encode_admission(admission: Admission) -> list[memoryview]:
         admission.seed, admission.slot, len(admission.tokens), admission.prompt_len,
         params.temperature, params.top_k, params.top_p, params.min_p,
         params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-        params.min_tokens, -1 if params.logprobs is None else params.logprobs, len(bias_ids), len(banned),
+        params.min_tokens, -1 if params.logprobs is None else params.logprobs, len(bias_ids),
+        len(banned),
     )  # fmt: skip
-    arrays: Sequence[np.ndarray] = [fixed.view(np.int32), admission.tokens, bias_ids, bias_values, banned]
+    arrays: Sequence[np.ndarray] = [
+        fixed.view(np.int32),
+        admission.tokens,
+        bias_ids,
+        bias_values,
+        banned,
+    ]
     return [np.ascontiguousarray(a).data.cast("B") for a in arrays if len(a)]
 
 
@@ -218,4 +248,11 @@ def _decode_admission(reader: _Reader) -> Admission:
         logprobs=None if fixed["logprobs"] < 0 else int(fixed["logprobs"]),
         logit_bias=dict(zip(bias_ids.tolist(), bias_values.tolist(), strict=True)),
     )
-    return Admission(int(fixed["slot"]), tokens, int(fixed["prompt_len"]), params, int(fixed["seed"]), tuple(banned.tolist()))
+    return Admission(
+        int(fixed["slot"]),
+        tokens,
+        int(fixed["prompt_len"]),
+        params,
+        int(fixed["seed"]),
+        tuple(banned.tolist()),
+    )

@@ -1,4 +1,5 @@
-"""A request as the scheduler sees it: tokens, how many of them are computed, and the blocks that hold them."""
+"""A request as the scheduler sees it: tokens, how many of them are computed, and the blocks that
+hold them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ForkGroup:
-    """The n completions of one prompt. The leader computes the prompt; the others share its blocks."""
+    """The n completions of one prompt.
+
+    The leader computes the prompt; the others share its blocks.
+    """
 
     leader: Request | None = None
 
@@ -38,19 +42,23 @@ class Request:
         seed: 64 bits that key the sampler's noise.
         end_tokens: the token ids that end it.
         priority: lower goes first, where the policy asks.
-        block_hashes: the hashes of the full blocks of `tokens`, which the encoding thread computes for the prompt.
+        block_hashes: the hashes of the full blocks of `tokens`, which the encoding thread computes
+            for the prompt.
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
 
     Kept by the scheduler:
-        total: tokens known plus tokens chosen in posted steps whose results have not come yet (placeholders).
+        total: tokens known plus tokens chosen in posted steps whose results have not come yet
+            (placeholders).
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks, num_committed: the block table, and how many of its blocks the prefix index knows.
         slot: the worker slot while it runs.
         prefill_step: the step that computed the last token of the prompt, or -1.
-        num_cached, num_preemptions, num_prefill_steps: prompt tokens found in the prefix cache when it first ran;
-            how often it was preempted; steps that computed more than a decode token for it.
-        finish_reason: "stop", "length", "abort" or "error"; stop_reason: the token or string that ended it.
+        num_cached, num_preemptions, num_prefill_steps: prompt tokens found in the prefix cache when
+            it first ran; how often it was preempted; steps that computed more than a decode token
+            for it.
+        finish_reason: "stop", "length", "abort" or "error"; stop_reason: the token or string that
+            ended it.
     """
 
     request_id: str

@@ -1,22 +1,26 @@
 """The scheduler: which tokens of which requests the next step computes, and in which KV blocks.
 
-There is no prefill or decode phase (the idea is vLLM V1's): every request has `total` tokens, of which
-`num_computed` are in the cache, and each step spends a token budget to let the second catch up with the
-first. Chunked prefill, prefix-cache hits, preemption with recompute and resumption all follow from that.
+There is no prefill or decode phase (the idea is vLLM V1's): every request has `total` tokens, of
+which `num_computed` are in the cache, and each step spends a token budget to let the second catch
+up with the first. Chunked prefill, prefix-cache hits, preemption with recompute and resumption all
+follow from that.
 
-Planning one step ahead. `schedule` may be called while the result of the step before is still out. A
-request that was sampled there counts one token that nobody has seen: a placeholder in `total`. The worker
-has the token in the request's slot, so it never travels back. What is unknown ahead is only whether the
-token ends the request; then the row that was posted meanwhile is wasted, and `update` drops its token.
+Planning one step ahead. `schedule` may be called while the result of the step before is still out.
+A request that was sampled there counts one token that nobody has seen: a placeholder in `total`.
+The worker has the token in the request's slot, so it never travels back. What is unknown ahead is
+only whether the token ends the request; then the row that was posted meanwhile is wasted, and
+`update` drops its token.
 
 Reuse of blocks and slots. Workers execute plans strictly in the order of posting, so what a posted
-plan writes is written before a later plan reads or writes. Hence blocks and slots of a request that ends,
-is aborted or is preempted go back to the pool at once, even while a posted step still names them: the
-stale row can only write positions that the next owner computes itself before it reads them. A block
-enters the prefix index only when its tokens are known, so a stale row can never write into an indexed one.
-It may be shared in the very step that fills it: workers write all keys of a layer before they attend to any.
+plan writes is written before a later plan reads or writes. Hence blocks and slots of a request that
+ends, is aborted or is preempted go back to the pool at once, even while a posted step still names
+them: the stale row can only write positions that the next owner computes itself before it reads
+them. A block enters the prefix index only when its tokens are known, so a stale row can never write
+into an indexed one. It may be shared in the very step that fills it: workers write all keys of a
+layer before they attend to any.
 
-The engine is the only caller: `add`, `schedule`, `update`, `finish`. Imports neither torch nor aiohttp.
+The engine is the only caller: `add`, `schedule`, `update`, `finish`. Imports neither torch nor
+aiohttp.
 """
 
 from __future__ import annotations
@@ -34,14 +38,18 @@ from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import Request, Status
 
-#: A request's tokens are sent whole when it is admitted. Once a plan carries so many, the next request waits for the
+#: A request's tokens are sent whole when it is admitted. Once a plan carries so many, the next
+#: request waits for the
 #: next plan; so a plan is never longer than 4 MiB and one request of the longest kind.
 MAX_ADMITTED_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What the scheduler may hand out. `prefill_cap` bounds the prefill tokens of a step that also decodes."""
+    """What the scheduler may hand out.
+
+    `prefill_cap` bounds the prefill tokens of a step that also decodes.
+    """
 
     num_blocks: int
     block_size: int
@@ -67,7 +75,8 @@ class SchedulerStats:
 class StepOutput:
     """What a result brought: `requests[i]` got `tokens[i]`, the result's sampled row `rows[i]`.
 
-    A request that ended with it has its `finish_reason` set; one whose row failed is there with token -1.
+    A request that ended with it has its `finish_reason` set; one whose row failed is there with
+    token -1.
     """
 
     requests: list[Request]
@@ -82,13 +91,16 @@ class Scheduler:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         self.stats = SchedulerStats()
-        self.running: list[Request] = []  # sorted by key: who came first is served first and preempted last
-        self._waiting: list[Request] = []  # a heap by key; finished ones are dropped when they come up
+        # sorted by key: who came first is served first and preempted last
+        self.running: list[Request] = []
+        # a heap by key; finished ones are dropped when they come up
+        self._waiting: list[Request] = []
         self._num_waiting = 0
         self._num_waiting_tokens = 0
         self._num_prefill_tokens = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._posted: deque[tuple[int, list[Request]]] = deque()  # (step id, the requests it samples)
+        # (step id, the requests it samples)
+        self._posted: deque[tuple[int, list[Request]]] = deque()
         self._arrivals = count()
         self._step_id = 0
 
@@ -104,7 +116,8 @@ class Scheduler:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of all requests that no plan has had computed yet, without those that waiting ones expect in the cache."""
+        """Prompt tokens of all requests that no plan has had computed yet, without those that
+        waiting ones expect in the cache."""
         return self._num_prefill_tokens
 
     @property
@@ -125,11 +138,17 @@ class Scheduler:
         self._enqueue(request)
 
     def fits(self, max_len: int) -> bool:
-        """Whether a request of this length could ever run. Its last token is chosen but never computed."""
+        """Whether a request of this length could ever run.
+
+        Its last token is chosen but never computed.
+        """
         return self._blocks_for(max_len - 1) <= self.limits.num_blocks
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a request now: its slot and blocks are free for the next plan. Does nothing if it has ended."""
+        """Ends a request now: its slot and blocks are free for the next plan.
+
+        Does nothing if it has ended.
+        """
         if request.status is Status.FINISHED:
             return
         self._end(request, reason, stop_reason)
@@ -145,7 +164,8 @@ class Scheduler:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
         draft = PlanDraft(self._step_id, self.limits.token_budget, self._prefill_allowance())
         preempted = self._plan_running(draft)
-        if not preempted:  # what was preempted here must not come back before its posted results have
+        # what was preempted here must not come back before its posted results have
+        if not preempted:
             self._plan_waiting(draft)
         if draft.is_empty:
             return None
@@ -161,7 +181,10 @@ class Scheduler:
         return min(left, self.limits.prefill_cap) if decodes else left
 
     def _plan_running(self, draft: PlanDraft) -> bool:
-        """Plans the next tokens of the running requests, oldest first. Returns whether any was preempted."""
+        """Plans the next tokens of the running requests, oldest first.
+
+        Returns whether any was preempted.
+        """
         block_size = self.limits.block_size
         preempted = False
         index = 0
@@ -201,9 +224,17 @@ class Scheduler:
             request.total += 1
 
     def _plan_waiting(self, draft: PlanDraft) -> None:
-        """Admits waiting requests in order, while slots, budget and blocks last. Nobody overtakes the first that does not fit."""
+        """Admits waiting requests in order, while slots, budget and blocks last.
+
+        Nobody overtakes the first that does not fit.
+        """
         held_back = []
-        while self._waiting and self._free_slots and draft.prefill_left > 0 and draft.num_admitted_tokens < MAX_ADMITTED_TOKENS:
+        while (
+            self._waiting
+            and self._free_slots
+            and draft.prefill_left > 0
+            and draft.num_admitted_tokens < MAX_ADMITTED_TOKENS
+        ):
             request = self._waiting[0]
             if request.status is Status.FINISHED:
                 heapq.heappop(self._waiting)
@@ -215,12 +246,18 @@ class Scheduler:
             heapq.heappush(self._waiting, request)
 
     def _awaits_leader(self, request: Request, step_id: int) -> bool:
-        """Whether a sibling is computing the prompt; this request then shares the blocks one step later."""
+        """Whether a sibling is computing the prompt; this request then shares the blocks one step
+        later."""
         leader = request.group.leader if request.group else None
-        return leader is not None and leader.status is Status.RUNNING and not 0 <= leader.prefill_step < step_id
+        return (
+            leader is not None
+            and leader.status is Status.RUNNING
+            and not 0 <= leader.prefill_step < step_id
+        )
 
     def _admit(self, draft: PlanDraft, request: Request) -> bool:
-        """Gives the first waiting request a slot, shared blocks and its first tokens, if its known tokens fit."""
+        """Gives the first waiting request a slot, shared blocks and its first tokens, if its known
+        tokens fit."""
         if request.num_pending:
             return False  # preempted, and the result that holds its last token is still out
         shared, copied = self._shareable_blocks(request)
@@ -244,10 +281,12 @@ class Scheduler:
         return True
 
     def _shareable_blocks(self, request: Request) -> tuple[list[int], int | None]:
-        """Returns the blocks that a request can share, and the block to copy if it forks from its leader.
+        """Returns the blocks that a request can share, and the block to copy if it forks from its
+        leader.
 
-        At least one token is always computed, since its logits are needed: a prompt that is known to its end
-        gives up its last block, and a fork computes the last token of the prompt in its copy of that block.
+        At least one token is always computed, since its logits are needed: a prompt that is known
+        to its end gives up its last block, and a fork computes the last token of the prompt in its
+        copy of that block.
         """
         block_size = self.limits.block_size
         if request.group and not request.num_output:
@@ -278,7 +317,10 @@ class Scheduler:
     # ---------------------------------------------------------------- preemption
 
     def _preempt_for(self, request: Request, blocks: int) -> bool:
-        """Preempts from the back until `blocks` blocks are free. False if `request` itself had to go."""
+        """Preempts from the back until `blocks` blocks are free.
+
+        False if `request` itself had to go.
+        """
         while self.pool.num_free < blocks:
             victim = self.running.pop()
             self._leave_slot(victim)
@@ -314,9 +356,12 @@ class Scheduler:
     # ---------------------------------------------------------------- results
 
     def update(self, result: StepResult) -> StepOutput:
-        """Takes the result of the oldest posted step: appends its tokens and ends the requests that are done."""
+        """Takes the result of the oldest posted step: appends its tokens and ends the requests that
+        are done."""
         step_id, sampled = self._posted.popleft()
-        assert result.step_id == step_id, f"the result of step {result.step_id} came where {step_id} was due"
+        assert result.step_id == step_id, (
+            f"the result of step {result.step_id} came where {step_id} was due"
+        )
         output = StepOutput([], [], [])
         ended = False
         for row, (request, token) in enumerate(zip(sampled, result.tokens.tolist(), strict=True)):
@@ -372,7 +417,9 @@ class Scheduler:
         if full <= request.num_committed:
             return
         if len(request.block_hashes) < full:
-            extend_hashes(request.block_hashes, request.tokens, self.limits.block_size, request.hash_root)
+            extend_hashes(
+                request.block_hashes, request.tokens, self.limits.block_size, request.hash_root
+            )
         for index in range(request.num_committed, full):
             self.pool.commit(request.blocks[index], request.block_hashes[index])
         request.num_committed = full
@@ -388,14 +435,23 @@ class Scheduler:
         yield from (r for r in self._waiting if r.status is Status.WAITING)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all books agree: blocks, slots, queues (for tests, and when idle)."""
+        """Raises AssertionError unless all books agree: blocks, slots, queues (for tests, and when
+        idle)."""
         self.pool.check_integrity(r.blocks for r in self.running)
         slots = [r.slot for r in self.running] + self._free_slots
-        assert sorted(slots) == list(range(self.limits.max_num_seqs)), "a slot was lost or given twice"
+        assert sorted(slots) == list(range(self.limits.max_num_seqs)), (
+            "a slot was lost or given twice"
+        )
         assert self.running == sorted(self.running), "the running requests are out of order"
-        assert all(r.status is Status.RUNNING for r in self.running), "a request that ended still runs"
+        assert all(r.status is Status.RUNNING for r in self.running), (
+            "a request that ended still runs"
+        )
         waiting = [r for r in self._waiting if r.status is Status.WAITING]
         assert len(waiting) == self._num_waiting, "the waiting requests are miscounted"
-        assert sum(r.prompt_len for r in waiting) == self._num_waiting_tokens, "the waiting tokens are miscounted"
-        prefill = sum(r.prompt_len - r.num_expected for r in waiting) + sum(r.num_uncomputed for r in self.running)
+        assert sum(r.prompt_len for r in waiting) == self._num_waiting_tokens, (
+            "the waiting tokens are miscounted"
+        )
+        prefill = sum(r.prompt_len - r.num_expected for r in waiting) + sum(
+            r.num_uncomputed for r in self.running
+        )
         assert prefill == self._num_prefill_tokens, "the tokens to prefill are miscounted"

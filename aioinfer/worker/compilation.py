@@ -1,7 +1,8 @@
 """When Triton kernels are compiled: all before the first request, on all cores; none while serving.
 
-The worker compiles its kernels by going through its steps within `compile_only`, and then watches with a
-`CompilationWatch` that nothing is compiled any more: a kernel that was left out would stall every stream for seconds.
+The worker compiles its kernels by going through its steps within `compile_only`, and then watches
+with a `CompilationWatch` that nothing is compiled any more: a kernel that was left out would stall
+every stream for seconds.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within, launched kernels are compiled, side by side, and do not run; at the end all of them are compiled.
+    """Within, launched kernels are compiled, side by side, and do not run; at the end all of them
+    are compiled.
 
-    Triton can compile asynchronously, but only kernels that are not launched; so launches become its `warmup` here. It also
-    has a C compiler make a launcher for each kernel, but at its first launch, one after the other: they are made here, too.
+    Triton can compile asynchronously, but only kernels that are not launched; so launches become
+    its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
+    launch, one after the other: they are made here, too.
     """
     run = JITFunction.run
     kernels: dict[int, Any] = {}
@@ -47,7 +50,8 @@ def compile_only() -> Iterator[None]:
 
 
 def _make_launcher(kernel: Any) -> None:
-    """Puts the launcher of a compiled kernel into Triton's cache, where the first launch will look for it."""
+    """Puts the launcher of a compiled kernel into Triton's cache, where the first launch will look
+    for it."""
     if isinstance(kernel, FutureKernel):
         kernel = kernel.result()
     if kernel is not None and kernel.module is None:
@@ -71,4 +75,6 @@ class CompilationWatch:
 
     def _note(self, *, fn: Any, **details: Any) -> None:
         self.names.append(fn.name)
-        _log.warning("the kernel %s was compiled while serving, for %s", fn.name, details.get("repr"))
+        _log.warning(
+            "the kernel %s was compiled while serving, for %s", fn.name, details.get("repr")
+        )

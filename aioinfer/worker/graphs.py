@@ -1,7 +1,7 @@
 """CUDA graphs of one sequence of launches for several sizes, of which the next larger one serves.
 
-The GPU model runner has two such ladders: of decode steps, by their rows, and of the layers of steps with prompts, by
-their tokens.
+The GPU model runner has two such ladders: of decode steps, by their rows, and of the layers of
+steps with prompts, by their tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ class GraphLadder:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._sizes: list[int] = []
 
-    def capture(self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any, *, run_each: bool) -> None:
-        """Captures what `launch` launches for each size, the largest first, so that smaller ones fit into its memory.
+    def capture(
+        self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any, *, run_each: bool
+    ) -> None:
+        """Captures what `launch` launches for each size, the largest first, so that smaller ones
+        fit into its memory.
 
         Args:
             sizes: ascending.
-            pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it are never replayed side by side.
-            run_each: launch each size once before; else the largest alone. What is launched for the first time may ask for
-                what cannot be captured: a kernel's compilation, cublasLt's choice.
+            pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it
+                are never replayed side by side.
+            run_each: launch each size once before; else the largest alone. What is launched for the
+                first time may ask for what cannot be captured: a kernel's compilation, cublasLt's
+                choice.
         """
         for size in reversed(sizes):
             if run_each or size == sizes[-1]:
@@ -54,11 +59,17 @@ class GraphLadder:
 
 
 def decode_sizes(capacity: int) -> list[int]:
-    """Returns the numbers of rows for which decode steps are captured, up to `capacity`: from 32 on at most a quarter too many."""
+    """Returns the numbers of rows for which decode steps are captured, up to `capacity`: from 32 on
+    at most a quarter too many."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, capacity, 32)]
     return [size for size in sizes if size < capacity] + [capacity]
 
 
 def mixed_sizes(most: int) -> list[int]:
-    """Returns the numbers of tokens for which steps with prompts are captured, up to `most`: multiples of their products' tiles."""
-    return [size for size in (*range(64, 512, 64), *range(512, 2560, 128), *range(2560, most, 256)) if size < most] + [most]
+    """Returns the numbers of tokens for which steps with prompts are captured, up to `most`:
+    multiples of their products' tiles."""
+    return [
+        size
+        for size in (*range(64, 512, 64), *range(512, 2560, 128), *range(2560, most, 256))
+        if size < most
+    ] + [most]

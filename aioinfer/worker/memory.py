@@ -1,7 +1,7 @@
 """How much memory a worker has for its KV cache, and the cache itself.
 
-The worker calls `available_bytes` once its weights are loaded, then `count_blocks`, and when all ranks agree on a
-number of blocks, `make_kv`.
+The worker calls `available_bytes` once its weights are loaded, then `count_blocks`, and when all
+ranks agree on a number of blocks, `make_kv`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from aioinfer.errors import ConfigError
 GIB = 2**30
 
 
-def available_bytes(config: Config, device: torch.device, largest_step: Callable[[], None], captured: float = 0.0) -> int:
-    """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for it.
+def available_bytes(
+    config: Config, device: torch.device, largest_step: Callable[[], None], captured: float = 0.0
+) -> int:
+    """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for
+    it.
 
-    On a CPU that is configured. On a GPU it is the share that may be used, less what is in use already (weights, and
-    whatever else is on the GPU) and what the largest step adds, which is found by running it. Graphs have memory of their own.
+    On a CPU that is configured. On a GPU it is the share that may be used, less what is in use
+    already (weights, and whatever else is on the GPU) and what the largest step adds, which is
+    found by running it. Graphs have memory of their own.
 
     Args:
         largest_step: computes as many tokens as a step may have.
@@ -37,15 +41,22 @@ def available_bytes(config: Config, device: torch.device, largest_step: Callable
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.cache.gpu_memory_utilization) - (total - free) - int(activations * (1 + captured))
+    return (
+        int(total * config.cache.gpu_memory_utilization)
+        - (total - free)
+        - int(activations * (1 + captured))
+    )
 
 
-def count_blocks(config: Config, device: torch.device, bytes_per_block: int, block_size: int, available: int) -> int:
-    """Returns how many KV blocks this rank can have: `cache.num_blocks`, or what fits into `available` bytes.
+def count_blocks(
+    config: Config, device: torch.device, bytes_per_block: int, block_size: int, available: int
+) -> int:
+    """Returns how many KV blocks this rank can have: `cache.num_blocks`, or what fits into
+    `available` bytes.
 
     Raises:
-        ConfigError: there is not one block, or too few for `model.max_model_len`, or on a GPU `cache.num_blocks` do not
-            fit. The message says what to change, and to what.
+        ConfigError: there is not one block, or too few for `model.max_model_len`, or on a GPU
+            `cache.num_blocks` do not fit. The message says what to change, and to what.
     """
     fitting = max(0, available // bytes_per_block)
     configured, longest = config.cache.num_blocks, config.model.max_model_len
@@ -59,22 +70,29 @@ def count_blocks(config: Config, device: torch.device, bytes_per_block: int, blo
             raise ConfigError(f"not one KV block of {size} fits into memory: set {memory}")
         shorter = f", or model.max_model_len to at most {fitting * block_size}" if fitting else ""
         raise ConfigError(
-            f"model.max_model_len = {longest} needs {needed} KV blocks of {size}, and {fitting} fit into memory: set {memory}{shorter}"
+            f"model.max_model_len = {longest} needs {needed} KV blocks of {size}, and {fitting} "
+            f"fit into memory: set {memory}{shorter}"
         )
     if configured < needed:
         raise ConfigError(
-            f"model.max_model_len = {longest} needs {needed} KV blocks: set cache.num_blocks to at least {needed}, "
+            f"model.max_model_len = {longest} needs {needed} KV blocks: set cache.num_blocks to "
+            f"at least {needed}, "
             f"or model.max_model_len to at most {configured * block_size}"
         )
     if configured > fitting and device.type == "cuda":
         memory = _memory_remedy(config, device, configured * bytes_per_block - available)
         fewer = f", or cache.num_blocks to at most {fitting}" if fitting else ""
-        raise ConfigError(f"cache.num_blocks = {configured} of {size} do not fit into memory: set {memory}{fewer}")
+        raise ConfigError(
+            f"cache.num_blocks = {configured} of {size} do not fit into memory: set {memory}{fewer}"
+        )
     return configured
 
 
 def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a KV cache of zeros. On a CPU the system hands out its pages when they are first written."""
+    """Returns a KV cache of zeros.
+
+    On a CPU the system hands out its pages when they are first written.
+    """
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -87,7 +105,9 @@ def _memory_remedy(config: Config, device: torch.device, missing: int) -> str:
     """Says which setting would give the cache `missing` bytes more."""
     if device.type == "cpu":
         return f"cache.cpu_memory_gib to at least {_round_up(config.cache.cpu_memory_gib + missing / GIB)}"
-    share = _round_up(config.cache.gpu_memory_utilization + missing / torch.cuda.mem_get_info(device)[1])
+    share = _round_up(
+        config.cache.gpu_memory_utilization + missing / torch.cuda.mem_get_info(device)[1]
+    )
     if share < 1:
         return f"cache.gpu_memory_utilization to at least {share}"
     return "scheduler.max_num_batched_tokens lower, or parallel.tensor_parallel_size higher"

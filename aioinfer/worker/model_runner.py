@@ -1,8 +1,9 @@
 """One step of the model: from a `StepPlan` to the tokens that it chose.
 
-The worker calls `ModelRunner.step` for each plan, in order. The inputs of a step are derived from the slots by a few
-tensor operations, whatever the number of rows, and the chosen tokens are written back into the slots, where the
-next step finds them: the host sends no token twice and none that a step chose.
+The worker calls `ModelRunner.step` for each plan, in order. The inputs of a step are derived from
+the slots by a few tensor operations, whatever the number of rows, and the chosen tokens are written
+back into the slots, where the next step finds them: the host sends no token twice and none that a
+step chose.
 """
 
 from __future__ import annotations
@@ -78,23 +79,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> PendingResult:
-        """Executes a plan: slots and blocks as it says, the model over its rows, and a token for each sampling row."""
+        """Executes a plan: slots and blocks as it says, the model over its rows, and a token for
+        each sampling row."""
         began = time.perf_counter_ns()
         self.slots.apply(plan)
         self._copy_blocks(plan)
         inputs = prepare_inputs(plan, self.slots)
-        hidden = self.model.forward(inputs.input_ids, inputs.positions, self._caches, inputs.metadata)
+        hidden = self.model.forward(
+            inputs.input_ids, inputs.positions, self._caches, inputs.metadata
+        )
         sampled = self._choose(plan, hidden)
         return PendingResult(plan.step_id, sampled, time.perf_counter_ns() - began)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """Copies KV blocks; all sources are read before any target is written."""
         if len(plan.copy_sources):
-            sources, targets = (torch.tensor(blocks, device=self.kv.device).long() for blocks in (plan.copy_sources, plan.copy_targets))
+            sources, targets = (
+                torch.tensor(blocks, device=self.kv.device).long()
+                for blocks in (plan.copy_sources, plan.copy_targets)
+            )
             self.kv.index_copy_(2, targets, self.kv.index_select(2, sources))
 
     def _choose(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
-        """Chooses a token for each sampling row from the hidden states [T, hidden_size], and enters them in the slots."""
+        """Chooses a token for each sampling row from the hidden states [T, hidden_size], and enters
+        them in the slots."""
         sampling = np.flatnonzero(plan.samples)
         if not len(sampling):
             return Sampled.plain(torch.empty(0, dtype=torch.int32, device=hidden.device))
@@ -103,7 +111,9 @@ class ModelRunner:
             hidden = hidden[torch.from_numpy(last).to(hidden.device)]
         slot_ids = plan.slots[sampling]
         positions = plan.starts[sampling] + plan.lengths[sampling]
-        sampled = sample(self.model.logits(hidden), self.slots, slot_ids, positions, self.model.vocabulary)
+        sampled = sample(
+            self.model.logits(hidden), self.slots, slot_ids, positions, self.model.vocabulary
+        )
         self.slots.append(slot_ids, positions, sampled.tokens)
         return sampled
 
@@ -111,7 +121,9 @@ class ModelRunner:
 def prepare_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
     """Derives the inputs of a step of R rows and T tokens from the slots, on their device."""
     device, block_size = slots.device, slots.block_size
-    rows = torch.from_numpy(np.stack([plan.slots, plan.starts, plan.lengths]).astype(np.int64)).to(device)
+    rows = torch.from_numpy(np.stack([plan.slots, plan.starts, plan.lengths]).astype(np.int64)).to(
+        device
+    )
     slot_ids, starts, lengths = rows
     ends = lengths.cumsum(0)
     num_rows, num_tokens = len(plan.slots), plan.num_tokens
@@ -120,7 +132,9 @@ def prepare_inputs(plan: StepPlan, slots: Slots) -> StepInputs:
     else:
         row_of_token = torch.repeat_interleave(lengths, output_size=num_tokens)
         token_slots = slot_ids[row_of_token]
-        positions = torch.arange(num_tokens, device=device) + (starts - ends + lengths)[row_of_token]
+        positions = (
+            torch.arange(num_tokens, device=device) + (starts - ends + lengths)[row_of_token]
+        )
     block_ids = slots.block_table[token_slots, positions // block_size].long()
     seq_lens = plan.starts + plan.lengths
     num_blocks = -(-int(seq_lens.max()) // block_size)

@@ -1,8 +1,9 @@
 """A worker process: one rank between two rings.
 
-`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its share of the model, agrees with the parent on
-the size of the cache, and then sleeps in the kernel until plans come. It ends when the parent asks, and at
-once when the parent dies. Torch is imported late, by `_start`, so that a parent that dies meanwhile is noticed.
+`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its share of the model, agrees with
+the parent on the size of the cache, and then sleeps in the kernel until plans come. It ends when
+the parent asks, and at once when the parent dies. Torch is imported late, by `_start`, so that a
+parent that dies meanwhile is noticed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class WorkerSpec:
         plans, results: the rings; only rank 0 writes results.
         heartbeat: where this rank says what it is doing.
         control: messages while starting, both ways.
-        lifeline: the reading end of a pipe that only the parent can write to; it ends with the parent.
-        store_port: of the parent's `TCPStore` on 127.0.0.1, through which ranks find each other; 0 for one rank.
+        lifeline: the reading end of a pipe that only the parent can write to; it ends with the
+            parent.
+        store_port: of the parent's `TCPStore` on 127.0.0.1, through which ranks find each other; 0
+            for one rank.
         engine: the number of the engine that they belong to.
     """
 
@@ -67,7 +70,8 @@ class FailureReport:
         error: the error itself, if it is meant for the user.
         trace: its traceback as text.
         at_ns: when it was caught, of `time.monotonic_ns`.
-        in_exchange: whether it arose while exchanging with other ranks. It is then most often the end of another rank.
+        in_exchange: whether it arose while exchanging with other ranks. It is then most often the
+            end of another rank.
     """
 
     rank: int
@@ -78,9 +82,14 @@ class FailureReport:
 
 
 def main(spec: WorkerSpec) -> None:
-    """The body of the process. Errors travel to the parent; the exit status says that there was one."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group by terminals and service managers;
-        signal.signal(number, signal.SIG_IGN)  # the parent lets running requests finish, and then ends its workers in order
+    """The body of the process.
+
+    Errors travel to the parent; the exit status says that there was one.
+    """
+    # sent to the whole group by terminals and service managers;
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # the parent lets running requests finish, and then ends its workers in order
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
     try:
         worker = _start(spec)
@@ -95,13 +104,22 @@ def _report_failure(spec: WorkerSpec, error: Exception) -> None:
     at_ns = time.monotonic_ns()
     known = error if isinstance(error, AioinferError) else None
     with contextlib.suppress(OSError):  # the parent has hung up
-        spec.control.send(("failed", FailureReport(spec.rank, known, traceback.format_exc(), at_ns, _arose_in_exchange(error))))
+        spec.control.send(
+            (
+                "failed",
+                FailureReport(
+                    spec.rank, known, traceback.format_exc(), at_ns, _arose_in_exchange(error)
+                ),
+            )
+        )
     os._exit(1)
 
 
 def _arose_in_exchange(error: BaseException) -> bool:
     """Whether an error, or the one that it was raised from, came out of torch's collectives."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     if any(module.startswith("torch.distributed") for module in modules):
         return True
     return error.__cause__ is not None and _arose_in_exchange(error.__cause__)
@@ -114,9 +132,11 @@ def _die_with_parent(lifeline: Connection) -> None:
 
 
 def _start(spec: WorkerSpec) -> Worker:
-    """Brings a worker up to the point where it can execute plans, telling the parent of each phase."""
+    """Brings a worker up to the point where it can execute plans, telling the parent of each
+    phase."""
     began = time.perf_counter()
-    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # until the decode steps are captured: see `GpuModelRunner`
+    # until the decode steps are captured: see `GpuModelRunner`
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     from aioinfer.worker.worker import Worker
 
     worker = Worker(spec.config, spec.folder, _join_group(spec), spec.engine)
@@ -128,7 +148,11 @@ def _start(spec: WorkerSpec) -> Worker:
     begun = time.perf_counter()
     worker.allocate(num_blocks, max_model_len)
     worker.warm_up()
-    phases = [("import", imported - began), ("load weights", loaded - imported), ("allocate, warm up", time.perf_counter() - begun)]
+    phases = [
+        ("import", imported - began),
+        ("load weights", loaded - imported),
+        ("allocate, warm up", time.perf_counter() - begun),
+    ]
     spec.control.send(("ready", (phases, worker.graph_bytes)))
     return worker
 
@@ -159,7 +183,8 @@ def _finish(spec: WorkerSpec, pending: Pending) -> None:
 
 
 class _FinishingThread:
-    """Finishes steps in order while the main thread launches the next step: a GPU must not stand idle between."""
+    """Finishes steps in order while the main thread launches the next step: a GPU must not stand
+    idle between."""
 
     def __init__(self, spec: WorkerSpec):
         self._pending: queue.SimpleQueue[Pending] = queue.SimpleQueue()
@@ -186,4 +211,6 @@ def _join_group(spec: WorkerSpec) -> Any:
     from aioinfer.worker.worker import choose_device
 
     store = TCPStore("127.0.0.1", spec.store_port, is_master=False)
-    return ParallelGroup.connect(spec.rank, spec.size, store, choose_device(spec.config, spec.rank, spec.engine))
+    return ParallelGroup.connect(
+        spec.rank, spec.size, store, choose_device(spec.config, spec.rank, spec.engine)
+    )

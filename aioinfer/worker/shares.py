@@ -1,7 +1,9 @@
-"""What the ranks tell each other where each has the logits of its own share of the vocabulary. The samplers call it.
+"""What the ranks tell each other where each has the logits of its own share of the vocabulary. The
+samplers call it.
 
-Full logits never cross. A filtered row needs each rank's largest logits, the candidates; from them every rank decides
-alike which tokens min-p, top-k and top-p keep, or that more candidates are needed.
+Full logits never cross. A filtered row needs each rank's largest logits, the candidates; from them
+every rank decides alike which tokens min-p, top-k and top-p keep, or that more candidates are
+needed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from aioinfer.scheduler.plan import F32, I32
 
 F64 = npt.NDArray[np.float64]
 
-#: Logits over temperature that a rank sends at first of a row with filters, and by how much it multiplies them if they do not suffice.
+#: Logits over temperature that a rank sends at first of a row with filters, and by how much it
+#: multiplies them if they do not suffice.
 CANDIDATES = 128
 MORE = 4
 
@@ -33,7 +36,8 @@ class Candidates:
         values: float32 [R, C], in any order, padded with minus infinity.
         tokens: int32 [R, C], their ids.
         largest: float32 [R]; NaN or infinity if a logit is.
-        mass: float64 [R], the sum of exp(value - largest) of all values; 0 where top-p does not ask.
+        mass: float64 [R], the sum of exp(value - largest) of all values; 0 where top-p does not
+            ask.
     """
 
     values: F32
@@ -45,10 +49,16 @@ class Candidates:
     def empty(cls, rows: int, count: int) -> Candidates:
         """Returns what a rank without tokens has."""
         values = np.full((rows, count), -np.inf, np.float32)
-        return cls(values, np.zeros((rows, count), np.int32), np.full(rows, -np.inf, np.float32), np.zeros(rows))
+        return cls(
+            values,
+            np.zeros((rows, count), np.int32),
+            np.full(rows, -np.inf, np.float32),
+            np.zeros(rows),
+        )
 
     def find(self, row: int, scaled: F32, first: int, top_p: float) -> None:
-        """Enters those of one row: `scaled` float32 [held] are its logits over temperature, of the token ids from `first` on."""
+        """Enters those of one row: `scaled` float32 [held] are its logits over temperature, of the
+        token ids from `first` on."""
         largest = scaled.max(initial=-np.inf)
         self.largest[row] = largest
         if not math.isfinite(largest):
@@ -56,7 +66,8 @@ class Candidates:
         if top_p < 1:
             self.mass[row] = np.exp(scaled - largest).sum(dtype=np.float64)
         count = min(self.values.shape[1], len(scaled))
-        at = np.flatnonzero(scaled >= largest - np.float32(8))  # mostly enough, and few to partition
+        # mostly enough, and few to partition
+        at = np.flatnonzero(scaled >= largest - np.float32(8))
         if len(at) < count:
             at = np.arange(len(scaled))
         if len(at) > count:
@@ -66,10 +77,15 @@ class Candidates:
 
 
 def keep_candidates(
-    candidates: Candidates, complete: npt.NDArray[np.bool_], vocab_size: int, top_k: int, top_p: float, min_p: float
+    candidates: Candidates,
+    complete: npt.NDArray[np.bool_],
+    vocab_size: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> tuple[F32, I32] | None:
-    """Returns the values and the tokens of one row that the filters keep, by the rules of `sampler.filter_tokens`, or None if more
-    candidates are needed to tell.
+    """Returns the values and the tokens of one row that the filters keep, by the rules of
+    `sampler.filter_tokens`, or None if more candidates are needed to tell.
 
     Args:
         candidates: of the row, with the ranks as rows; the largest of all is finite.
@@ -92,7 +108,9 @@ def keep_candidates(
         elif min_p > 0 or limits_k:
             return None
         else:
-            mass = float((candidates.mass * np.exp(candidates.largest.astype(np.float64) - largest)).sum())
+            mass = float(
+                (candidates.mass * np.exp(candidates.largest.astype(np.float64) - largest)).sum()
+            )
         reached = int(np.searchsorted(np.cumsum(kept, dtype=np.float64), top_p * mass))
         if reached < len(kept):
             border = max(border, float(falling[reached]))
@@ -102,32 +120,49 @@ def keep_candidates(
     return values[keep], tokens[keep]
 
 
-def gather(group: ParallelGroup, device: torch.device, *arrays: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+def gather(
+    group: ParallelGroup, device: torch.device, *arrays: npt.NDArray[Any]
+) -> list[npt.NDArray[Any]]:
     """Returns every rank's arrays, each [ranks, ...], in one exchange through tensors on `device`.
 
     The arrays' shapes and dtypes have to be the same on every rank.
     """
-    packed = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
-    everything = group.all_gather_last(torch.from_numpy(packed).to(device)).cpu().numpy().reshape(group.size, -1)
+    packed = np.concatenate(
+        [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    )
+    everything = (
+        group.all_gather_last(torch.from_numpy(packed).to(device))
+        .cpu()
+        .numpy()
+        .reshape(group.size, -1)
+    )
     ends = np.cumsum([array.nbytes for array in arrays])[:-1]
     parts = np.split(everything, ends, axis=1)
-    return [part.copy().view(array.dtype).reshape(group.size, *array.shape) for part, array in zip(parts, arrays, strict=True)]
+    return [
+        part.copy().view(array.dtype).reshape(group.size, *array.shape)
+        for part, array in zip(parts, arrays, strict=True)
+    ]
 
 
 def merge_logprobs(
-    vocabulary: Vocabulary, found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], top: int
+    vocabulary: Vocabulary,
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    top: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns log-probabilities over the whole vocabulary, from what each rank finds in its share, in one exchange. R rows.
+    """Returns log-probabilities over the whole vocabulary, from what each rank finds in its share,
+    in one exchange. R rows.
 
     Args:
         vocabulary: which token ids the ranks hold.
-        found: float32 [R], the logarithm of the sum of exp(logit) of the rank's tokens; float32 [R], the chosen token's
-            logit, minus infinity where another rank holds it; float32 and int32 [R, K], the rank's largest logits, largest
-            first, and their ids, K at least the smaller of `top` and what the rank holds.
+        found: float32 [R], the logarithm of the sum of exp(logit) of the rank's tokens; float32
+            [R], the chosen token's logit, minus infinity where another rank holds it; float32 and
+            int32 [R, K], the rank's largest logits, largest first, and their ids, K at least the
+            smaller of `top` and what the rank holds.
         top: how many of the likeliest tokens are wanted, at most the vocabulary.
 
     Returns:
-        logprobs: float32 [R]. top_tokens: int32 [R, top], likeliest first, the lower id among equals. top_logprobs: float32 [R, top].
+        logprobs: float32 [R]. top_tokens: int32 [R, top], likeliest first, the lower id among
+        equals. top_logprobs: float32 [R, top].
     """
     totals, own, values, tokens = found
     group, wider = vocabulary.group, (0, max(0, top - values.shape[1]))
@@ -138,8 +173,16 @@ def merge_logprobs(
     floats = ranks[:, :, : 2 + top].contiguous().view(torch.float32)
     total = floats[:, :, 0].logsumexp(dim=1)
     candidates, ids = floats[:, :, 2:].flatten(1), ranks[:, :, 2 + top :].flatten(1)
-    columns = [rank * top + i for rank in range(group.size) for i in range(min(top, vocabulary.held_by(rank)))]
+    columns = [
+        rank * top + i
+        for rank in range(group.size)
+        for i in range(min(top, vocabulary.held_by(rank)))
+    ]
     if len(columns) < candidates.shape[1]:
         candidates, ids = candidates[:, columns], ids[:, columns]
     best, order = candidates.sort(dim=1, descending=True, stable=True)
-    return floats[:, :, 1].amax(dim=1) - total, ids.gather(1, order[:, :top]), best[:, :top] - total[:, None]
+    return (
+        floats[:, :, 1].amax(dim=1) - total,
+        ids.gather(1, order[:, :top]),
+        best[:, :top] - total[:, None],
+    )

@@ -1,11 +1,13 @@
 """The state of the running requests, one slot each, in tensors on the worker's device.
 
-The model runner applies each step's plan to it and derives the step's inputs from it; the sampler reads how
-each request wants its tokens chosen. A request is written once, when it is admitted; after that only its
-block table and its tokens grow, and the tokens are written on the device: nothing comes back from the host.
-(Request state in fixed slots of the GPU is the idea of vLLM's second model runner.)
+The model runner applies each step's plan to it and derives the step's inputs from it; the sampler
+reads how each request wants its tokens chosen. A request is written once, when it is admitted;
+after that only its block table and its tokens grow, and the tokens are written on the device:
+nothing comes back from the host. (Request state in fixed slots of the GPU is the idea of vLLM's
+second model runner.)
 
-On the host there is only what decides which work a step has: `wishes`, `num_logprobs` and a copy of `banned_until`.
+On the host there is only what decides which work a step has: `wishes`, `num_logprobs` and a copy of
+`banned_until`.
 """
 
 from __future__ import annotations
@@ -66,11 +68,13 @@ class LogitBiases:
 
 
 class Occurrences:
-    """Which tokens a request holds, and how often it generated them, for those slots whose requests have penalties.
+    """Which tokens a request holds, and how often it generated them, for those slots whose requests
+    have penalties.
 
     Attributes:
-        rows: int32 [capacity, vocab_size]; the bit `IN_PROMPT` says that the token is in the prompt, the bits below
-            it count it in the output. The capacity doubles when it is used up.
+        rows: int32 [capacity, vocab_size]; the bit `IN_PROMPT` says that the token is in the
+            prompt, the bits below it count it in the output. The capacity doubles when it is used
+            up.
         row_of_slot: int64 [max_num_seqs], the row of each slot, or -1.
     """
 
@@ -81,7 +85,8 @@ class Occurrences:
         self._free: list[int] = []
 
     def start(self, slot: int, tokens: torch.Tensor, prompt_len: int) -> None:
-        """Begins the row of a slot with the tokens of its request so far (int32 [n], prompt and output)."""
+        """Begins the row of a slot with the tokens of its request so far (int32 [n], prompt and
+        output)."""
         row = self._row_of_slot.get(slot)
         if row is None:
             if not self._free:
@@ -109,21 +114,31 @@ class Slots:
     """Per-slot request state. S slots; every position is counted from the beginning of the prompt.
 
     Attributes:
-        tokens: int32 [S, max_model_len + 1], prompt and output. One more than a request can have, since the
-            last token is chosen but never computed.
+        tokens: int32 [S, max_model_len + 1], prompt and output. One more than a request can have,
+            since the last token is chosen but never computed.
         block_table: int32 [S, blocks of max_model_len], always valid block ids.
         seeds: int64 [S], the 64 bits that key the sampler's noise.
         top_k: int32 [S], 0 keeps all.
         banned_until: int32 [S], the first position that may take a banned token.
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [S].
-        integers, numbers: int32 [2, S] and float32 [6, S], of which those fields are the rows, in this order.
-        bias: the logit biases. banned: the tokens banned before min_tokens, biased by minus infinity.
+        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32
+            [S].
+        integers, numbers: int32 [2, S] and float32 [6, S], of which those fields are the rows, in
+            this order.
+        bias: the logit biases. banned: the tokens banned before min_tokens, biased by minus
+            infinity.
         occurrences: what penalties count.
         wishes: uint8 [S] on the host, which of the bits above apply to the slot.
         num_logprobs: int32 [S] on the host, how many of the likeliest tokens to report.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -147,7 +162,8 @@ class Slots:
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
 
     def apply(self, plan: StepPlan) -> None:
-        """Brings the slots up to date with a plan: block tables grow, then admitted requests take their slots."""
+        """Brings the slots up to date with a plan: block tables grow, then admitted requests take
+        their slots."""
         if len(plan.table_slots):
             where = self._upload(plan.table_slots).long(), self._upload(plan.table_indices).long()
             self.block_table[where] = self._upload(plan.table_blocks)
@@ -155,8 +171,10 @@ class Slots:
             self._admit(admission)
 
     def append(self, slot_ids: I32, positions: I32, tokens: torch.Tensor) -> None:
-        """Writes the tokens that a step chose (int32 [n] on the device, -1 where it could not) to `positions` of `slot_ids`."""
-        tokens = tokens.clamp(min=0)  # a row that failed must still leave an id that can be embedded
+        """Writes the tokens that a step chose (int32 [n] on the device, -1 where it could not) to
+        `positions` of `slot_ids`."""
+        # a row that failed must still leave an id that can be embedded
+        tokens = tokens.clamp(min=0)
         slots = self._upload(slot_ids).long()
         self.tokens[slots, self._upload(positions).long()] = tokens
         penalized = np.flatnonzero(self.wishes[slot_ids] & PENALIZED)
@@ -165,7 +183,8 @@ class Slots:
             self.occurrences.add(slots[rows], tokens[rows].long())
 
     def current_wishes(self, slot_ids: I32, positions: I32) -> npt.NDArray[np.uint8]:
-        """Returns the wishes (uint8 [n]) that bear on the choice of the tokens at `positions` of `slot_ids`."""
+        """Returns the wishes (uint8 [n]) that bear on the choice of the tokens at `positions` of
+        `slot_ids`."""
         wishes = self.wishes[slot_ids]
         wishes[positions >= self._banned_until[slot_ids]] &= ~np.uint8(BANNED)
         return wishes
@@ -182,7 +201,10 @@ class Slots:
         self.occurrences = Occurrences(slots, vocab_size, self.device)
 
     def _admit(self, admission: Admission) -> None:
-        """Overwrites a slot. Its former block table may stay: entries past a request's length are never read."""
+        """Overwrites a slot.
+
+        Its former block table may stay: entries past a request's length are never read.
+        """
         slot, params = admission.slot, admission.params
         tokens = self._upload(admission.tokens)
         self.tokens[slot, : len(tokens)] = tokens
@@ -192,12 +214,15 @@ class Slots:
         self.note(admission)
 
     def note(self, admission: Admission) -> None:
-        """Enters what few requests ask for, and what the host keeps, of a request whose tokens are in its slot."""
+        """Enters what few requests ask for, and what the host keeps, of a request whose tokens are
+        in its slot."""
         slot, params = admission.slot, admission.params
         self.bias.set(slot, params.logit_bias)
         self.banned.set(slot, dict.fromkeys(admission.banned_until_min_tokens, -math.inf))
         if params.has_penalties:
-            self.occurrences.start(slot, self.tokens[slot, : len(admission.tokens)], admission.prompt_len)
+            self.occurrences.start(
+                slot, self.tokens[slot, : len(admission.tokens)], admission.prompt_len
+            )
         else:
             self.occurrences.stop(slot)
         self.wishes[slot] = _wishes(params) | BANNED * bool(admission.banned_until_min_tokens)
@@ -211,7 +236,11 @@ class Slots:
 
 def banned_until(admission: Admission) -> int:
     """Returns the first position at which a request may take a banned token."""
-    return admission.prompt_len + admission.params.min_tokens if admission.banned_until_min_tokens else 0
+    return (
+        admission.prompt_len + admission.params.min_tokens
+        if admission.banned_until_min_tokens
+        else 0
+    )
 
 
 def numbers_of(params: SamplingParams) -> tuple[float, ...]:

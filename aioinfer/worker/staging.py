@@ -1,6 +1,8 @@
-"""Pinned memory through which the arrays of a step reach the GPU: packed into one copy that the host does not wait for.
+"""Pinned memory through which the arrays of a step reach the GPU: packed into one copy that the
+host does not wait for.
 
-The GPU model runner owns one. Buffers are used in turn; a buffer is written again only when the step that read it is over.
+The GPU model runner owns one. Buffers are used in turn; a buffer is written again only when the
+step that read it is over.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import torch
 
 from aioinfer.scheduler.plan import I32
 
-#: Steps whose host and result buffers may be in use at a time: two are in flight, one is being prepared, one is being read.
+#: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
+#: prepared, one is being read.
 TURNS = 4
 _LEAST = 1 << 14
 
 
 class Staging:
-    """Uploads of int32 arrays. `device` is that of the steps; on a CPU (in tests) nothing is pinned.
+    """Uploads of int32 arrays. `device` is that of the steps; on a CPU (in tests) nothing is
+    pinned.
 
     Attributes:
         turn: which of the `TURNS` buffers the current step uses.
@@ -31,7 +35,10 @@ class Staging:
         self._over: list[torch.cuda.Event | None] = [None] * TURNS
 
     def begin(self) -> int:
-        """Begins a step: takes the next buffer, and waits for the step that used it. Returns the turn."""
+        """Begins a step: takes the next buffer, and waits for the step that used it.
+
+        Returns the turn.
+        """
         self.turn = (self.turn + 1) % TURNS
         over = self._over[self.turn]
         if over is not None:
@@ -51,10 +58,14 @@ class Staging:
         buffer = self._buffers[self.turn]
         np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy()[:total])
         uploaded = buffer[:total].to(self._device, non_blocking=True, copy=True)
-        return [part.view(array.shape) for part, array in zip(uploaded.split(sizes), arrays, strict=True)]
+        return [
+            part.view(array.shape)
+            for part, array in zip(uploaded.split(sizes), arrays, strict=True)
+        ]
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """Returns int32 [size] of this step's pinned memory, to be filled and copied instead of `upload`."""
+        """Returns int32 [size] of this step's pinned memory, to be filled and copied instead of
+        `upload`."""
         if len(self._buffers[self.turn]) < size:
             self._buffers[self.turn] = self._make(1 << size.bit_length())
         return self._buffers[self.turn][:size]

@@ -1,7 +1,8 @@
 """A worker: one tensor-parallel rank's model, KV cache and request slots on one device.
 
-An executor makes it, in a process of its own or in a thread of the server's, and calls `load`, `allocate` (with
-numbers that every rank can keep), `warm_up`, and from then on `execute` for each plan, in order.
+An executor makes it, in a process of its own or in a thread of the server's, and calls `load`,
+`allocate` (with numbers that every rank can keep), `warm_up`, and from then on `execute` for each
+plan, in order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     Pending = PendingResult | PendingGpuResult
 
 CPU_BLOCK_SIZE = 16
-GPU_BLOCK_SIZE = 128  # a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
+# a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
+GPU_BLOCK_SIZE = 128
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,7 +97,9 @@ class Worker:
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
         self._exchange: Exchange | None = None
-        self.block_size = config.cache.block_size or (CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE)
+        self.block_size = config.cache.block_size or (
+            CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE
+        )
 
     def load(self, on_progress: Callable[[int, int], None]) -> LoadReport:
         """Loads the weights and finds out how many KV blocks there can be.
@@ -109,7 +113,9 @@ class Worker:
         config = self._config
         if self.device.type == "cpu":
             num_workers = self._group.size * config.parallel.data_parallel_size
-            threads = config.parallel.cpu_threads or max(1, len(os.sched_getaffinity(0)) // num_workers)
+            threads = config.parallel.cpu_threads or max(
+                1, len(os.sched_getaffinity(0)) // num_workers
+            )
             torch.set_num_threads(threads)
             device_name = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
         else:
@@ -120,11 +126,16 @@ class Worker:
         self._vocab_size = arch.vocab_size
         self._dtype, dtype_text = choose_dtype(config.model.dtype, arch.dtype, self.device)
         self._model = build_model(arch, self._group, self._dtype, self.device)
-        load_weights(self._model, self._folder, config.model.load_format, config.model.seed, on_progress)
+        load_weights(
+            self._model, self._folder, config.model.load_format, config.model.seed, on_progress
+        )
         self._model.finalize()
         bytes_per_block = math.prod(self._kv_shape(1)) * self._dtype.itemsize
         available = available_bytes(
-            config, self.device, lambda: self._run_largest_step(arch.max_position_embeddings), self._captured_share()
+            config,
+            self.device,
+            lambda: self._run_largest_step(arch.max_position_embeddings),
+            self._captured_share(),
         )
         return LoadReport(
             device=device_name,
@@ -132,7 +143,9 @@ class Worker:
             weights_bytes=self._model.weights_bytes,
             block_size=self.block_size,
             bytes_per_block=bytes_per_block,
-            max_blocks=count_blocks(config, self.device, bytes_per_block, self.block_size, available),
+            max_blocks=count_blocks(
+                config, self.device, bytes_per_block, self.block_size, available
+            ),
             model_max_len=arch.max_position_embeddings,
             vocab_size=arch.vocab_size,
         )
@@ -144,12 +157,16 @@ class Worker:
             num_blocks: KV blocks, the same on every rank.
             max_model_len: the most tokens of a request, prompt and output together.
         """
-        self._runner = self._make_runner(num_blocks, self._config.scheduler.max_num_seqs, max_model_len)
+        self._runner = self._make_runner(
+            num_blocks, self._config.scheduler.max_num_seqs, max_model_len
+        )
 
     def warm_up(self) -> None:
-        """Runs a prefill and a decode step, so that the first request is not slower; leaves no trace of them.
+        """Runs a prefill and a decode step, so that the first request is not slower; leaves no
+        trace of them.
 
-        On a GPU all kernels are compiled first, and at last the graphs of decode steps are captured.
+        On a GPU all kernels are compiled first, and at last the graphs of decode steps are
+        captured.
         """
         runner = self._runner
         if isinstance(runner, ModelRunner):
@@ -166,14 +183,31 @@ class Worker:
         self.compilations = CompilationWatch()
 
     def _rehearse(self) -> None:
-        """Executes a prefill and a decode step in which requests ask for everything, and forgets them."""
+        """Executes a prefill and a decode step in which requests ask for everything, and forgets
+        them."""
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), runner.kv.shape[2])
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        wishes = SamplingParams(top_k=5, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1, min_tokens=9)
+        wishes = SamplingParams(
+            top_k=5,
+            top_p=0.9,
+            repetition_penalty=1.1,
+            logit_bias={0: 1.0},
+            logprobs=1,
+            min_tokens=9,
+        )
         admissions = [
-            Admission(0, np.zeros(prompt_len, np.int32), prompt_len, SamplingParams(temperature=0), seed=0),
-            Admission(1, np.zeros(prompt_len, np.int32), prompt_len, wishes, seed=0, banned_until_min_tokens=(1,)),
+            Admission(
+                0, np.zeros(prompt_len, np.int32), prompt_len, SamplingParams(temperature=0), seed=0
+            ),
+            Admission(
+                1,
+                np.zeros(prompt_len, np.int32),
+                prompt_len,
+                wishes,
+                seed=0,
+                banned_until_min_tokens=(1,),
+            ),
         ]
         runner.step(_make_plan([prompt_len] * rows, 0, self.block_size, admissions[:rows])).wait()
         if prompt_len < min(self.block_size, slots.max_model_len):
@@ -182,14 +216,19 @@ class Worker:
         runner.kv[:, :, :rows] = 0
 
     def execute(self, plan: StepPlan) -> Pending:
-        """Starts a plan; the result can be waited for. Plans are executed in the order of the calls."""
+        """Starts a plan; the result can be waited for.
+
+        Plans are executed in the order of the calls.
+        """
         return self._runner.step(plan)
 
     def _kv_shape(self, num_blocks: int) -> tuple[int, ...]:
         model = self._model
         return 2, model.num_layers, num_blocks, self.block_size, model.num_kv_heads, model.head_size
 
-    def _make_runner(self, num_blocks: int, max_num_seqs: int, max_model_len: int) -> ModelRunner | GpuModelRunner:
+    def _make_runner(
+        self, num_blocks: int, max_num_seqs: int, max_model_len: int
+    ) -> ModelRunner | GpuModelRunner:
         slots = Slots(max_num_seqs, max_model_len, self.block_size, self._vocab_size, self.device)
         kv = make_kv(self._kv_shape(num_blocks), self._dtype, self.device)
         if self.device.type == "cpu":
@@ -197,10 +236,15 @@ class Worker:
         from aioinfer.models.llama_gpu import GpuLlama
         from aioinfer.worker.gpu_runner import GpuModelRunner
 
-        if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(self._arch, self.block_size, self._group.size):
-            return ModelRunner(self._model, kv, slots)  # plain torch, for shapes that the kernels lack
+        if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(
+            self._arch, self.block_size, self._group.size
+        ):
+            # plain torch, for shapes that the kernels lack
+            return ModelRunner(self._model, kv, slots)
         is_hopper = torch.cuda.get_device_capability(self.device)[0] >= 9
-        model = GpuLlama(self._model, kv, dependent_launch=is_hopper, exchange=self._join_exchange())
+        model = GpuLlama(
+            self._model, kv, dependent_launch=is_hopper, exchange=self._join_exchange()
+        )
         return GpuModelRunner(model, kv, slots, self._config.scheduler.max_num_batched_tokens)
 
     def _join_exchange(self) -> Exchange | None:
@@ -211,7 +255,9 @@ class Worker:
             limits, hidden = self._config.scheduler, self._arch.hidden_size
             longest = max(limits.max_num_batched_tokens, limits.max_num_seqs)
             layout = ExchangeLayout.of(self._group.size, longest, hidden, self._dtype)
-            self._exchange = Exchange(self._group.peer_buffer(layout.nbytes), layout, hidden, self._dtype)
+            self._exchange = Exchange(
+                self._group.peer_buffer(layout.nbytes), layout, hidden, self._dtype
+            )
         return self._exchange
 
     def _captured_share(self) -> float:
@@ -224,7 +270,8 @@ class Worker:
         return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
-        """Computes as many tokens, and chooses as many, as a step may, with a cache that is just large enough."""
+        """Computes as many tokens, and chooses as many, as a step may, with a cache that is just
+        large enough."""
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
         rows = min(limits.max_num_seqs, budget)
@@ -233,7 +280,8 @@ class Worker:
         runner = self._make_runner(rows * -(-longest // self.block_size), rows, longest)
         prompt = np.zeros(longest, np.int32)
         admissions = [
-            Admission(slot, prompt[:length], length, SamplingParams(temperature=0), seed=0) for slot, length in enumerate(lengths)
+            Admission(slot, prompt[:length], length, SamplingParams(temperature=0), seed=0)
+            for slot, length in enumerate(lengths)
         ]
         plan = _make_plan(lengths, 0, self.block_size, admissions)
         if not isinstance(runner, ModelRunner):
@@ -244,8 +292,11 @@ class Worker:
         runner.step(plan).wait()
 
 
-def _make_plan(lengths: list[int], start: int, block_size: int, admissions: Sequence[Admission] = ()) -> StepPlan:
-    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and chooses the next one.
+def _make_plan(
+    lengths: list[int], start: int, block_size: int, admissions: Sequence[Admission] = ()
+) -> StepPlan:
+    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and chooses the next
+    one.
 
     Admitted ones get their KV blocks one after the other from block 0 on.
     """
@@ -262,27 +313,36 @@ def _make_plan(lengths: list[int], start: int, block_size: int, admissions: Sequ
 
 
 def choose_device(config: Config, rank: int, engine: int = 0) -> torch.device:
-    """Returns the device of an engine's rank. Raises `ConfigError` if it should be a GPU and there are too few."""
+    """Returns the device of an engine's rank.
+
+    Raises `ConfigError` if it should be a GPU and there are too few.
+    """
     wanted = config.parallel.device
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
     if not count:
-        raise ConfigError("parallel.device = 'cuda', and there is no GPU that torch can use: set it to 'cpu' or 'auto'")
+        raise ConfigError(
+            "parallel.device = 'cuda', and there is no GPU that torch can use: set "
+            "it to 'cpu' or 'auto'"
+        )
     size, engines = config.parallel.tensor_parallel_size, config.parallel.data_parallel_size
     if size * engines > count:
         settings = {"parallel.tensor_parallel_size": size, "parallel.data_parallel_size": engines}
         above_one = {name: value for name, value in settings.items() if value > 1}
         product = " times ".join(f"{name} = {value}" for name, value in above_one.items())
-        raise ConfigError(f"{product} takes {size * engines} GPUs, and torch finds {count}: lower {' or '.join(above_one)}")
+        raise ConfigError(
+            f"{product} takes {size * engines} GPUs, and torch finds {count}: lower "
+            f"{' or '.join(above_one)}"
+        )
     return torch.device("cuda", engine * size + rank)
 
 
 def choose_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     """Returns the dtype of weights and arithmetic, and how to call it in the start-up table.
 
-    Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as long: on a CPU it is
-    float32, unless the configuration says otherwise.
+    Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as
+    long: on a CPU it is float32, unless the configuration says otherwise.
 
     Args:
         wanted: the configured dtype, or "auto".

@@ -1,7 +1,9 @@
-"""The client: sends one request and times its reply. Called by `load`, many at a time on one event loop.
+"""The client: sends one request and times its reply. Called by `load`, many at a time on one event
+loop.
 
-Of the 20 µs that a chunk costs here (uvloop, one a read, AMD EPYC), its JSON takes 0.6 with orjson; a search for the text and for an
-end or an error in the bytes takes 1.0. So each is decoded, and a broken one is noticed. Both packages are used where installed.
+Of the 20 µs that a chunk costs here (uvloop, one a read, AMD EPYC), its JSON takes 0.6 with orjson;
+a search for the text and for an end or an error in the bytes takes 1.0. So each is decoded, and a
+broken one is noticed. Both packages are used where installed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Record:
         chunks: how many of those came.
         max_tokens: the most tokens that were asked for.
         prompt_tokens, output_tokens: what the server's `usage` says; None without it.
-        cached_tokens: the prompt tokens that the server says it found in its cache; None if it does not say.
+        cached_tokens: the prompt tokens that the server says it found in its cache; None if it does
+            not say.
         turn: the number of the request in its conversation, from 1; 0 outside of one.
         text: the reply's text, if it was asked for.
         error: the kind of failure; None for a request that succeeded.
@@ -80,7 +83,11 @@ class Record:
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first; None where it has no meaning."""
-        return None if self.ttft is None or self.tokens < 2 else (self.e2e - self.ttft) / (self.tokens - 1)
+        return (
+            None
+            if self.ttft is None or self.tokens < 2
+            else (self.e2e - self.ttft) / (self.tokens - 1)
+        )
 
 
 class Client:
@@ -92,44 +99,71 @@ class Client:
         headers: sent with every request.
     """
 
-    def __init__(self, base_url: str, *, timeout_s: float = 600.0, headers: dict[str, str] | None = None):
+    def __init__(
+        self, base_url: str, *, timeout_s: float = 600.0, headers: dict[str, str] | None = None
+    ):
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json", **(headers or {})}
 
     async def __aenter__(self) -> Client:
-        # no limit of connections: the load's shape says how many there are; no session timeout: `send` has its own
+        # no limit of connections: the load's shape says how many there are; no session timeout:
+        # `send` has its own
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(), headers=self._headers, auto_decompress=True
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(),
+            headers=self._headers,
+            auto_decompress=True,
         )
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self._session.close()
 
     async def first_model(self) -> str:
         """Returns the first model that the server lists. Raises `ReplyError`."""
         try:
-            async with asyncio.timeout(self._timeout_s), self._session.get(f"{self.base_url}/v1/models") as response:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.get(f"{self.base_url}/v1/models") as response,
+            ):
                 await _raise_for_status(response)
                 return str(loads(await response.read())["data"][0]["id"])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ReplyError(type(error).__name__, f"{self.base_url}: {error or 'no answer'}") from error
+            raise ReplyError(
+                type(error).__name__, f"{self.base_url}: {error or 'no answer'}"
+            ) from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ReplyError("no model", f"{self.base_url}/v1/models lists no model: name one with --model") from error
+            raise ReplyError(
+                "no model", f"{self.base_url}/v1/models lists no model: name one with --model"
+            ) from error
 
     async def send(self, shape: RequestShape, call: Call, *, keep_text: bool = False) -> Record:
-        """Sends a request and returns its record, with the reply's text if wanted. A failure is part of the record, never raised."""
+        """Sends a request and returns its record, with the reply's text if wanted.
+
+        A failure is part of the record, never raised.
+        """
         record = Record(perf_counter(), call.max_tokens)
         try:
-            async with asyncio.timeout(self._timeout_s), self._session.post(self.base_url + shape.path, data=call.body) as response:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.post(self.base_url + shape.path, data=call.body) as response,
+            ):
                 await _raise_for_status(response)
                 read = _read_stream if shape.stream else _read_whole
                 await read(response, record, keep_text)
         except ReplyError as error:
             record.error, record.example = error.kind, str(error)
         except TimeoutError:
-            record.error, record.example = "timeout", f"no complete reply within {self._timeout_s:g} s"
+            record.error, record.example = (
+                "timeout",
+                f"no complete reply within {self._timeout_s:g} s",
+            )
         except (aiohttp.ClientError, OSError) as error:
             record.error, record.example = type(error).__name__, str(error)[:MAX_EXAMPLE]
         record.e2e = perf_counter() - record.sent
@@ -174,7 +208,11 @@ async def _read_stream(response: aiohttp.ClientResponse, record: Record, keep_te
             record.chunks += 1
     record.text = "".join(texts)
     if not complete:
-        raise ReplyError("incomplete stream", f"the stream ended after {record.chunks} chunks with neither a finish_reason nor [DONE]")
+        raise ReplyError(
+            "incomplete stream",
+            f"the stream ended after {record.chunks} chunks "
+            f"with neither a finish_reason nor [DONE]",
+        )
     if not record.chunks and not record.output_tokens:
         raise ReplyError("empty reply", "the stream ended without any output")
 
@@ -190,7 +228,10 @@ async def _read_whole(response: aiohttp.ClientResponse, record: Record, keep_tex
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object of an event or a reply. Raises `ReplyError`, also for one that tells of an error."""
+    """Returns the JSON object of an event or a reply.
+
+    Raises `ReplyError`, also for one that tells of an error.
+    """
     try:
         parsed = loads(data)
     except ValueError:
@@ -206,7 +247,10 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 def _take_usage(reply: dict[str, Any], record: Record) -> None:
     usage = reply.get("usage") or {}
-    record.prompt_tokens, record.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    record.prompt_tokens, record.output_tokens = (
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens"),
+    )
     record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
@@ -219,20 +263,25 @@ def _has_output(choice: dict[str, Any]) -> bool:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Returns the text of a choice, streamed or whole, without what a model that reasons thought before it."""
+    """Returns the text of a choice, streamed or whole, without what a model that reasons thought
+    before it."""
     made = choice.get("delta") or choice.get("message") or choice
     return made.get("text") or made.get("content") or ""
 
 
 class EventSplitter:
-    """Cuts a byte stream into the data of its server-sent events (WHATWG HTML, section 9.2, as far as servers use it)."""
+    """Cuts a byte stream into the data of its server-sent events (WHATWG HTML, section 9.2, as far
+    as servers use it)."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, block: bytes) -> Iterator[bytes]:
-        """Yields the data of each event that `block` completes. Raises `ReplyError` for one beyond all bounds."""
+        """Yields the data of each event that `block` completes.
+
+        Raises `ReplyError` for one beyond all bounds.
+        """
         *lines, self._rest = (self._rest + block).split(b"\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ReplyError("bad reply", f"an event of more than {MAX_EVENT_BYTES} bytes")

@@ -1,4 +1,5 @@
-"""One load from several client processes, so that it is the server that is measured and not its client."""
+"""One load from several client processes, so that it is the server that is measured and not its
+client."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process sends: its part of a load, whose items are those of `workload` from `first` on."""
+    """What one process sends: its part of a load, whose items are those of `workload` from `first`
+    on."""
 
     target: Target
     workload: Workload
@@ -45,7 +47,8 @@ class Share:
 
 
 class ClientProcesses:
-    """Processes that wait for loads to send, as a context manager. Each has an event loop and connections of its own.
+    """Processes that wait for loads to send, as a context manager. Each has an event loop and
+    connections of its own.
 
     Args:
         count: how many; a load of fewer streams uses as many as it has streams.
@@ -56,16 +59,24 @@ class ClientProcesses:
         self._clients: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> ClientProcesses:
-        context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of whatever the caller runs
+        # a fork would copy the threads' locks of whatever the caller runs
+        context = multiprocessing.get_context("spawn")
         for number in range(self._count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve_loads, args=(theirs,), name=f"client {number}", daemon=True)
+            process = context.Process(
+                target=_serve_loads, args=(theirs,), name=f"client {number}", daemon=True
+            )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._clients.append((process, ours))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for _, connection in self._clients:
             connection.close()
         for process, _ in self._clients:
@@ -84,19 +95,26 @@ class ClientProcesses:
         first: int = 0,
         on_progress: Callable[[int, int], None] = lambda done, failed: None,
     ) -> Run:
-        """Sends a load and returns the run as if one client had sent it: all records are merged, not their percentiles.
+        """Sends a load and returns the run as if one client had sent it: all records are merged,
+        not their percentiles.
 
         Args:
             first: the number of the first item of the workload that is sent.
-            on_progress: called now and then with the numbers of requests that have ended and that have failed.
+            on_progress: called now and then with the numbers of requests that have ended and that
+                have failed.
 
         Raises:
             RuntimeError: a process ended.
         """
         count = min(self._count, load.concurrency)
-        return self._send([Share(target, workload, load, number, count, first) for number in range(count)], on_progress)
+        return self._send(
+            [Share(target, workload, load, number, count, first) for number in range(count)],
+            on_progress,
+        )
 
-    def run_load(self, url: str, shape: RequestShape, calls: Sequence[Call], concurrency: int) -> Run:
+    def run_load(
+        self, url: str, shape: RequestShape, calls: Sequence[Call], concurrency: int
+    ) -> Run:
         """Sends `calls` as a closed loop of `concurrency` in all. The rest is as for `send`."""
         count = min(self._count, concurrency)
         whole = Load(concurrency)
@@ -122,8 +140,13 @@ class ClientProcesses:
             raise RuntimeError("a client process ended before its load did") from error
 
 
-def _collect(connections: Sequence[Connection], on_progress: Callable[[int, int], None]) -> list[Run]:
-    """Returns the run of each process, in their order. Until then they send the numbers of ended and of failed requests."""
+def _collect(
+    connections: Sequence[Connection], on_progress: Callable[[int, int], None]
+) -> list[Run]:
+    """Returns the run of each process, in their order.
+
+    Until then they send the numbers of ended and of failed requests.
+    """
     runs: dict[Connection, Run] = {}
     counts = dict.fromkeys(connections, (0, 0))
     while waiting := [connection for connection in connections if connection not in runs]:
@@ -132,9 +155,14 @@ def _collect(connections: Sequence[Connection], on_progress: Callable[[int, int]
             message = ready.recv()
             if isinstance(message, Run):
                 runs[ready] = message
-                message = len(message.records), sum(record.error is not None for record in message.records)
+                message = (
+                    len(message.records),
+                    sum(record.error is not None for record in message.records),
+                )
             counts[ready] = message
-        on_progress(sum(done for done, _ in counts.values()), sum(failed for _, failed in counts.values()))
+        on_progress(
+            sum(done for done, _ in counts.values()), sum(failed for _, failed in counts.values())
+        )
     return [runs[connection] for connection in connections]
 
 
@@ -145,7 +173,8 @@ def _serve_loads(connection: Connection) -> None:
             share = connection.recv()
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 connection.send(runner.run(_send_share(share, connection)))
-    except* (EOFError, ConnectionError, KeyboardInterrupt):  # in mid-load a task finds out, and the failure comes as one of a group
+    # in mid-load a task finds out, and the failure comes as one of a group
+    except* (EOFError, ConnectionError, KeyboardInterrupt):
         pass
 
 
@@ -161,13 +190,25 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _send_share(share: Share, connection: Connection) -> Run:
     target, load = share.target, share.load
     numbers = load.arrivals(share.process, share.processes)
-    arrivals = prepare((index, at, share.workload.item(share.first + index)) for index, at in numbers)
+    arrivals = prepare(
+        (index, at, share.workload.item(share.first + index)) for index, at in numbers
+    )
     progress = _Progress(connection)
-    async with Client(target.url, timeout_s=target.timeout_s, headers=dict(target.headers)) as client:
+    async with Client(
+        target.url, timeout_s=target.timeout_s, headers=dict(target.headers)
+    ) as client:
         connection.send(None)
         begin = connection.recv()
         concurrency = load.concurrency_of(share.process, share.processes)
-        return await send_load(client, target.shape, arrivals, load, concurrency=concurrency, begin=begin, on_done=progress.add)
+        return await send_load(
+            client,
+            target.shape,
+            arrivals,
+            load,
+            concurrency=concurrency,
+            begin=begin,
+            on_done=progress.add,
+        )
 
 
 class _Progress:

@@ -1,7 +1,9 @@
-"""Conversations of several turns: each user sends the next turn when the former one is answered, with all that was said before.
+"""Conversations of several turns: each user sends the next turn when the former one is answered,
+with all that was said before.
 
-The history holds the answers that the model really gave, as a chat's does, so a server with a prefix cache finds in it what it computed
-for the turn before. Conversations are made from a seed, or their users' turns are taken from a file (ShareGPT's format). Called by `load`.
+The history holds the answers that the model really gave, as a chat's does, so a server with a
+prefix cache finds in it what it computed for the turn before. Conversations are made from a seed,
+or their users' turns are taken from a file (ShareGPT's format). Called by `load`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _USERS = ("human", "user")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, how many tokens are asked for, and the seconds that the user thinks before it."""
+    """What a user says, how many tokens are asked for, and the seconds that the user thinks before
+    it."""
 
     text: str
     max_tokens: int
@@ -50,7 +53,8 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """A workload of conversations, from a file in order and from its beginning again, or of random words where there is none.
+    """A workload of conversations, from a file in order and from its beginning again, or of random
+    words where there is none.
 
     Attributes:
         turns: how many a conversation has; one of a file ends sooner if it has fewer.
@@ -76,23 +80,34 @@ class Conversations:
             system, texts = transcript.system, transcript.texts[:count]
         else:
             maker = PromptMaker(None)
-            texts = tuple(str(maker.make(self.input_len.draw(random), random)) for _ in range(count))
+            texts = tuple(
+                str(maker.make(self.input_len.draw(random), random)) for _ in range(count)
+            )
         pauses = [0.0, *(random.exponential(self.think_s) for _ in texts[1:])]
-        turns = (Turn(text, self.output_len.draw(random), pause) for text, pause in zip(texts, pauses, strict=True))
+        turns = (
+            Turn(text, self.output_len.draw(random), pause)
+            for text, pause in zip(texts, pauses, strict=True)
+        )
         return Conversation(tuple(turns), system)
 
 
-async def converse(client: Client, shape: RequestShape, conversation: Conversation) -> AsyncIterator[Record]:
-    """Sends the turns one after another and yields their records. A turn that fails ends the conversation.
+async def converse(
+    client: Client, shape: RequestShape, conversation: Conversation
+) -> AsyncIterator[Record]:
+    """Sends the turns one after another and yields their records. A turn that fails ends the
+    conversation.
 
-    The chat endpoint gets messages; the completions endpoint a text of all that was said, a paragraph each.
+    The chat endpoint gets messages; the completions endpoint a text of all that was said, a
+    paragraph each.
     """
     messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
     for number, turn in enumerate(conversation.turns, 1):
         if turn.think_s:
             await asyncio.sleep(turn.think_s)
         messages.append({"role": "user", "content": turn.text})
-        prompt = messages if shape.chat else "".join(f"{message['content']}\n\n" for message in messages)
+        prompt = (
+            messages if shape.chat else "".join(f"{message['content']}\n\n" for message in messages)
+        )
         record = await client.send(shape, shape.call(prompt, turn.max_tokens), keep_text=True)
         record.turn = number
         messages.append({"role": "assistant", "content": record.text})
@@ -103,10 +118,12 @@ async def converse(client: Client, shape: RequestShape, conversation: Conversati
 
 
 def read_transcripts(file: Path) -> list[Transcript]:
-    """Returns the conversations of a JSON list or a JSONL file in ShareGPT's format, without those in which no user speaks.
+    """Returns the conversations of a JSON list or a JSONL file in ShareGPT's format, without those
+    in which no user speaks.
 
-    A conversation is an object with `conversations`, a list of `from` ("human" or "user", "gpt", "system") and `value`,
-    or with `messages`, a list of OpenAI's `role` and `content`. Recorded answers are left out.
+    A conversation is an object with `conversations`, a list of `from` ("human" or "user", "gpt",
+    "system") and `value`, or with `messages`, a list of OpenAI's `role` and `content`. Recorded
+    answers are left out.
 
     Raises:
         ValueError: an entry, named by its number, is not that, or no user speaks in any.
@@ -114,7 +131,11 @@ def read_transcripts(file: Path) -> list[Transcript]:
     """
     text = file.read_text("utf-8")
     try:
-        entries = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+        entries = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [json.loads(line) for line in text.splitlines() if line.strip()]
+        )
     except ValueError as error:
         raise ValueError(f"{file}: neither a JSON list nor JSON lines: {error}") from error
     transcripts = []
@@ -122,7 +143,10 @@ def read_transcripts(file: Path) -> list[Transcript]:
         try:
             transcript = _transcript(entry)
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}, conversation {number}: an object with `conversations` or `messages` is needed") from error
+            raise ValueError(
+                f"{file}, conversation {number}: an object with `conversations` or "
+                f"`messages` is needed"
+            ) from error
         if transcript.texts:
             transcripts.append(transcript)
     if not transcripts:
@@ -138,4 +162,6 @@ def _transcript(entry: dict[str, Any]) -> Transcript:
     if not all(isinstance(text, str) for _, text in said):
         raise TypeError("a message without text")
     systems = [text for speaker, text in said if speaker in _SYSTEM]
-    return Transcript("\n\n".join(systems), tuple(text for speaker, text in said if speaker in _USERS and text))
+    return Transcript(
+        "\n\n".join(systems), tuple(text for speaker, text in said if speaker in _USERS and text)
+    )

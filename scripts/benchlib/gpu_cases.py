@@ -1,4 +1,5 @@
-"""What `bench_gpu.py` measures: model folders, and cases, which say how many requests there are, how long, and their prompts."""
+"""What `bench_gpu.py` measures: model folders, and cases, which say how many requests there are,
+how long, and their prompts."""
 
 from __future__ import annotations
 
@@ -13,9 +14,22 @@ import numpy as np
 from benchlib.vllm_figures import VLLM_H200, Figures
 from benchlib.workload import IntRange
 
-OFFLINE_CASES = ["d1", "d8", "d32", "d128", "d256", "p16", "l32", "nano", "k8x8000", "k8x8000x192", "k64x2000"]
+OFFLINE_CASES = [
+    "d1",
+    "d8",
+    "d32",
+    "d128",
+    "d256",
+    "p16",
+    "l32",
+    "nano",
+    "k8x8000",
+    "k8x8000x192",
+    "k64x2000",
+]
 HTTP_CASES = ["h256", "h512", "s256", "s512", "mix", "h1"]
-#: Prompts are drawn from these token ids: no special ones below, and no more than the vocabularies of common models above.
+#: Prompts are drawn from these token ids: no special ones below, and no more than the vocabularies
+#: of common models above.
 TOKEN_IDS = IntRange(100, 39_999)
 #: So many output tokens a warm-up asks for, at the case's own prompt lengths.
 WARMUP_OUTPUT_LEN = 16
@@ -41,13 +55,21 @@ class Model:
 
     @classmethod
     def load(cls, folder: Path, num_gpus: int = 1) -> Model:
-        """Raises `ValueError` if config.json is not one of a language model, `OSError` if it cannot be read."""
+        """Raises `ValueError` if config.json is not one of a language model, `OSError` if it cannot
+        be read."""
         fields = json.loads((folder / "config.json").read_text("utf-8"))
         try:
             shape = fields["hidden_size"], fields["num_hidden_layers"], num_gpus
-            return cls(folder.resolve(), fields["vocab_size"], fields["max_position_embeddings"], VLLM_H200.get(shape, {}))
+            return cls(
+                folder.resolve(),
+                fields["vocab_size"],
+                fields["max_position_embeddings"],
+                VLLM_H200.get(shape, {}),
+            )
         except (LookupError, TypeError) as error:
-            raise ValueError(f"{folder}/config.json describes no language model: {error!r}") from error
+            raise ValueError(
+                f"{folder}/config.json describes no language model: {error!r}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +94,17 @@ class Case:
 
     @classmethod
     def parse(cls, name: str, http: bool) -> Case:
-        """Returns the case of a name; what the names mean is in the docstring of bench_gpu.py. Raises `ValueError`."""
+        """Returns the case of a name; what the names mean is in the docstring of bench_gpu.py.
+
+        Raises `ValueError`.
+        """
         case = cls._parse_http(name) if http else cls._parse_offline(name)
         if case is None or case.streams < 1 or case.input_len.low < 1 or case.output_len.low < 1:
             kind, known = ("HTTP", HTTP_CASES) if http else ("offline", OFFLINE_CASES)
-            raise ValueError(f"there is no {kind} case {name!r}: there are {', '.join(known)}, and the same with other numbers")
+            raise ValueError(
+                f"there is no {kind} case {name!r}: there are {', '.join(known)}, "
+                f"and the same with other numbers"
+            )
         return case
 
     @classmethod
@@ -89,7 +117,9 @@ class Case:
             streams, prompt, output = int(match[1]), int(match[2]), int(match[3] or 256)
         else:
             return None
-        return cls(name, False, streams, streams, IntRange(prompt, prompt), IntRange(output, output))
+        return cls(
+            name, False, streams, streams, IntRange(prompt, prompt), IntRange(output, output)
+        )
 
     @classmethod
     def _parse_http(cls, name: str) -> Case | None:
@@ -100,7 +130,9 @@ class Case:
             return cls(name, True, 1, 1, IntRange(128, 128), IntRange(512, 512))
         if match := re.fullmatch(r"([hs])(\d+)", name):
             streams, (prompt, output) = int(match[2]), _HTTP_LENGTHS[match[1]]
-            return cls(name, True, streams, 3 * streams, IntRange(prompt, prompt), IntRange(output, output))
+            return cls(
+                name, True, streams, 3 * streams, IntRange(prompt, prompt), IntRange(output, output)
+            )
         return None
 
     @property
@@ -111,10 +143,16 @@ class Case:
     def lengths(self) -> list[tuple[int, int]]:
         """Returns (prompt tokens, output tokens) of each request, the same in every round."""
         random = np.random.default_rng(0)
-        return [(self.input_len.draw(random), self.output_len.draw(random)) for _ in range(self.num_requests)]
+        return [
+            (self.input_len.draw(random), self.output_len.draw(random))
+            for _ in range(self.num_requests)
+        ]
 
     def prompts(self, round_number: int, vocab_size: int) -> list[list[int]]:
-        """Returns the prompts of a round, of the lengths above; no two rounds or cases share one."""
+        """Returns the prompts of a round, of the lengths above; no two rounds or cases share
+        one."""
         random = np.random.default_rng([zlib.crc32(self.name.encode()), round_number])
         high = min(TOKEN_IDS.high + 1, vocab_size)
-        return [random.integers(TOKEN_IDS.low, high, length).tolist() for length, _ in self.lengths()]
+        return [
+            random.integers(TOKEN_IDS.low, high, length).tolist() for length, _ in self.lengths()
+        ]

@@ -1,4 +1,5 @@
-"""The rows of `bench_gpu.py`: printed as they come, compared with vLLM's figures, and shown as a table at the end."""
+"""The rows of `bench_gpu.py`: printed as they come, compared with vLLM's figures, and shown as a
+table at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _OURS = {"out": "output_tokens_per_s", "in": "input_tokens_per_s", "s": "seconds
 
 
 class Rows:
-    """The figures of all cases: printed and written as JSON lines as they come, and kept for the table."""
+    """The figures of all cases: printed and written as JSON lines as they come, and kept for the
+    table."""
 
     def __init__(self, file: Path | None):
         self.rows: list[dict[str, Any]] = []
@@ -46,10 +48,13 @@ class Rows:
 
 
 def compare(row: dict[str, Any], known: Figures) -> dict[str, Any]:
-    """Returns vLLM's figures, the mark, the ratio to vLLM (above 1 is better) and whether the mark is reached."""
+    """Returns vLLM's figures, the mark, the ratio to vLLM (above 1 is better) and whether the mark
+    is reached."""
     ours = row[_OURS[known.unit]]
     less_is_better = known.unit == "s"
-    found: dict[str, Any] = {name: value for name, value in asdict(known).items() if value is not None}
+    found: dict[str, Any] = {
+        name: value for name, value in asdict(known).items() if value is not None
+    }
     result: dict[str, Any] = {KNOWN: found}
     if known.vllm is not None:
         result["ratio_to_vllm"] = known.vllm / ours if less_is_better else ours / known.vllm
@@ -58,15 +63,38 @@ def compare(row: dict[str, Any], known: Figures) -> dict[str, Any]:
         if known.itl_p99_mark is not None and known.ttft is not None:
             ttft = row["ttft_ms"]["mean"], row["ttft_ms"]["p99"]
             reached &= row["itl_ms"]["p99"] < known.itl_p99_mark
-            reached &= all(value <= limit for value, limit in zip(ttft, known.ttft, strict=True) if limit is not None)
+            reached &= all(
+                value <= limit
+                for value, limit in zip(ttft, known.ttft, strict=True)
+                if limit is not None
+            )
         result["mark_reached"] = reached
     return result
 
 
 def show(rows: Sequence[dict[str, Any]], http: bool, console: Console) -> None:
     """Prints the table of all rows."""
-    table = Table("model", "case", "s", "tokens/s out", "tokens/s in", title="aioinfer, and vLLM 0.25.1 on H200s", title_justify="left")
-    own = ["TTFT mean / p99 ms", "vLLM's", "ITL p50 / p99 ms", "vLLM's", "chunks/token", "client's CPU"] if http else ["steps", "step ms"]
+    table = Table(
+        "model",
+        "case",
+        "s",
+        "tokens/s out",
+        "tokens/s in",
+        title="aioinfer, and vLLM 0.25.1 on H200s",
+        title_justify="left",
+    )
+    own = (
+        [
+            "TTFT mean / p99 ms",
+            "vLLM's",
+            "ITL p50 / p99 ms",
+            "vLLM's",
+            "chunks/token",
+            "client's CPU",
+        ]
+        if http
+        else ["steps", "step ms"]
+    )
     for name in (*own, "vLLM", "mark", "ratio"):
         table.add_column(name)
     for column in table.columns[2:]:
@@ -76,9 +104,18 @@ def show(rows: Sequence[dict[str, Any]], http: bool, console: Console) -> None:
             table.add_row(row["model"], row["case"], "[red]failed[/red]")
             continue
         known = row.get(KNOWN, {})
-        rates = [_number(row.get(name), 1) for name in ("output_tokens_per_s", "input_tokens_per_s")]
-        mark = _number(known.get("mark"), 0) + {None: "", True: " ✓", False: " ✗"}[row.get("mark_reached")]
-        cells = _http_cells(row, known) if http else [_number(row.get("steps"), 0), _number(row.get("step_ms"), 2)]
+        rates = [
+            _number(row.get(name), 1) for name in ("output_tokens_per_s", "input_tokens_per_s")
+        ]
+        mark = (
+            _number(known.get("mark"), 0)
+            + {None: "", True: " ✓", False: " ✗"}[row.get("mark_reached")]
+        )
+        cells = (
+            _http_cells(row, known)
+            if http
+            else [_number(row.get("steps"), 0), _number(row.get("step_ms"), 2)]
+        )
         last = [_number(known.get("vllm"), 1), mark, _number(row.get("ratio_to_vllm"), 2)]
         table.add_row(row["model"], row["case"], f"{row['seconds']:.2f}", *rates, *cells, *last)
     console.print(table)
@@ -87,7 +124,12 @@ def show(rows: Sequence[dict[str, Any]], http: bool, console: Console) -> None:
 def _http_cells(row: dict[str, Any], known: dict[str, Any]) -> list[str]:
     if "ttft_ms" not in row:
         return [""] * 6
-    pairs = (row["ttft_ms"].values(), known.get("ttft", ()), row["itl_ms"].values(), known.get("itl", ()))
+    pairs = (
+        row["ttft_ms"].values(),
+        known.get("ttft", ()),
+        row["itl_ms"].values(),
+        known.get("itl", ()),
+    )
     latencies = [" / ".join(_number(value, 1) or "–" for value in pair) for pair in pairs]
     return [*latencies, f"{row['chunks_per_token']:.2f}", f"{row['client_cpu']:.0%}"]
 

@@ -1,4 +1,5 @@
-"""What `bench_kernels.py` times: the GPU kernels at the models' shapes, beside torch's where it has the same, each with a check."""
+"""What `bench_kernels.py` times: the GPU kernels at the models' shapes, beside torch's where it has
+the same, each with a check."""
 
 from __future__ import annotations
 
@@ -8,8 +9,20 @@ from dataclasses import dataclass, replace
 
 import torch
 from aioinfer.kernels.activation import silu_mul
-from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, decode_config, launch_decode, plan_decode
-from aioinfer.kernels.gated_product import TILE_TIMES, GatedConfig, gated_config, gated_product, gated_product_reference
+from aioinfer.kernels.decode_attention import (
+    DecodeConfig,
+    DecodeWorkspace,
+    decode_config,
+    launch_decode,
+    plan_decode,
+)
+from aioinfer.kernels.gated_product import (
+    TILE_TIMES,
+    GatedConfig,
+    gated_config,
+    gated_product,
+    gated_product_reference,
+)
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.logprobs import token_logprobs
 from aioinfer.kernels.norm import add_rms_norm
@@ -27,7 +40,8 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(slots=True)
 class Case:
-    """Something to time. `runs` are called in turn, so that their inputs together exceed the L2 cache.
+    """Something to time. `runs` are called in turn, so that their inputs together exceed the L2
+    cache.
 
     Attributes:
         bytes, flops: the least that one run must move and compute.
@@ -54,7 +68,9 @@ def ints(values: object) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def paged(keys: list[int], kv_heads: int, head_size: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def paged(
+    keys: list[int], kv_heads: int, head_size: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns caches for these rows and their block tables, blocks in random places."""
     counts = [-(-k // block_size) for k in keys]
     blocks = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32)
@@ -63,7 +79,11 @@ def paged(keys: list[int], kv_heads: int, head_size: int, block_size: int) -> tu
     for row, count in enumerate(counts):
         tables[row, :count] = blocks[taken : taken + count]
         taken += count
-    return random_tensor(len(blocks), block_size, kv_heads, head_size), random_tensor(len(blocks), block_size, kv_heads, head_size), tables
+    return (
+        random_tensor(len(blocks), block_size, kv_heads, head_size),
+        random_tensor(len(blocks), block_size, kv_heads, head_size),
+        tables,
+    )
 
 
 def attention_check(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, tokens: list[int],
@@ -77,7 +97,9 @@ def attention_check(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torc
     wide_q = q[-take:].double().unflatten(1, (k.shape[2], group))
     scores = torch.einsum("qhgd,khd->hgqk", wide_q, wide_k) * q.shape[2] ** -0.5
     position = torch.arange(keys[row] - take, keys[row], device=DEVICE)
-    scores.masked_fill_(torch.arange(keys[row], device=DEVICE)[None, :] > position[:, None], float("-inf"))
+    scores.masked_fill_(
+        torch.arange(keys[row], device=DEVICE)[None, :] > position[:, None], float("-inf")
+    )
     expected = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), wide_v).flatten(1, 2)
     return float((out[-take:].double() - expected).norm() / expected.norm())
 
@@ -88,7 +110,10 @@ def decode_cases(tune: bool) -> Iterator[Case]:
               "1x32k+200x256": [32768] + [256] * 200}  # fmt: skip
     configs = [decode_config(128, 2)]
     if tune:
-        configs = [DecodeConfig(*c) for c in itertools.product((32, 64), (4, 8), (4, 5, 6, 7, 8), (1, 2, 3), (2,))]
+        configs = [
+            DecodeConfig(*c)
+            for c in itertools.product((32, 64), (4, 8), (4, 5, 6, 7, 8), (1, 2, 3), (2,))
+        ]
     for name, keys in shapes.items():
         k, v, tables = paged(keys, 8, 128, 64)
         q, lens = random_tensor(len(keys), 32, 128), ints(keys)
@@ -98,24 +123,59 @@ def decode_cases(tune: bool) -> Iterator[Case]:
             out = torch.full_like(q, float("nan"))
 
             def run(k=k, v=v, q=q, tables=tables, lens=lens, out=out, workspace=workspace) -> None:
-                launch_decode(q, k, v, tables, lens, out, workspace, scale=128**-0.5 * LOG2_E, soft_cap=0.0, k_scale=1.0, v_scale=1.0)
+                launch_decode(
+                    q,
+                    k,
+                    v,
+                    tables,
+                    lens,
+                    out,
+                    workspace,
+                    scale=128**-0.5 * LOG2_E,
+                    soft_cap=0.0,
+                    k_scale=1.0,
+                    v_scale=1.0,
+                )
 
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
                 return attention_check(q, out, k, v, tables, [1] * len(keys), keys)
 
             variant = f"tile {config.tile} w{config.num_warps} s{config.num_stages} p{config.programs_per_sm}"
-            yield Case("decode", name, variant, [run], sum(keys) * 8 * 128 * 4, 4 * 128 * 32 * sum(keys), check)
+            yield Case(
+                "decode",
+                name,
+                variant,
+                [run],
+                sum(keys) * 8 * 128 * 4,
+                4 * 128 * 32 * sum(keys),
+                check,
+            )
 
 
 def prefill_cases(tune: bool) -> Iterator[Case]:
-    """Causal prefill: (tokens, keys) of the rows, Qwen3-8B's heads; `hopper` over blocks of 64 and 128, and the plain kernel."""
+    """Causal prefill: (tokens, keys) of the rows, Qwen3-8B's heads; `hopper` over blocks of 64 and
+    128, and the plain kernel."""
     shapes = {"2x4096": [(4096, 4096)] * 2, "1x8192": [(8192, 8192)], "1x16384": [(16384, 16384)], "512@16k": [(512, 16384)],
               "32x256": [(256, 256)] * 32}  # fmt: skip
-    variants: list[tuple[str, PrefillConfig | None, int]] = [("hopper b128", None, 128), ("hopper b64", None, 64)]
+    variants: list[tuple[str, PrefillConfig | None, int]] = [
+        ("hopper b128", None, 128),
+        ("hopper b64", None, 64),
+    ]
     variants += [("plain", prefill_config(128, 2), 64)]
     if tune:
-        plain = [PrefillConfig(*c) for c in ((128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2))]
-        variants += [(f"plain {c.rows} {c.tile} w{c.num_warps} s{c.num_stages}", c, 64) for c in plain]
+        plain = [
+            PrefillConfig(*c)
+            for c in (
+                (128, 64, 8, 2),
+                (128, 64, 8, 3),
+                (128, 64, 4, 3),
+                (64, 64, 4, 3),
+                (128, 128, 8, 2),
+            )
+        ]
+        variants += [
+            (f"plain {c.rows} {c.tile} w{c.num_warps} s{c.num_stages}", c, 64) for c in plain
+        ]
     for name, rows in shapes.items():
         for block_size in (64, 128):
             tokens, keys = [r[0] for r in rows], [r[1] for r in rows]
@@ -129,21 +189,35 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                 out = torch.full_like(q, float("nan"))
                 wants = {"scale": 128**-0.5 * LOG2_E, "window": 0, "soft_cap": 0.0, "v_scale": 1.0}
                 tile_rows = ROWS if config is None else config.rows
-                plan = PrefillPlan.empty(len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None)
+                plan = PrefillPlan.empty(
+                    len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None
+                )
                 plan_prefill(plan, starts, lens, 0, len(q))
                 arguments = (q, k, v, tables, starts, lens, out, plan)
                 if config is None:
-                    run: Callable[[], None] = lambda a=arguments, w=wants: launch_prefill_hopper(*a, **w)  # noqa: E731
+                    run: Callable[[], None] = lambda a=arguments, w=wants: launch_prefill_hopper(
+                        *a, **w
+                    )  # noqa: E731
                 else:
                     run = lambda a=arguments, c=config, w=wants: launch_prefill(*a, config=c, **w)  # noqa: E731
 
                 def check(q=q, out=out, k=k, v=v, tables=tables, tokens=tokens, keys=keys) -> float:
                     return attention_check(q, out, k, v, tables, tokens, keys)
 
-                yield Case("prefill", name, variant, [run], 2 * q.nbytes + 2 * sum(keys) * 8 * 128 * 2, 4 * 128 * 32 * visible, check, 5)
+                yield Case(
+                    "prefill",
+                    name,
+                    variant,
+                    [run],
+                    2 * q.nbytes + 2 * sum(keys) * 8 * 128 * 2,
+                    4 * 128 * 32 * visible,
+                    check,
+                    5,
+                )
 
 
-#: Output features, inputs, whether the norm comes before, whether the gate comes after; where neither, a residual is added.
+#: Output features, inputs, whether the norm comes before, whether the gate comes after; where
+#: neither, a residual is added.
 LINEARS = {
     "8B qkv": (6144, 4096, True, False),
     "8B o": (4096, 4096, False, False),
@@ -163,9 +237,19 @@ def linear_variants(rows: int, inputs: int, tune: bool) -> list[tuple[str, Linea
         return [("table", None)]
     if rows == 1:
         step = min(4096, 1 << (inputs - 1).bit_length())
-        configs = [LinearConfig(features, step, warps) for features in (1, 2, 4) for warps in (2, 4, 8)]
+        configs = [
+            LinearConfig(features, step, warps) for features in (1, 2, 4) for warps in (2, 4, 8)
+        ]
     else:
-        tiles = ((16, 256, 1, 5), (16, 256, 2, 5), (16, 512, 2, 4), (32, 256, 2, 4), (32, 256, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3))
+        tiles = (
+            (16, 256, 1, 5),
+            (16, 256, 2, 5),
+            (16, 512, 2, 4),
+            (32, 256, 2, 4),
+            (32, 256, 4, 4),
+            (64, 128, 4, 5),
+            (64, 256, 4, 3),
+        )
         configs = [LinearConfig(*tile) for tile in tiles]
     return [(f"n{c.features} k{c.step} w{c.num_warps} s{c.num_stages}", c) for c in configs]
 
@@ -174,7 +258,9 @@ def linear_cases(tune: bool) -> Iterator[Case]:
     """Skinny products with what is fused into them, beside torch's products alone."""
     for name, (features, inputs, normed, gated) in LINEARS.items():
         copies = max(1, int(3e8 / (features * (1 + gated) * inputs * 2)))
-        weights = [random_tensor(features * (1 + gated), inputs, scale=inputs**-0.5) for _ in range(copies)]
+        weights = [
+            random_tensor(features * (1 + gated), inputs, scale=inputs**-0.5) for _ in range(copies)
+        ]
         for rows in (1, 2, 4, 8):
             x, norm = random_tensor(rows, inputs), random_tensor(inputs) if normed else None
             residual = None if normed else random_tensor(rows, features)
@@ -183,15 +269,30 @@ def linear_cases(tune: bool) -> Iterator[Case]:
             yield Case("linear", f"{name} x{rows}", "torch, product alone", plain, size)
             for variant, config in linear_variants(rows, inputs, tune):
 
-                def run(w, x=x, norm=norm, residual=residual, gated=gated, config=config) -> torch.Tensor:
-                    return skinny_linear(x, w, norm_weight=norm, residual=residual, gated=gated, config=config)
+                def run(
+                    w, x=x, norm=norm, residual=residual, gated=gated, config=config
+                ) -> torch.Tensor:
+                    return skinny_linear(
+                        x, w, norm_weight=norm, residual=residual, gated=gated, config=config
+                    )
 
-                def check(run=run, x=x, w=weights[0], norm=norm, residual=residual, gated=gated) -> float:
+                def check(
+                    run=run, x=x, w=weights[0], norm=norm, residual=residual, gated=gated
+                ) -> float:
                     wide = [None if t is None else t.double() for t in (norm, residual)]
-                    expected = skinny_linear_reference(x.double(), w.double(), norm_weight=wide[0], residual=wide[1], gated=gated)
+                    expected = skinny_linear_reference(
+                        x.double(), w.double(), norm_weight=wide[0], residual=wide[1], gated=gated
+                    )
                     return float((run(w).double() - expected).norm() / expected.norm())
 
-                yield Case("linear", f"{name} x{rows}", variant, [lambda w=w, run=run: run(w) for w in weights], size, check=check)
+                yield Case(
+                    "linear",
+                    f"{name} x{rows}",
+                    variant,
+                    [lambda w=w, run=run: run(w) for w in weights],
+                    size,
+                    check=check,
+                )
 
 
 #: Outputs and inputs of gated products; the 8B's also as one of two ranks has it.
@@ -199,8 +300,11 @@ GATED = {"8B": (12288, 4096), "8B / 2": (6144, 4096), "0.6B": (3072, 1024)}
 
 
 def gated_configs(tokens: int, features: int, tune: bool) -> dict[str, GatedConfig]:
-    """Returns the table's configuration and, to tune, all others, and the table's with other groups of token tiles."""
-    best = gated_config(tokens, features, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    """Returns the table's configuration and, to tune, all others, and the table's with other groups
+    of token tiles."""
+    best = gated_config(
+        tokens, features, torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    )
     configs = [best]
     if tune:
         configs += [config for config in TILE_TIMES if config != best]
@@ -222,24 +326,39 @@ def gated_cases(tune: bool) -> Iterator[Case]:
             def apart(w, x=x, product=product, out=out) -> None:
                 silu_mul(torch.mm(x, w.t(), out=product), out=out)
 
-            yield Case("gated", f"{name} x{rows}", "torch and silu_mul", [lambda w=w, f=apart: f(w) for w in weights], size, flops)
+            yield Case(
+                "gated",
+                f"{name} x{rows}",
+                "torch and silu_mul",
+                [lambda w=w, f=apart: f(w) for w in weights],
+                size,
+                flops,
+            )
             for variant, config in gated_configs(rows, features, tune).items():
                 for pdl in (False, True):
 
                     def run(w, x=x, out=out, config=config, pdl=pdl) -> None:
                         gated_product(x, w, out=out, config=config, pdl=pdl)
 
-                    def check(run=run, w=weights[0], out=out, last=last, expected=expected) -> float:
+                    def check(
+                        run=run, w=weights[0], out=out, last=last, expected=expected
+                    ) -> float:
                         run(w)
                         return float((out[last] - expected).norm() / expected.norm())
 
                     runs = [lambda w=w, run=run: run(w) for w in weights]
-                    yield Case("gated", f"{name} x{rows}", variant + " pdl" * pdl, runs, size, flops, check)
+                    yield Case(
+                        "gated", f"{name} x{rows}", variant + " pdl" * pdl, runs, size, flops, check
+                    )
 
 
 def chain_cases(tune: bool) -> Iterator[Case]:
-    """All kernels of one decode step of one stream, in order, with and without programmatic dependent launch."""
-    for name, layers, hidden, q_heads, width in (("0.6B step", 28, 1024, 16, 3072), ("8B step", 36, 4096, 32, 12288)):
+    """All kernels of one decode step of one stream, in order, with and without programmatic
+    dependent launch."""
+    for name, layers, hidden, q_heads, width in (
+        ("0.6B step", 28, 1024, 16, 3072),
+        ("8B step", 36, 4096, 32, 12288),
+    ):
         k, v, tables = paged([512], 8, 128, 64)
         weights = [
             [random_tensor((q_heads + 16) * 128, hidden, scale=0.02), random_tensor(hidden, q_heads * 128, scale=0.02),
@@ -249,30 +368,57 @@ def chain_cases(tune: bool) -> Iterator[Case]:
         head = random_tensor(151936, hidden, scale=0.02)
         workspace, lens = DecodeWorkspace.create(q_heads, k), ints([512])
         plan_decode(workspace, lens)
-        cos_sin, position, slot = torch.rand(1024, 128, device=DEVICE), ints([511]), torch.tensor([511], device=DEVICE)
+        cos_sin, position, slot = (
+            torch.rand(1024, 128, device=DEVICE),
+            ints([511]),
+            torch.tensor([511], device=DEVICE),
+        )
         norm, head_norm, state = random_tensor(hidden), random_tensor(128), random_tensor(1, hidden)
         size = sum(w.nbytes for layer in weights for w in layer) + head.nbytes + layers * 512 * 4096
 
         def step(
-            pdl: bool, weights=weights, head=head, state=state, q_heads=q_heads, k=k, v=v, tables=tables, norm=norm, head_norm=head_norm,
+            pdl: bool, weights=weights, head=head, state=state, q_heads=q_heads, k=k, v=v,
+            tables=tables, norm=norm, head_norm=head_norm,
             cos_sin=cos_sin, position=position, slot=slot, workspace=workspace, lens=lens,
         ) -> None:  # fmt: skip
             hidden = state
             for qkv_w, o_w, up_w, down_w in weights:
                 qkv = skinny_linear(hidden, qkv_w, norm_weight=norm, pdl=pdl)
                 q = qk_norm_rope_cache(
-                    qkv, position, cos_sin, slot, k, v, num_q_heads=q_heads, q_weight=head_norm, k_weight=head_norm, pdl=pdl
+                    qkv,
+                    position,
+                    cos_sin,
+                    slot,
+                    k,
+                    v,
+                    num_q_heads=q_heads,
+                    q_weight=head_norm,
+                    k_weight=head_norm,
+                    pdl=pdl,
                 )
                 out = torch.empty_like(q)
                 launch_decode(
-                    q, k, v, tables, lens, out, workspace, scale=128**-0.5 * LOG2_E, soft_cap=0.0, k_scale=1.0, v_scale=1.0, pdl=pdl
+                    q,
+                    k,
+                    v,
+                    tables,
+                    lens,
+                    out,
+                    workspace,
+                    scale=128**-0.5 * LOG2_E,
+                    soft_cap=0.0,
+                    k_scale=1.0,
+                    v_scale=1.0,
+                    pdl=pdl,
                 )
                 hidden = skinny_linear(out.flatten(1), o_w, residual=hidden, pdl=pdl)
                 gated = skinny_linear(hidden, up_w, norm_weight=norm, gated=True, pdl=pdl)
                 hidden = skinny_linear(gated, down_w, residual=hidden, pdl=pdl)
             skinny_linear(hidden, head, norm_weight=norm, pdl=pdl)
 
-        yield Case("chain", name, "plain launches", [lambda step=step: step(False)], size, repeats=2)
+        yield Case(
+            "chain", name, "plain launches", [lambda step=step: step(False)], size, repeats=2
+        )
         yield Case("chain", name, "pdl", [lambda step=step: step(True)], size, repeats=2)
 
 
@@ -294,27 +440,69 @@ def sampling_cases(tune: bool) -> Iterator[Case]:
         for kind, spread in (("flat", 2.0), ("peaked", 4.0)):
             logits = torch.randn(rows, 151_936, device=DEVICE) * spread
             for variant, (temperature, top_k, top_p, min_p) in WISHES.items():
-                numbers = [torch.full((rows,), x, device=DEVICE) for x in (temperature, top_p, min_p)]
-                state = SamplingState(torch.arange(rows, device=DEVICE), numbers[0], ints([top_k] * rows), *numbers[1:])
+                numbers = [
+                    torch.full((rows,), x, device=DEVICE) for x in (temperature, top_p, min_p)
+                ]
+                state = SamplingState(
+                    torch.arange(rows, device=DEVICE),
+                    numbers[0],
+                    ints([top_k] * rows),
+                    *numbers[1:],
+                )
                 runs = [lambda a=(logits, slots, slots, state): sample_tokens(*a)]
                 yield Case("sampling", f"sample x{rows} {kind}", variant, runs, logits.nbytes)
-        yield Case("sampling", f"argmax x{rows}", "torch", [lambda x=logits: x.argmax(-1)], logits.nbytes)
-        yield Case("sampling", f"logprobs x{rows}", "top 20", [lambda x=logits, s=slots: token_logprobs(x, s, s + 1, 20)], logits.nbytes)
+        yield Case(
+            "sampling", f"argmax x{rows}", "torch", [lambda x=logits: x.argmax(-1)], logits.nbytes
+        )
+        yield Case(
+            "sampling",
+            f"logprobs x{rows}",
+            "top 20",
+            [lambda x=logits, s=slots: token_logprobs(x, s, s + 1, 20)],
+            logits.nbytes,
+        )
 
 
 def small_cases(tune: bool) -> Iterator[Case]:
     """The memory-bound kernels between the products."""
     for rows in (1, 256, 8192):
-        x, residual, weight = random_tensor(rows, 4096), random_tensor(rows, 4096), random_tensor(4096)
-        yield Case("small", f"add_rms_norm {rows}x4096", "", [lambda a=(x, residual, weight): add_rms_norm(*a, 1e-6)], 4 * x.nbytes)
+        x, residual, weight = (
+            random_tensor(rows, 4096),
+            random_tensor(rows, 4096),
+            random_tensor(4096),
+        )
+        yield Case(
+            "small",
+            f"add_rms_norm {rows}x4096",
+            "",
+            [lambda a=(x, residual, weight): add_rms_norm(*a, 1e-6)],
+            4 * x.nbytes,
+        )
         gate_up = random_tensor(rows, 24576)
-        yield Case("small", f"silu_mul {rows}x12288", "", [lambda g=gate_up: silu_mul(g)], 1.5 * gate_up.nbytes)
+        yield Case(
+            "small",
+            f"silu_mul {rows}x12288",
+            "",
+            [lambda g=gate_up: silu_mul(g)],
+            1.5 * gate_up.nbytes,
+        )
         qkv, cos_sin = random_tensor(rows, 6144), torch.rand(8192, 128, device=DEVICE)
-        caches = [torch.empty(-(-rows // 64), 64, 8, 128, dtype=BF16, device=DEVICE) for _ in range(2)]
+        caches = [
+            torch.empty(-(-rows // 64), 64, 8, 128, dtype=BF16, device=DEVICE) for _ in range(2)
+        ]
         slots, head_norm = torch.arange(rows, device=DEVICE), random_tensor(128)
 
         def run(qkv=qkv, slots=slots, cos_sin=cos_sin, caches=caches, weight=head_norm) -> None:
-            qk_norm_rope_cache(qkv, slots, cos_sin, slots, *caches, num_q_heads=32, q_weight=weight, k_weight=weight)
+            qk_norm_rope_cache(
+                qkv,
+                slots,
+                cos_sin,
+                slots,
+                *caches,
+                num_q_heads=32,
+                q_weight=weight,
+                k_weight=weight,
+            )
 
         yield Case("small", f"qk_norm_rope_cache {rows}", "", [run], 2 * qkv.nbytes)
     slots = torch.arange(256, dtype=torch.int32, device=DEVICE)

@@ -1,4 +1,5 @@
-"""The shape of a load: how many requests there are at a time, or when each is sent; and sending it on one event loop."""
+"""The shape of a load: how many requests there are at a time, or when each is sent; and sending it
+on one event loop."""
 
 from __future__ import annotations
 
@@ -26,11 +27,14 @@ class Load:
     """How much is sent, and when. An item is a request, or a conversation of several.
 
     Attributes:
-        concurrency: the most items at a time. Without a rate (a closed loop) there are always so many.
-        rate: items a second, sent at the times of a Poisson process (an open loop), all at once if infinite; an item
-            that finds `concurrency` others under way waits in the client, before its clock starts.
+        concurrency: the most items at a time. Without a rate (a closed loop) there are always so
+            many.
+        rate: items a second, sent at the times of a Poisson process (an open loop), all at once if
+            infinite; an item that finds `concurrency` others under way waits in the client, before
+            its clock starts.
         num_items: how many are sent; None for no limit but `seconds`.
-        seconds: so long are new ones sent; None for no limit but `num_items`. Those under way are waited for.
+        seconds: so long are new ones sent; None for no limit but `num_items`. Those under way are
+            waited for.
         seed: of the arrival times.
     """
 
@@ -41,19 +45,27 @@ class Load:
     seed: int = 0
 
     def arrivals(self, process: int = 0, processes: int = 1) -> Iterator[tuple[int, float]]:
-        """Yields the number and the time, in seconds from the start, of each item that one of several client processes sends.
+        """Yields the number and the time, in seconds from the start, of each item that one of
+        several client processes sends.
 
-        A closed loop deals them out in turn. An open loop gives each arrival to a process chosen at random (thinning: what
-        each sends is a Poisson process again, and all of them together send the very arrivals of a single one).
+        A closed loop deals them out in turn. An open loop gives each arrival to a process chosen at
+        random (thinning: what each sends is a Poisson process again, and all of them together send
+        the very arrivals of a single one).
         """
         if self.rate is None:
             arrivals = ((index, 0.0) for index in itertools.count(process, processes))
         else:
             owners = np.random.default_rng([self.seed, processes])
             times = enumerate(arrival_times(self.rate, self.seed))
-            arrivals = (arrival for arrival in times if processes == 1 or owners.integers(processes) == process)
+            arrivals = (
+                arrival
+                for arrival in times
+                if processes == 1 or owners.integers(processes) == process
+            )
         for index, at in arrivals:
-            if (self.num_items is not None and index >= self.num_items) or (self.seconds is not None and at >= self.seconds):
+            if (self.num_items is not None and index >= self.num_items) or (
+                self.seconds is not None and at >= self.seconds
+            ):
                 return
             yield index, at
 
@@ -70,7 +82,8 @@ class Run:
         records: one a request, in order of completion.
         duration_s: from the first request's sending to the last reply's end.
         num_items: how many numbers of the workload were used up.
-        client_cpus: CPU time of each client process over the duration; near 1 the client itself is what is measured.
+        client_cpus: CPU time of each client process over the duration; near 1 the client itself is
+            what is measured.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -91,12 +104,17 @@ class Run:
         sent = np.array([record.sent for record in self.records])
         ended = sent + [record.e2e for record in self.records]
         times, steps = np.concatenate((ended, sent)), np.repeat([-1, 1], len(sent))
-        return int(np.cumsum(steps[np.argsort(times, kind="stable")]).max())  # of equal times, ends come first
+        # of equal times, ends come first
+        return int(np.cumsum(steps[np.argsort(times, kind="stable")]).max())
 
 
 def merge_runs(runs: Sequence[Run]) -> Run:
-    """Returns the runs of processes of one machine (which share the clock of `perf_counter`) as one."""
-    records = sorted((record for run in runs for record in run.records), key=lambda record: record.sent + record.e2e)
+    """Returns the runs of processes of one machine (which share the clock of `perf_counter`) as
+    one."""
+    records = sorted(
+        (record for run in runs for record in run.records),
+        key=lambda record: record.sent + record.e2e,
+    )
     begin = min((record.sent for record in records), default=0.0)
     end = max((record.sent + record.e2e for record in records), default=0.0)
     cpus = [cpu for run in runs for cpu in run.client_cpus]
@@ -104,7 +122,8 @@ def merge_runs(runs: Sequence[Run]) -> Run:
 
 
 def prepare(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
-    """Makes the first items of a load, so that a burst at its start is not held up by the making."""
+    """Makes the first items of a load, so that a burst at its start is not held up by the
+    making."""
     arrivals = iter(arrivals)
     return itertools.chain(list(itertools.islice(arrivals, PREPARED)), arrivals)
 
@@ -156,7 +175,9 @@ async def send_load(
     return run
 
 
-async def _records(client: Client, shape: RequestShape, item: Call | Conversation) -> AsyncIterator[Record]:
+async def _records(
+    client: Client, shape: RequestShape, item: Call | Conversation
+) -> AsyncIterator[Record]:
     if isinstance(item, Call):
         yield await client.send(shape, item)
         return
@@ -175,14 +196,22 @@ async def run_load(
     seed: int = 0,
     on_done: Callable[[Record], None] = lambda record: None,
 ) -> Run:
-    """Sends the first `num_requests` of `calls` from this process. What the rest means: `Load` and `send_load`."""
+    """Sends the first `num_requests` of `calls` from this process.
+
+    What the rest means: `Load` and `send_load`.
+    """
     load = Load(concurrency, rate, num_requests, seed=seed)
-    arrivals = ((index, at, item) for (index, at), item in zip(load.arrivals(), calls, strict=False))
-    return await send_load(client, shape, prepare(arrivals), load, concurrency=concurrency, on_done=on_done)
+    arrivals = (
+        (index, at, item) for (index, at), item in zip(load.arrivals(), calls, strict=False)
+    )
+    return await send_load(
+        client, shape, prepare(arrivals), load, concurrency=concurrency, on_done=on_done
+    )
 
 
 def arrival_times(rate: float, seed: int) -> Iterator[float]:
-    """Yields the arrival times of a Poisson process of `rate` a second, in seconds from its start."""
+    """Yields the arrival times of a Poisson process of `rate` a second, in seconds from its
+    start."""
     random = np.random.default_rng(seed)
     at = 0.0
     while True:

@@ -1,4 +1,8 @@
-"""Figures as a PNG file. Called by `bench.py --plot`; matplotlib, an extra of this project, is imported only here, and only then."""
+"""Figures as a PNG file.
+
+Called by `bench.py --plot`; matplotlib, an extra of this project, is imported only here, and only
+then.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +31,26 @@ def is_available() -> bool:
 
 
 def plot_sweep(points: Sequence[dict[str, Any]], kind: str, title: str, file: Path) -> None:
-    """Draws throughput, TTFT and ITL over the points of a sweep; see `sweep.show_sweep` for what a point holds."""
+    """Draws throughput, TTFT and ITL over the points of a sweep; see `sweep.show_sweep` for what a
+    point holds."""
     figure, panels = _panels(title, 3)
-    labels = [f"{point['value']:g}" for point in points]  # evenly spaced: values double, as a rule, and may be infinite
+    # evenly spaced: values double, as a rule, and may be infinite
+    labels = [f"{point['value']:g}" for point in points]
     throughput = [point["throughput"]["output_tokens_per_s"] for point in points]
     panels[0].plot(labels, throughput, marker="o", label="output tokens/s")
     panels[0].set(title="throughput", xlabel=kind, ylabel="output tokens/s")
     panels[0].set_ylim(bottom=0)
     for panel, key in zip(panels[1:], ("ttft", "itl"), strict=True):
         for which in ("p50", "p90", "p99"):
-            panel.plot(labels, [(point["latency_ms"][key] or {}).get(which, np.nan) for point in points], marker="o", label=which)
-        limits = {point["goodput"]["limits_ms"].get(key) for point in points if point["goodput"]} - {None}
+            panel.plot(
+                labels,
+                [(point["latency_ms"][key] or {}).get(which, np.nan) for point in points],
+                marker="o",
+                label=which,
+            )
+        limits = {
+            point["goodput"]["limits_ms"].get(key) for point in points if point["goodput"]
+        } - {None}
         for limit in limits:
             panel.axhline(limit, linestyle="--", color="gray", label=f"limit, {limit:g} ms")
         panel.set(title=key.upper(), xlabel=kind, ylabel="ms")
@@ -47,7 +60,8 @@ def plot_sweep(points: Sequence[dict[str, Any]], kind: str, title: str, file: Pa
 
 
 def plot_run(records: Sequence[Record], title: str, file: Path) -> None:
-    """Draws the distributions of TTFT and ITL over all successful requests, and the output tokens a second over time."""
+    """Draws the distributions of TTFT and ITL over all successful requests, and the output tokens a
+    second over time."""
     good = [record for record in records if record.error is None]
     figure, panels = _panels(title, 3)
     gaps = [np.frombuffer(record.gaps, np.float64) for record in good if record.gaps]
@@ -63,9 +77,11 @@ def plot_run(records: Sequence[Record], title: str, file: Path) -> None:
 
 
 def tokens_over_time(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the beginnings of equal spans of time in seconds from the first request's sending, and the output tokens a second in each.
+    """Returns the beginnings of equal spans of time in seconds from the first request's sending,
+    and the output tokens a second in each.
 
-    A request's tokens are spread evenly over its chunks; those of a reply that was not streamed come at its end.
+    A request's tokens are spread evenly over its chunks; those of a reply that was not streamed
+    come at its end.
     """
     begin = min(record.sent for record in records)
     times, weights = [], []
@@ -74,7 +90,9 @@ def tokens_over_time(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]
         times.append(record.sent - begin + np.asarray(arrived))
         weights.append(np.full(len(arrived), record.tokens / len(arrived)))
     end = max(record.sent + record.e2e for record in records) - begin
-    counts, edges = np.histogram(np.concatenate(times), bins=_BINS, range=(0.0, end), weights=np.concatenate(weights))
+    counts, edges = np.histogram(
+        np.concatenate(times), bins=_BINS, range=(0.0, end), weights=np.concatenate(weights)
+    )
     return edges[:-1], counts / (edges[1] - edges[0])
 
 
@@ -96,5 +114,10 @@ def _histogram(panel: Axes, seconds: np.ndarray, name: str, unit: str) -> None:
     panel.hist(seconds * 1000, bins=_BINS)
     for which in (50, 99):
         value = np.percentile(seconds, which) * 1000
-        panel.axvline(value, linestyle="--", color="gray" if which == 50 else "black", label=f"p{which} {value:.1f} ms")
+        panel.axvline(
+            value,
+            linestyle="--",
+            color="gray" if which == 50 else "black",
+            label=f"p{which} {value:.1f} ms",
+        )
     panel.legend()

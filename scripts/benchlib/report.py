@@ -24,24 +24,38 @@ BUSY_CLIENT = 0.9
 
 
 def summarize(run: Run, slo: Slo | None = None) -> dict[str, Any]:
-    """Returns the figures of a run, times of latency in milliseconds. What they mean: the docstring of bench.py."""
+    """Returns the figures of a run, times of latency in milliseconds.
+
+    What they mean: the docstring of bench.py.
+    """
     good = [record for record in run.records if record.error is None]
-    output, prompt = sum(record.tokens for record in good), sum(record.prompt_tokens or 0 for record in good)
+    output, prompt = (
+        sum(record.tokens for record in good),
+        sum(record.prompt_tokens or 0 for record in good),
+    )
     gaps = [np.frombuffer(record.gaps, np.float64) for record in good if record.gaps]
     duration = run.duration_s or float("inf")  # nothing was sent
     counted = [record for record in good if record.output_tokens]
     return {
-        "requests": {"sent": len(run.records), "succeeded": len(good), "failed": len(run.records) - len(good)},
+        "requests": {
+            "sent": len(run.records),
+            "succeeded": len(good),
+            "failed": len(run.records) - len(good),
+        },
         "errors": count_errors(run),
         "duration_s": run.duration_s,
         "tokens": {
             "prompt": prompt,
             "output": output,
             "output_chunks": sum(record.chunks for record in good),
-            "chunks_per_token": _ratio(sum(record.chunks for record in counted), sum(record.tokens for record in counted)),
+            "chunks_per_token": _ratio(
+                sum(record.chunks for record in counted), sum(record.tokens for record in counted)
+            ),
             "cached_share": cached_share(good),
             "requests_without_usage": sum(record.output_tokens is None for record in good),
-            "requests_shorter_than_asked": sum(record.tokens < record.max_tokens for record in good),
+            "requests_shorter_than_asked": sum(
+                record.tokens < record.max_tokens for record in good
+            ),
         },
         "throughput": {
             "output_tokens_per_s": output / duration,
@@ -63,9 +77,13 @@ def summarize(run: Run, slo: Slo | None = None) -> dict[str, Any]:
 
 
 def cached_share(records: Sequence[Record]) -> float | None:
-    """Returns the share of the prompt tokens that the server found in its prefix cache, over the replies that tell; None without one."""
+    """Returns the share of the prompt tokens that the server found in its prefix cache, over the
+    replies that tell; None without one."""
     told = [record for record in records if record.cached_tokens is not None]
-    return _ratio(sum(record.cached_tokens or 0 for record in told), sum(record.prompt_tokens or 0 for record in told))
+    return _ratio(
+        sum(record.cached_tokens or 0 for record in told),
+        sum(record.prompt_tokens or 0 for record in told),
+    )
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -80,17 +98,29 @@ def _by_turn(good: Sequence[Record]) -> list[dict[str, Any]]:
         ttft = percentiles([record.ttft for record in records if record.ttft is not None])
         prompt = sum(record.prompt_tokens or 0 for record in records) / len(records)
         turns.append(
-            {"turn": number, "requests": len(records), "prompt_tokens": prompt, "cached_share": cached_share(records), "ttft_ms": ttft}
+            {
+                "turn": number,
+                "requests": len(records),
+                "prompt_tokens": prompt,
+                "cached_share": cached_share(records),
+                "ttft_ms": ttft,
+            }
         )
     return turns
 
 
 def percentiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float] | None:
-    """Returns mean, p50, p90 and p99 in milliseconds (linear between neighbours); None for no values."""
+    """Returns mean, p50, p90 and p99 in milliseconds (linear between neighbours); None for no
+    values."""
     if not len(seconds):
         return None
     p50, p90, p99 = np.percentile(seconds, (50, 90, 99)) * 1000
-    return {"mean": float(np.mean(seconds)) * 1000, "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+    return {
+        "mean": float(np.mean(seconds)) * 1000,
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+    }
 
 
 def count_errors(run: Run) -> list[dict[str, Any]]:
@@ -98,7 +128,9 @@ def count_errors(run: Run) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
     for record in run.records:
         if record.error is not None:
-            kind = kinds.setdefault(record.error, {"kind": record.error, "count": 0, "example": record.example})
+            kind = kinds.setdefault(
+                record.error, {"kind": record.error, "count": 0, "example": record.example}
+            )
             kind["count"] += 1
     return sorted(kinds.values(), key=lambda kind: -kind["count"])
 
@@ -116,7 +148,9 @@ def show(figures: dict[str, Any], title: str, console: Console) -> None:
         latencies.add_column(name, justify="right")
     for key, label in LATENCIES.items():
         if figures["latency_ms"][key] is not None:
-            latencies.add_row(label, *(f"{value:.2f}" for value in figures["latency_ms"][key].values()))
+            latencies.add_row(
+                label, *(f"{value:.2f}" for value in figures["latency_ms"][key].values())
+            )
     if latencies.row_count:
         console.print(latencies)
     if figures["turns"]:
@@ -127,9 +161,11 @@ def show(figures: dict[str, Any], title: str, console: Console) -> None:
 def _totals(figures: dict[str, Any]) -> dict[str, str]:
     requests, tokens, throughput = figures["requests"], figures["tokens"], figures["throughput"]
     rows = {
-        "requests": f"{requests['succeeded']} of {requests['sent']} in {figures['duration_s']:.2f} s",
+        "requests": f"{requests['succeeded']} of {requests['sent']} in "
+        f"{figures['duration_s']:.2f} s",
         "most at a time": str(figures["peak_in_flight"]),
-        "tokens": f"{tokens['prompt']} in, {tokens['output']} out ({tokens['output_chunks']} chunks)",
+        "tokens": f"{tokens['prompt']} in, {tokens['output']} out ({tokens['output_chunks']} "
+        f"chunks)",
         "chunks per token": number(tokens["chunks_per_token"], ".3f"),
         "prompt tokens cached": number(tokens["cached_share"], ".1%"),
         "output tokens/s": f"{throughput['output_tokens_per_s']:.2f}",
@@ -140,8 +176,12 @@ def _totals(figures: dict[str, Any]) -> dict[str, str]:
     if figures["goodput"]:
         good = figures["goodput"]
         limits = ", ".join(f"{name} {limit:g}" for name, limit in good["limits_ms"].items())
-        rows[f"goodput ({limits} ms)"] = f"{good['share']:.1%}, {good['requests_per_s']:.3f} requests/s"
-        rows["above the limit"] = ", ".join(f"{name} {count}" for name, count in good["missed"].items())
+        rows[f"goodput ({limits} ms)"] = (
+            f"{good['share']:.1%}, {good['requests_per_s']:.3f} requests/s"
+        )
+        rows["above the limit"] = ", ".join(
+            f"{name} {count}" for name, count in good["missed"].items()
+        )
     return rows
 
 
@@ -155,7 +195,12 @@ def _show_turns(turns: Sequence[dict[str, Any]], console: Console) -> None:
     for turn in turns:
         ttft = turn["ttft_ms"] or {}
         times = number(ttft.get("mean"), ".2f"), number(ttft.get("p99"), ".2f")
-        counts = str(turn["turn"]), str(turn["requests"]), f"{turn['prompt_tokens']:.0f}", number(turn["cached_share"], ".1%")
+        counts = (
+            str(turn["turn"]),
+            str(turn["requests"]),
+            f"{turn['prompt_tokens']:.0f}",
+            number(turn["cached_share"], ".1%"),
+        )
         table.add_row(*counts, *times)
     for column in table.columns:
         column.justify = "right"
@@ -167,15 +212,26 @@ def show_remarks(figures: dict[str, Any], console: Console, where: str = "") -> 
     tokens = figures["tokens"]
     if tokens["requests_without_usage"]:
         console.print(
-            f"{where}{tokens['requests_without_usage']} replies came without usage: their output tokens are counted as chunks, "
+            f"{where}{tokens['requests_without_usage']} replies came without usage: their output "
+            f"tokens are counted as chunks, "
             "and their prompt tokens are not counted.",
             style="yellow",
         )
     if tokens["requests_shorter_than_asked"]:
-        console.print(f"{where}{tokens['requests_shorter_than_asked']} replies ended before their max_tokens.", style="yellow")
+        console.print(
+            f"{where}{tokens['requests_shorter_than_asked']} replies ended before their "
+            f"max_tokens.",
+            style="yellow",
+        )
     if figures["client_cpu"] > BUSY_CLIENT:
         console.print(
-            f"{where}A client process used {figures['client_cpu']:.0%} of a core: it measured itself. Use more --processes.", style="yellow"
+            f"{where}A client process used {figures['client_cpu']:.0%} of a core: it measured "
+            f"itself. Use more --processes.",
+            style="yellow",
         )
     for error in figures["errors"]:
-        console.print(f"{where}{error['count']} failed: {error['kind']}, such as: {error['example']}", style="red", markup=False)
+        console.print(
+            f"{where}{error['count']} failed: {error['kind']}, such as: {error['example']}",
+            style="red",
+            markup=False,
+        )

@@ -22,7 +22,8 @@ END_TIMEOUT_S = 60.0
 
 
 class ServerProcess:
-    """`python -m aioinfer` on a free port, as a context manager: ready on entering, ended on leaving.
+    """`python -m aioinfer` on a free port, as a context manager: ready on entering, ended on
+    leaving.
 
     Args:
         config: its TOML file.
@@ -34,8 +35,15 @@ class ServerProcess:
         ready_s: seconds from starting the process to its ready line.
     """
 
-    def __init__(self, config: str | Path, settings: Sequence[str] = (), environment: Mapping[str, str] | None = None):
-        laid_over = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
+    def __init__(
+        self,
+        config: str | Path,
+        settings: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ):
+        laid_over = [
+            part for setting in (*settings, "server.port=0") for part in ("--set", setting)
+        ]
         self._command = [sys.executable, "-m", "aioinfer", "--config", str(config), *laid_over]
         self._environment = {**os.environ, **(environment or {})}
 
@@ -43,9 +51,15 @@ class ServerProcess:
         begin = perf_counter()
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
-            self._command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            self._command,
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
         )
-        watchdog = threading.Timer(READY_TIMEOUT_S, self._process.kill)  # ends the wait for a line that never comes
+        # ends the wait for a line that never comes
+        watchdog = threading.Timer(READY_TIMEOUT_S, self._process.kill)
         watchdog.start()
         try:
             self.url = self._wait_ready()
@@ -57,18 +71,29 @@ class ServerProcess:
         self.ready_s = perf_counter() - begin
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._end()
 
     def _wait_ready(self) -> str:
-        """Returns the URL of the ready line. Raises `RuntimeError` if the process ends without one."""
+        """Returns the URL of the ready line.
+
+        Raises `RuntimeError` if the process ends without one.
+        """
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if match := re.search(r"is ready at (http://\S+)", line):
                 return match[1]
         status = self._process.wait()
         self._errors.seek(0)
-        raise RuntimeError(f"the server ended with status {status} instead of being ready:\n{self._errors.read()[-2000:]}")
+        raise RuntimeError(
+            f"the server ended with status {status} instead of being "
+            f"ready:\n{self._errors.read()[-2000:]}"
+        )
 
     def _end(self) -> None:
         self._process.terminate()
@@ -82,7 +107,8 @@ class ServerProcess:
         self._errors.close()
 
     def cpu_share(self, seconds: float) -> float:
-        """Returns the CPU time of the server and its workers over the next `seconds`, as a share of one core."""
+        """Returns the CPU time of the server and its workers over the next `seconds`, as a share of
+        one core."""
         tree = [psutil.Process(self._process.pid)]
         tree += tree[0].children(recursive=True)
         before = sum(sum(process.cpu_times()[:2]) for process in tree)  # user and system

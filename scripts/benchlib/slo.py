@@ -1,7 +1,8 @@
-"""Service-level objectives: limits on the latency of each request, and the goodput, which counts the requests that kept them all.
+"""Service-level objectives: limits on the latency of each request, and the goodput, which counts
+the requests that kept them all.
 
-Goodput is the notion of DistServe (Zhong et al., OSDI 2024): a server that answers many requests, each too late for
-its user, has a throughput but no goodput. Called by `report` and `options`.
+Goodput is the notion of DistServe (Zhong et al., OSDI 2024): a server that answers many requests,
+each too late for its user, has a throughput but no goodput. Called by `report` and `options`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from benchlib.client import Record
 STREAM_MEASURES = ("ttft", "itl", "tpot")
 MEASURES = (*STREAM_MEASURES, "e2e")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-#: A load's goodput counts as kept up where this share of the requests met the limits (DistServe's choice).
+#: A load's goodput counts as kept up where this share of the requests met the limits (DistServe's
+#: choice).
 ENOUGH = 0.9
 
 
@@ -28,8 +30,9 @@ ENOUGH = 0.9
 class Slo:
     """Limits in seconds by measure, one of `MEASURES`.
 
-    `ttft`, `tpot` and `e2e` are those of the report. `itl` is the 99th percentile of a request's own gaps between chunks (linear
-    between neighbours), so that it limits stalls; its mean is what `tpot` limits.
+    `ttft`, `tpot` and `e2e` are those of the report. `itl` is the 99th percentile of a request's
+    own gaps between chunks (linear between neighbours), so that it limits stalls; its mean is what
+    `tpot` limits.
     """
 
     limits: dict[str, float]
@@ -40,9 +43,15 @@ class Slo:
         limits: dict[str, float] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d*\.?\d+)\s*(us|ms|s)\s*", part)
-            if match is None or match[1] not in MEASURES or match[1] in limits or float(match[2]) == 0:
+            if (
+                match is None
+                or match[1] not in MEASURES
+                or match[1] in limits
+                or float(match[2]) == 0
+            ):
                 raise ArgumentTypeError(
-                    f"{part!r} is no limit: write one of {', '.join(MEASURES)} once, such as ttft=200ms,itl=30ms,e2e=5s"
+                    f"{part!r} is no limit: write one of {', '.join(MEASURES)} once, such as "
+                    f"ttft=200ms,itl=30ms,e2e=5s"
                 )
             limits[match[1]] = float(match[2]) * _UNITS[match[3]]
         return cls(limits)
@@ -53,7 +62,8 @@ class Slo:
     def missed(self, record: Record) -> list[str]:
         """Returns the measures of a successful request that are above their limits.
 
-        A reply of a single chunk has no gap to be too long. One in which no text was seen misses a limit on `ttft`.
+        A reply of a single chunk has no gap to be too long. One in which no text was seen misses a
+        limit on `ttft`.
         """
         return [name for name, limit in self.limits.items() if _value(record, name) > limit]
 
@@ -63,12 +73,17 @@ def _value(record: Record, measure: str) -> float:
     if measure == "ttft":
         return float("inf") if record.ttft is None else record.ttft
     if measure == "itl":
-        return float(np.percentile(np.frombuffer(record.gaps, np.float64), 99)) if record.gaps else 0.0
+        return (
+            float(np.percentile(np.frombuffer(record.gaps, np.float64), 99)) if record.gaps else 0.0
+        )
     return record.e2e if measure == "e2e" else record.tpot or 0.0
 
 
 def goodput(records: Sequence[Record], duration_s: float, slo: Slo) -> dict[str, Any]:
-    """Returns how many requests met all limits, as a share of all that were sent and per second. A failed request meets none."""
+    """Returns how many requests met all limits, as a share of all that were sent and per second.
+
+    A failed request meets none.
+    """
     missed = [slo.missed(record) for record in records if record.error is None]
     met = sum(not names for names in missed)
     return {

@@ -1,4 +1,7 @@
-"""A sweep: the same load at several concurrencies or rates, one point after another, and its table. Called by `bench.py`."""
+"""A sweep: the same load at several concurrencies or rates, one point after another, and its table.
+
+Called by `bench.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ KINDS = ("concurrency", "rate")
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The values that one setting takes in turn. `kind` is one of `KINDS`; a rate may be infinite."""
+    """The values that one setting takes in turn.
+
+    `kind` is one of `KINDS`; a rate may be infinite.
+    """
 
     kind: str
     values: tuple[float, ...]
@@ -28,11 +34,15 @@ class Sweep:
         """Reads "concurrency=1,2,4" or "rate=0.5,1,inf". Raises `ArgumentTypeError`."""
         kind, _, numbers = text.partition("=")
         try:
-            values: tuple[float, ...] = tuple((int if kind == "concurrency" else float)(value) for value in numbers.split(","))
+            values: tuple[float, ...] = tuple(
+                (int if kind == "concurrency" else float)(value) for value in numbers.split(",")
+            )
         except ValueError:
             values = (0,)
         if kind not in KINDS or not all(value > 0 for value in values):
-            raise ArgumentTypeError(f"{text!r} is no sweep: write concurrency=1,2,4,8 or rate=0.5,1,2,inf")
+            raise ArgumentTypeError(
+                f"{text!r} is no sweep: write concurrency=1,2,4,8 or rate=0.5,1,2,inf"
+            )
         return cls(kind, values)
 
     def __str__(self) -> str:
@@ -40,13 +50,17 @@ class Sweep:
 
 
 def best_point(points: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the point of the greatest value whose goodput is enough (`slo.ENOUGH`); None if there is none."""
+    """Returns the point of the greatest value whose goodput is enough (`slo.ENOUGH`); None if there
+    is none."""
     enough = [point for point in points if point["goodput"] and point["goodput"]["share"] >= ENOUGH]
     return max(enough, key=lambda point: point["value"], default=None)
 
 
 def show_sweep(points: Sequence[dict[str, Any]], kind: str, title: str, console: Console) -> None:
-    """Prints a row a point, and the remarks on each. A point holds its `value` and the figures of `report.summarize`."""
+    """Prints a row a point, and the remarks on each.
+
+    A point holds its `value` and the figures of `report.summarize`.
+    """
     with_goodput = any(point["goodput"] for point in points)
     table = Table(kind, title=title, title_justify="left")
     names = [
@@ -83,8 +97,21 @@ def show_sweep(points: Sequence[dict[str, Any]], kind: str, title: str, console:
 
 
 def _cells(point: dict[str, Any]) -> list[str]:
-    requests, tokens, throughput, latency = point["requests"], point["tokens"], point["throughput"], point["latency_ms"]
-    times = (("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("tpot", "p50"), ("e2e", "p50"), ("e2e", "p99"))
+    requests, tokens, throughput, latency = (
+        point["requests"],
+        point["tokens"],
+        point["throughput"],
+        point["latency_ms"],
+    )
+    times = (
+        ("ttft", "p50"),
+        ("ttft", "p99"),
+        ("itl", "p50"),
+        ("itl", "p99"),
+        ("tpot", "p50"),
+        ("e2e", "p50"),
+        ("e2e", "p99"),
+    )
     return [
         f"{point['value']:g}",
         f"{requests['succeeded']}/{requests['sent']}",

@@ -1,8 +1,9 @@
 """What vLLM reaches in the cases of `bench_gpu.py`, and what aioinfer is to reach.
 
-vLLM 0.25.1 from its wheel on one NVIDIA H200, or two that share the model (torch 2.11 for CUDA 13.0; FlashAttention 3,
-CUDA graphs, torch.compile, asynchronous scheduling), random weights in bfloat16 at the shapes of Qwen3, `max_model_len` 8192,
-no prefix cache, one run after a warm-up. Over HTTP: streamed `/v1/completions`, 8 client processes.
+vLLM 0.25.1 from its wheel on one NVIDIA H200, or two that share the model (torch 2.11 for CUDA
+13.0; FlashAttention 3, CUDA graphs, torch.compile, asynchronous scheduling), random weights in
+bfloat16 at the shapes of Qwen3, `max_model_len` 8192, no prefix cache, one run after a warm-up.
+Over HTTP: streamed `/v1/completions`, 8 client processes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ VLLM_H200: dict[tuple[int, int, int], dict[str, Figures]] = {
         "h1": Figures(vllm=193.6, mark=240, ttft=(12.5, None), itl=(5.15, 6.2)),
         "h32": Figures(vllm=4_259, ttft=(301, 391), itl=(6.07, 7.2)),
         "h128": Figures(vllm=8_503, ttft=(745, 1555), itl=(9.2, 186)),
-        "h256": Figures(vllm=9_641, mark=10_800, ttft=(993, 3157), itl=(14.8, 194), itl_p99_mark=60),
+        "h256": Figures(
+            vllm=9_641, mark=10_800, ttft=(993, 3157), itl=(14.8, 194), itl_p99_mark=60
+        ),
         "mix": Figures(vllm=9_987, mark=11_200, ttft=(938, 3464), itl=(15.9, 66), itl_p99_mark=60),
     },
     (4096, 36, 2): {

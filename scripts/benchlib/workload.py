@@ -1,7 +1,9 @@
-"""What is sent: prompts and lengths, and the request bodies made of them. Conversations have a module of their own.
+"""What is sent: prompts and lengths, and the request bodies made of them. Conversations have a
+module of their own.
 
-A workload gives its request number i by `item(i)`, which depends on i and the seed alone: several client processes
-can each make their own share of one load, and no matter how many there are, together they send the same requests.
+A workload gives its request number i by `item(i)`, which depends on i and the seed alone: several
+client processes can each make their own share of one load, and no matter how many there are,
+together they send the same requests.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 #: Common words, most of them one token with their leading space in the usual vocabularies.
 _WORD_LIST = (
-    "time year people way day man thing woman life child world school state family student group country problem hand part place case "
-    "week company system program question work government number night point home water room mother area money story fact month lot "
-    "right study book eye job word business issue side kind head house service friend father power hour game line end member law car "
-    "city community name president team minute idea body information back parent face others level office door health person art war"
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case "
+    "week company system program question work government number night point home water room "
+    "mother area money story fact month lot "
+    "right study book eye job word business issue side kind head house service friend father "
+    "power hour game line end member law car "
+    "city community name president team minute idea body information back parent face others "
+    "level office door health person art war"
 )
 WORDS = _WORD_LIST.split()
 
@@ -45,7 +51,9 @@ class IntRange:
         except ValueError:
             numbers = cls(0, 0)
         if not 1 <= numbers.low <= numbers.high:
-            raise ArgumentTypeError(f"{text!r} is no range of positive numbers: write 128 or 100-1024")
+            raise ArgumentTypeError(
+                f"{text!r} is no range of positive numbers: write 128 or 100-1024"
+            )
         return numbers
 
     def __str__(self) -> str:
@@ -66,7 +74,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What all requests of a load have in common. `ignore_eos` is sent only where it is set: not every server knows it."""
+    """What all requests of a load have in common.
+
+    `ignore_eos` is sent only where it is set: not every server knows it.
+    """
 
     model: str
     chat: bool = False
@@ -81,9 +92,16 @@ class RequestShape:
 
     def body(self, prompt: Prompt, max_tokens: int) -> bytes:
         """Returns the JSON body of a request."""
-        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": self.temperature, "stream": self.stream}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+            "stream": self.stream,
+        }
         if self.chat:
-            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            body["messages"] = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            )
         else:
             body["prompt"] = prompt
         if self.stream:
@@ -106,20 +124,26 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Makes random prompts: token ids drawn from `token_ids`, or common words where that is None."""
+    """Makes random prompts: token ids drawn from `token_ids`, or common words where that is
+    None."""
 
     token_ids: IntRange | None
 
     def make(self, length: int, random: np.random.Generator) -> str | list[int]:
         """Returns a prompt of `length` tokens, or words."""
         if self.token_ids is None:
-            return " ".join(WORDS[number] for number in random.integers(0, len(WORDS), length).tolist())
+            return " ".join(
+                WORDS[number] for number in random.integers(0, len(WORDS), length).tolist()
+            )
         return random.integers(self.token_ids.low, self.token_ids.high + 1, length).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """Prompts that share nothing. `input_len` counts tokens, or words where the maker makes words."""
+    """Prompts that share nothing.
+
+    `input_len` counts tokens, or words where the maker makes words.
+    """
 
     shape: RequestShape
     maker: PromptMaker
@@ -137,9 +161,11 @@ class RandomPrompts:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixPrompts:
-    """Prompts that begin with one of `num_prefixes` prefixes, drawn evenly; the rest of each is its own.
+    """Prompts that begin with one of `num_prefixes` prefixes, drawn evenly; the rest of each is its
+    own.
 
-    In a chat the prefix is the system's message and the suffix the user's. Lengths count as in `RandomPrompts`.
+    In a chat the prefix is the system's message and the suffix the user's. Lengths count as in
+    `RandomPrompts`.
     """
 
     shape: RequestShape
@@ -182,7 +208,9 @@ class FilePrompts:
     def item(self, index: int) -> Call:
         """See `Workload.item`."""
         entry = self.entries[index % len(self.entries)]
-        max_tokens = entry.get("max_tokens") or self.output_len.draw(np.random.default_rng([self.seed, index]))
+        max_tokens = entry.get("max_tokens") or self.output_len.draw(
+            np.random.default_rng([self.seed, index])
+        )
         return self.shape.call(entry.get("messages") or entry["prompt"], max_tokens)
 
 
@@ -197,16 +225,22 @@ class Calls:
         return self.calls[index]
 
 
-def random_token_calls(shape: RequestShape, input_len: IntRange, output_len: IntRange, token_ids: IntRange, seed: int) -> Iterator[Call]:
-    """Yields requests without end whose prompts are token ids drawn from `token_ids`; the same seed gives the same ones."""
-    return map(RandomPrompts(shape, PromptMaker(token_ids), input_len, output_len, seed).item, itertools.count())
+def random_token_calls(
+    shape: RequestShape, input_len: IntRange, output_len: IntRange, token_ids: IntRange, seed: int
+) -> Iterator[Call]:
+    """Yields requests without end whose prompts are token ids drawn from `token_ids`; the same seed
+    gives the same ones."""
+    return map(
+        RandomPrompts(shape, PromptMaker(token_ids), input_len, output_len, seed).item,
+        itertools.count(),
+    )
 
 
 def read_entries(file: Path, chat: bool) -> list[dict[str, Any]]:
     """Returns the lines of a JSONL file of prompts; blank ones do not count.
 
-    A line holds `prompt` (text or token ids) or `messages`, and may hold `max_tokens`. Only the chat
-    endpoint takes `messages`; there a text `prompt` becomes a user's message.
+    A line holds `prompt` (text or token ids) or `messages`, and may hold `max_tokens`. Only the
+    chat endpoint takes `messages`; there a text `prompt` becomes a user's message.
 
     Raises:
         ValueError: a line, named by its number, is not that, or there is none.
@@ -221,7 +255,9 @@ def read_entries(file: Path, chat: bool) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: {error}") from error
         if not isinstance(entry, dict) or not (entry.get("prompt") or entry.get("messages")):
-            raise ValueError(f"{file}, line {number}: an object with `prompt` or `messages` is needed")
+            raise ValueError(
+                f"{file}, line {number}: an object with `prompt` or `messages` is needed"
+            )
         if "messages" in entry and not chat:
             raise ValueError(f"{file}, line {number}: `messages` need --endpoint chat")
         if chat and "messages" not in entry and not isinstance(entry["prompt"], str):

@@ -1,4 +1,5 @@
-"""A headless Chromium for tests, driven over the Chrome DevTools Protocol: one page, its requests and its console."""
+"""A headless Chromium for tests, driven over the Chrome DevTools Protocol: one page, its requests
+and its console."""
 
 from __future__ import annotations
 
@@ -14,15 +15,23 @@ from typing import Any
 
 import aiohttp
 
-EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+EXECUTABLE = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,800", "--remote-debugging-port=0",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+    "--window-size=1280,800", "--remote-debugging-port=0",
 )  # fmt: skip
 
 
 class Page:
-    """A page. `requests` holds what it has asked for since it was opened, `errors` what its console complained of."""
+    """A page.
+
+    `requests` holds what it has asked for since it was opened, `errors` what its console complained
+    of.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self.requests: list[dict[str, Any]] = []
@@ -35,7 +44,10 @@ class Page:
         self._background: set[asyncio.Task[Any]] = set()
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """Returns the result of a command. Raises RuntimeError if the browser refuses it, ConnectionError if it has gone."""
+        """Returns the result of a command.
+
+        Raises RuntimeError if the browser refuses it, ConnectionError if it has gone.
+        """
         number = next(self._numbers)
         reply_to = self._replies[number] = asyncio.get_running_loop().create_future()
         session = {"sessionId": self._session} if self._session else {}
@@ -52,7 +64,8 @@ class Page:
                 event = json.loads(message.data)
                 if "id" not in event:
                     self._take(event["method"], event["params"])
-                elif not (reply_to := self._replies.pop(event["id"])).done():  # else nobody waits for it any more
+                # else nobody waits for it any more
+                elif not (reply_to := self._replies.pop(event["id"])).done():
                     reply_to.set_result(event)
         finally:
             for reply_to in self._replies.values():
@@ -66,33 +79,52 @@ class Page:
             self.errors.put_nowait(str(params["exceptionDetails"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.put_nowait(f"{params['entry']['text']} {params['entry'].get('url', '')}")
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.put_nowait(str(params["args"]))
         elif method == "Fetch.requestPaused":
-            task = asyncio.ensure_future(self._answer(params["requestId"], params["request"]["url"]))
+            task = asyncio.ensure_future(
+                self._answer(params["requestId"], params["request"]["url"])
+            )
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
     async def _answer(self, request: str, url: str) -> None:
-        status, content_type, body = next(answer for part, answer in self.answers.items() if part in url)
+        status, content_type, body = next(
+            answer for part, answer in self.answers.items() if part in url
+        )
         headers = [{"name": "Content-Type", "value": content_type}]
         data = base64.b64encode(body).decode()
-        await self.send("Fetch.fulfillRequest", requestId=request, responseCode=status, responseHeaders=headers, body=data)
+        await self.send(
+            "Fetch.fulfillRequest",
+            requestId=request,
+            responseCode=status,
+            responseHeaders=headers,
+            body=data,
+        )
 
     async def attach(self) -> None:
         """Opens an empty page and watches it."""
         target = await self.send("Target.createTarget", url="about:blank")
-        self._session = (await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
+        self._session = (
+            await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.send(f"{domain}.enable")
 
     async def answer(self, path: str, status: int, content_type: str, body: bytes) -> None:
         """From now on answers requests for `path` in the server's place."""
         self.answers[path] = status, content_type, body
-        await self.send("Fetch.enable", patterns=[{"urlPattern": f"*{part}*"} for part in self.answers])
+        await self.send(
+            "Fetch.enable", patterns=[{"urlPattern": f"*{part}*"} for part in self.answers]
+        )
 
     async def open(self, url: str) -> None:
-        """Goes to a URL as for the first time: whatever was noted, answered and kept of the page before it is gone."""
+        """Goes to a URL as for the first time: whatever was noted, answered and kept of the page
+        before it is gone."""
         if self.answers:
             self.answers.clear()
             await self.send("Fetch.disable")
@@ -105,13 +137,31 @@ class Page:
     async def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         """Presses a key; `code` is its Windows virtual key code."""
         await self.send(
-            "Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, text=text, modifiers=modifiers
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            key=key,
+            code=key,
+            windowsVirtualKeyCode=code,
+            text=text,
+            modifiers=modifiers,
         )
-        await self.send("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code, modifiers=modifiers)
+        await self.send(
+            "Input.dispatchKeyEvent",
+            type="keyUp",
+            key=key,
+            code=key,
+            windowsVirtualKeyCode=code,
+            modifiers=modifiers,
+        )
 
     async def run(self, script: str) -> Any:
-        """Returns what a JavaScript expression comes to; promises are awaited. Raises RuntimeError where it throws."""
-        reply = await self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        """Returns what a JavaScript expression comes to; promises are awaited.
+
+        Raises RuntimeError where it throws.
+        """
+        reply = await self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in reply:
             raise RuntimeError(str(reply["exceptionDetails"]))
         return reply["result"].get("value")
@@ -123,7 +173,9 @@ class Page:
         try:
             return await asyncio.wait_for(self.run(wait), timeout_s)
         except TimeoutError:
-            raise AssertionError(f"not within {timeout_s} s: {condition}; console: {self.errors}") from None
+            raise AssertionError(
+                f"not within {timeout_s} s: {condition}; console: {self.errors}"
+            ) from None
 
 
 @asynccontextmanager
@@ -131,7 +183,11 @@ async def open_page(folder: Path) -> AsyncIterator[Page]:
     """Starts a browser with an empty profile in `folder`, and ends it."""
     assert EXECUTABLE is not None
     process = await asyncio.create_subprocess_exec(
-        EXECUTABLE, *_FLAGS, f"--user-data-dir={folder}", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        EXECUTABLE,
+        *_FLAGS,
+        f"--user-data-dir={folder}",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
     try:

@@ -38,9 +38,12 @@ def nothing_blocks() -> Iterator[BlockBuster]:
 
 @pytest.fixture(autouse=True)
 def nothing_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fails a test during which a callback or a handler failed with no more than a line in the log."""
+    """Fails a test during which a callback or a handler failed with no more than a line in the
+    log."""
     yield
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR
+    ] == []
 
 
 @dataclass(slots=True)
@@ -80,7 +83,8 @@ class Served:
 
 @asynccontextmanager
 async def serve(**settings: Any) -> AsyncIterator[Served]:
-    """SmolLM2 with four slots an engine, so that a test can fill them, and room for 512 tokens a request."""
+    """SmolLM2 with four slots an engine, so that a test can fill them, and room for 512 tokens a
+    request."""
     usual = {
         "model.path": SMOLLM2,
         "model.max_model_len": 512,
@@ -88,12 +92,17 @@ async def serve(**settings: Any) -> AsyncIterator[Served]:
         "cache.num_blocks": 200,
         "scheduler.max_num_seqs": 4,
         "scheduler.max_num_batched_tokens": 256,
-        "parallel.cpu_threads": 1,  # two would wait for each other wherever the tests share the cores
+        # two would wait for each other wherever the tests share the cores
+        "parallel.cpu_threads": 1,
         "server.port": 0,
         "server.served_model_names": ["smollm2", "org/alias"],
         "server.max_body_bytes": 1_000_000,
     }
-    frontend = await Frontend.launch(load_config(None, usual | {name.replace("__", "."): value for name, value in settings.items()}))
+    frontend = await Frontend.launch(
+        load_config(
+            None, usual | {name.replace("__", "."): value for name, value in settings.items()}
+        )
+    )
     server = HttpServer(frontend)
     url = await server.start()
     async with aiohttp.ClientSession(url) as http:

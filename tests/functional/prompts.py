@@ -20,9 +20,11 @@ PROMPTS = [
     "The difference between a crocodile and an alligator is that",
     "Dear Sir or Madam,\n\nI am writing to",
     "Emoji test: 🎉🎉🎉 and then",
-    "Albert Einstein was born in Ulm in 1879. He developed the theory of relativity, one of the two pillars of modern physics. " * 3 + "He",
+    "Albert Einstein was born in Ulm in 1879. He developed the theory of relativity, one of the "
+    "two pillars of modern physics. " * 3 + "He",
     "Seven days make a",
-    "In computing, a hash table is a data structure that implements an associative array. " * 5 + "Its average cost of a look-up",
+    "In computing, a hash table is a data structure that implements an associative array. " * 5
+    + "Its average cost of a look-up",
 ]
 
 CONVERSATIONS = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]

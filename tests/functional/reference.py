@@ -25,30 +25,47 @@ class Reference:
         return self.tokenizer(text).input_ids
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        rendered = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Returns each prompt's new tokens, an end token included. Prompts of about equal length go together, padded on the left.
+        """Returns each prompt's new tokens, an end token included. Prompts of about equal length go
+        together, padded on the left.
 
-        A step reads the weights once for all prompts of a batch, so short and long ones are the only batches.
+        A step reads the weights once for all prompts of a batch, so short and long ones are the
+        only batches.
         """
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         outputs: dict[int, list[int]] = {}
         for _, group in groupby(order, key=lambda i: len(prompts[i]) > _SHORT):
             batch = list(group)
-            outputs.update(zip(batch, self._generate([prompts[i] for i in batch], max_new_tokens), strict=True))
+            outputs.update(
+                zip(batch, self._generate([prompts[i] for i in batch], max_new_tokens), strict=True)
+            )
         return [outputs[i] for i in range(len(prompts))]
 
     def _generate(self, prompts: list[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
-        ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+        ids = torch.tensor(
+            [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        )
         mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
         with torch.inference_mode():
-            output = self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0)
+            output = self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=0,
+            )
         ends = self.model.generation_config.eos_token_id
-        return [_until_end(row, ends if isinstance(ends, list) else [ends]) for row in output[:, longest:].tolist()]
+        return [
+            _until_end(row, ends if isinstance(ends, list) else [ends])
+            for row in output[:, longest:].tolist()
+        ]
 
 
 def _until_end(tokens: list[int], ends: list[int]) -> list[int]:

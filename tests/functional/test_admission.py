@@ -1,4 +1,5 @@
-"""A full queue refuses at once, deadlines free what they end, and ids go through: with a real model."""
+"""A full queue refuses at once, deadlines free what they end, and ids go through: with a real
+model."""
 
 from __future__ import annotations
 
@@ -30,11 +31,14 @@ Settings = Callable[..., None]
 
 @pytest.fixture
 def settings(served: Served, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Changes the server's configuration for a test: `settings("scheduler", max_waiting_requests=1)`."""
+    """Changes the server's configuration for a test: `settings("scheduler",
+    max_waiting_requests=1)`."""
 
     def change(section: str, **values: Any) -> None:
         config = served.frontend.config
-        changed = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+        changed = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **values)}
+        )
         monkeypatch.setattr(served.frontend, "config", changed)
 
     return change
@@ -68,7 +72,9 @@ async def check_refused(served: Served, path: str, body: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_what_is_beyond_the_queue_is_refused(served: Served, settings: Settings, path: str, stream: bool) -> None:
+async def test_what_is_beyond_the_queue_is_refused(
+    served: Served, settings: Settings, path: str, stream: bool
+) -> None:
     settings("scheduler", max_waiting_requests=2)
     async with all_slots_taken(served):
         waiting = asyncio.ensure_future(served.post(path, **SHORT[path]))
@@ -81,17 +87,27 @@ async def test_what_is_beyond_the_queue_is_refused(served: Served, settings: Set
         assert (await posting)["usage"]["completion_tokens"] == 2
 
 
-async def test_all_prompts_of_a_request_are_taken_or_none(served: Served, settings: Settings) -> None:
+async def test_all_prompts_of_a_request_are_taken_or_none(
+    served: Served, settings: Settings
+) -> None:
     settings("scheduler", max_waiting_requests=3)
     async with all_slots_taken(served):
-        await check_refused(served, COMPLETIONS, SHORT[COMPLETIONS] | {"prompt": ["One", "Two"], "n": 2})
-        await check_refused(served, COMPLETIONS, SHORT[COMPLETIONS] | {"prompt": ["One", "Two", "Three", "Four"]})
-        posting = asyncio.ensure_future(served.post(COMPLETIONS, **SHORT[COMPLETIONS] | {"prompt": ["One", "Two", "Three"]}))
+        await check_refused(
+            served, COMPLETIONS, SHORT[COMPLETIONS] | {"prompt": ["One", "Two"], "n": 2}
+        )
+        await check_refused(
+            served, COMPLETIONS, SHORT[COMPLETIONS] | {"prompt": ["One", "Two", "Three", "Four"]}
+        )
+        posting = asyncio.ensure_future(
+            served.post(COMPLETIONS, **SHORT[COMPLETIONS] | {"prompt": ["One", "Two", "Three"]})
+        )
         await until(lambda: served.engine.scheduler.num_waiting == 3)
     assert len((await posting)["choices"]) == 3
 
 
-async def test_a_full_queue_costs_no_encoding(served: Served, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_costs_no_encoding(
+    served: Served, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings("scheduler", max_waiting_requests=0)
     async with all_slots_taken(served):
         monkeypatch.setattr(served.frontend, "_in_thread", None)
@@ -103,7 +119,9 @@ async def test_a_burst_fills_the_free_slots(served: Served, settings: Settings) 
     settings("scheduler", max_waiting_requests=1)
 
     async def post() -> int:
-        async with served.http.post(COMPLETIONS, json=LONG | {"prompt": [1, 2, 3], "max_tokens": 100}) as response:
+        async with served.http.post(
+            COMPLETIONS, json=LONG | {"prompt": [1, 2, 3], "max_tokens": 100}
+        ) as response:
             return response.status
 
     assert sorted(await asyncio.gather(*(post() for _ in range(12)))) == [200] * 5 + [503] * 7
@@ -132,7 +150,9 @@ async def test_tokens_that_wait_are_bounded(served: Served, settings: Settings) 
 @pytest.mark.parametrize("n", [1, 6])
 async def test_a_stream_ends_with_an_error_event(served: Served, n: int) -> None:
     began = time.perf_counter()
-    async with served.http.post(COMPLETIONS, json=LONG | {"n": n, "stream": True, "timeout_s": 1.5}) as response:
+    async with served.http.post(
+        COMPLETIONS, json=LONG | {"n": n, "stream": True, "timeout_s": 1.5}
+    ) as response:
         assert response.status == 200
         *_, before, last, rest = (await response.text()).split("\n\n")
         steps = served.frontend.stats()["steps"]
@@ -162,7 +182,10 @@ async def test_deadlines_hold_in_the_queue(served: Served) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_deadlines_hold_while_the_prompt_is_encoded(served: Served, path: str) -> None:
     frontend, release = served.frontend, threading.Event()
-    held = [asyncio.get_running_loop().run_in_executor(frontend._threads, release.wait) for _ in range(2)]
+    held = [
+        asyncio.get_running_loop().run_in_executor(frontend._threads, release.wait)
+        for _ in range(2)
+    ]
     steps = frontend.stats()["steps"]
     reply = await served.post(path, 504, **SHORT[path] | {"timeout_s": 0.1})
     assert reply["error"]["code"] == "timeout"
@@ -172,7 +195,9 @@ async def test_deadlines_hold_while_the_prompt_is_encoded(served: Served, path: 
 
 
 async def test_a_reader_that_stalls_holds_nothing_past_its_deadline(served: Served) -> None:
-    async with served.http.post(COMPLETIONS, json=LONG | {"stream": True, "timeout_s": 0.3}) as response:
+    async with served.http.post(
+        COMPLETIONS, json=LONG | {"stream": True, "timeout_s": 0.3}
+    ) as response:
         assert response.status == 200
         await until(lambda: served.engine.scheduler.is_idle)
         assert served.engine.scheduler.pool.usage == 0
@@ -200,5 +225,7 @@ async def test_an_id_goes_through(served: Served, path: str, prefix: str) -> Non
     async with served.http.post(path, json=body, headers={"X-Request-Id": "my id"}) as response:
         assert response.headers["X-Request-Id"] == "my id"
         await response.content.readuntil(b"\n\n")
-        assert [request.request_id for request in served.engine.scheduler.running] == [f"{prefix}-my id-0"]
+        assert [request.request_id for request in served.engine.scheduler.running] == [
+            f"{prefix}-my id-0"
+        ]
         assert f'"id":"{prefix}-my id"' in (await response.content.read()).decode()

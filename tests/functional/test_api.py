@@ -1,4 +1,5 @@
-"""The HTTP API over a socket: shapes of replies and streams, and that each field does what it says."""
+"""The HTTP API over a socket: shapes of replies and streams, and that each field does what it
+says."""
 
 from __future__ import annotations
 
@@ -20,8 +21,13 @@ GREEDY = {"temperature": 0, "max_tokens": 8}
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
     """Joins the text of a choice's chunks."""
-    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+    choices = [
+        choice for event in events for choice in event["choices"] if choice["index"] == index
+    ]
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for choice in choices
+    )
 
 
 class TestCompletions:
@@ -35,10 +41,18 @@ class TestCompletions:
         (choice,) = reply["choices"]
         assert choice["index"] == 0
         assert "Paris" in choice["text"]
-        assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("length", None, None)
+        assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (
+            "length",
+            None,
+            None,
+        )
         prompt_tokens = len(await served.frontend.encode(PROMPT))
         usage = reply["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt_tokens, 8, prompt_tokens + 8)
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+            prompt_tokens,
+            8,
+            prompt_tokens + 8,
+        )
 
     async def test_a_stream_says_the_same_in_pieces(self, served: Served) -> None:
         reply = await served.complete(prompt=PROMPT, **GREEDY)
@@ -49,17 +63,26 @@ class TestCompletions:
         assert {event["object"] for event in events} == {"text_completion"}
         assert {event["model"] for event in events} == {"smollm2"}
         assert all("usage" not in event for event in events)
-        assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
+        assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (
+            len(events) - 1
+        ) + ["length"]
 
     async def test_usage_comes_last_in_a_stream_that_asks_for_it(self, served: Served) -> None:
-        *events, last = await served.stream("/v1/completions", prompt=PROMPT, stream_options={"include_usage": True}, **GREEDY)
+        *events, last = await served.stream(
+            "/v1/completions", prompt=PROMPT, stream_options={"include_usage": True}, **GREEDY
+        )
         assert all(event["usage"] is None for event in events)
         assert last["choices"] == []
-        assert last["usage"] == (await served.post("/v1/completions", prompt=PROMPT, **GREEDY))["usage"]
+        assert (
+            last["usage"]
+            == (await served.post("/v1/completions", prompt=PROMPT, **GREEDY))["usage"]
+        )
 
     async def test_token_ids_are_as_good_as_text(self, served: Served) -> None:
         ids = await served.frontend.encode(PROMPT)
-        assert await served.complete(prompt=ids, **GREEDY) == await served.complete(prompt=PROMPT, **GREEDY)
+        assert await served.complete(prompt=ids, **GREEDY) == await served.complete(
+            prompt=PROMPT, **GREEDY
+        )
 
     @pytest.mark.parametrize("as_ids", [False, True])
     async def test_several_prompts_with_several_choices(self, served: Served, as_ids: bool) -> None:
@@ -68,12 +91,23 @@ class TestCompletions:
         alone = [(await served.complete(prompt=text, **GREEDY))["text"] for text in texts]
         reply = await served.post("/v1/completions", prompt=prompts, n=2, **GREEDY)
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in reply["choices"]] == [text for text in alone for _ in range(2)]
-        assert reply["usage"]["prompt_tokens"] == sum([len(await served.frontend.encode(text)) for text in texts])
+        assert [choice["text"] for choice in reply["choices"]] == [
+            text for text in alone for _ in range(2)
+        ]
+        assert reply["usage"]["prompt_tokens"] == sum(
+            [len(await served.frontend.encode(text)) for text in texts]
+        )
         assert reply["usage"]["completion_tokens"] == 4 * 8
         events = await served.stream("/v1/completions", prompt=prompts, n=2, **GREEDY)
-        assert [text_of(events, index) for index in range(4)] == [choice["text"] for choice in reply["choices"]]
-        finished = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+        assert [text_of(events, index) for index in range(4)] == [
+            choice["text"] for choice in reply["choices"]
+        ]
+        finished = [
+            choice["index"]
+            for event in events
+            for choice in event["choices"]
+            if choice["finish_reason"]
+        ]
         assert sorted(finished) == [0, 1, 2, 3]
 
     async def test_sixteen_tokens_unless_told_otherwise(self, served: Served) -> None:
@@ -81,7 +115,9 @@ class TestCompletions:
         assert reply["usage"]["completion_tokens"] == 16
 
     async def test_the_default_length_shrinks_to_what_fits(self, served: Served) -> None:
-        reply = await served.post("/v1/completions", prompt=[5] * (served.frontend.max_model_len - 3), ignore_eos=True)
+        reply = await served.post(
+            "/v1/completions", prompt=[5] * (served.frontend.max_model_len - 3), ignore_eos=True
+        )
         assert reply["usage"]["completion_tokens"] == 3
 
     async def test_echo(self, served: Served) -> None:
@@ -89,16 +125,28 @@ class TestCompletions:
         text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
         assert (await served.complete(prompt=PROMPT, echo=True, **GREEDY))["text"] == PROMPT + text
         assert (await served.complete(prompt=ids, echo=True, **GREEDY))["text"] == PROMPT + text
-        assert text_of(await served.stream("/v1/completions", prompt=PROMPT, echo=True, **GREEDY)) == PROMPT + text
+        assert (
+            text_of(await served.stream("/v1/completions", prompt=PROMPT, echo=True, **GREEDY))
+            == PROMPT + text
+        )
 
     async def test_stop_strings(self, served: Served) -> None:
         text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
         stop = text[5:8]  # begins and ends within tokens
         expected = text[: text.index(stop)]
         choice = await served.complete(prompt=PROMPT, stop=stop, **GREEDY)
-        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
-        assert text_of(await served.stream("/v1/completions", prompt=PROMPT, stop=[stop], **GREEDY)) == expected
-        choice = await served.complete(prompt=PROMPT, stop=stop, include_stop_str_in_output=True, **GREEDY)
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+            expected,
+            "stop",
+            stop,
+        )
+        assert (
+            text_of(await served.stream("/v1/completions", prompt=PROMPT, stop=[stop], **GREEDY))
+            == expected
+        )
+        choice = await served.complete(
+            prompt=PROMPT, stop=stop, include_stop_str_in_output=True, **GREEDY
+        )
         assert choice["text"] == expected + stop
 
     async def test_stop_tokens(self, served: Served) -> None:
@@ -111,12 +159,23 @@ class TestCompletions:
 
     async def test_logit_bias(self, served: Served) -> None:
         (token,) = await served.frontend.encode(" cheese")
-        choice = await served.complete(prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100})
+        choice = await served.complete(
+            prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100}
+        )
         assert choice["text"] == " cheese cheese cheese"
 
     async def test_a_seed_repeats(self, served: Served) -> None:
-        body = {"prompt": PROMPT, "temperature": 1.5, "max_tokens": 8, "top_p": 0.99, "top_k": 1000, "min_p": 0.0001}
-        first, second, other = [(await served.complete(seed=seed, **body))["text"] for seed in (7, 7, 8)]
+        body = {
+            "prompt": PROMPT,
+            "temperature": 1.5,
+            "max_tokens": 8,
+            "top_p": 0.99,
+            "top_k": 1000,
+            "min_p": 0.0001,
+        }
+        first, second, other = [
+            (await served.complete(seed=seed, **body))["text"] for seed in (7, 7, 8)
+        ]
         assert first == second != other
 
     async def test_logprobs(self, served: Served) -> None:
@@ -124,14 +183,19 @@ class TestCompletions:
         logprobs = choice["logprobs"]
         assert "".join(logprobs["tokens"]) == choice["text"]
         for token, offset, logprob, top in zip(
-            *(logprobs[k] for k in ("tokens", "text_offset", "token_logprobs", "top_logprobs")), strict=True
+            *(logprobs[k] for k in ("tokens", "text_offset", "token_logprobs", "top_logprobs")),
+            strict=True,
         ):
             assert choice["text"][offset : offset + len(token)] == token
             assert len(top) == 3
             assert top[token] == logprob == max(top.values()) < 0
         events = await served.stream("/v1/completions", prompt=PROMPT, logprobs=3, **GREEDY)
-        parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
-        assert {key: [entry for part in parts for entry in part[key]] for key in logprobs} == logprobs
+        parts = [
+            event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]
+        ]
+        assert {
+            key: [entry for part in parts for entry in part[key]] for key in logprobs
+        } == logprobs
 
     async def test_a_repeated_prompt_is_cached(self, served: Served) -> None:
         prompt = "A hash table maps keys to values. " * 12
@@ -142,14 +206,18 @@ class TestCompletions:
 
     @pytest.mark.parametrize("model", ["smollm2", "org/alias", None])
     async def test_names_of_the_model(self, served: Served, model: str | None) -> None:
-        assert (await served.post("/v1/completions", prompt=PROMPT, max_tokens=1, model=model))["model"] == "smollm2"
+        assert (await served.post("/v1/completions", prompt=PROMPT, max_tokens=1, model=model))[
+            "model"
+        ] == "smollm2"
 
     async def test_nul_bytes_are_text(self, served: Served) -> None:
         await served.post("/v1/completions", prompt="a\0b", max_tokens=1)
 
     async def test_many_at_once(self, served: Served) -> None:
         alone = await served.complete(prompt=PROMPT, **GREEDY)
-        replies = await asyncio.gather(*[served.complete(prompt=PROMPT, **GREEDY) for _ in range(6)])
+        replies = await asyncio.gather(
+            *[served.complete(prompt=PROMPT, **GREEDY) for _ in range(6)]
+        )
         assert replies == [alone] * 6
 
 
@@ -167,18 +235,29 @@ class TestChat:
     async def test_a_stream_opens_with_the_role(self, served: Served) -> None:
         body = {"messages": QUESTION, "temperature": 0, "max_tokens": 6}
         reply = await served.post("/v1/chat/completions", **body)
-        events = await served.stream("/v1/chat/completions", stream_options={"include_usage": True}, **body)
+        events = await served.stream(
+            "/v1/chat/completions", stream_options={"include_usage": True}, **body
+        )
         assert {event["object"] for event in events} == {"chat.completion.chunk"}
         first, *chunks, finish, usage = events
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert all(set(chunk["choices"][0]["delta"]) == {"content"} for chunk in chunks)
-        assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == ({}, "length")
+        assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == (
+            {},
+            "length",
+        )
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 6)
         assert text_of(events) == reply["choices"][0]["message"]["content"]
 
     async def test_every_choice_has_its_own_opening(self, served: Served) -> None:
-        events = await served.stream("/v1/chat/completions", messages=QUESTION, n=3, temperature=0, max_tokens=3)
-        opened = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
+        events = await served.stream(
+            "/v1/chat/completions", messages=QUESTION, n=3, temperature=0, max_tokens=3
+        )
+        opened = [
+            event["choices"][0]["index"]
+            for event in events
+            if "role" in event["choices"][0]["delta"]
+        ]
         assert sorted(opened) == [0, 1, 2]
         assert text_of(events, 0) == text_of(events, 1) == text_of(events, 2) != ""
 
@@ -192,27 +271,51 @@ class TestChat:
         reply = await served.post("/v1/chat/completions", logprobs=True, top_logprobs=2, **body)
         choice = reply["choices"][0]
         content = choice["logprobs"]["content"]
-        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"]
+        assert (
+            b"".join(bytes(entry["bytes"]) for entry in content).decode()
+            == choice["message"]["content"]
+        )
         for entry in content:
             assert len(entry["top_logprobs"]) == 2
-            assert entry["top_logprobs"][0] == {key: entry[key] for key in ("token", "logprob", "bytes")}
+            assert entry["top_logprobs"][0] == {
+                key: entry[key] for key in ("token", "logprob", "bytes")
+            }
 
     async def test_what_makes_up_the_prompt(self, served: Served) -> None:
         async def prompt(**body: Any) -> str:
             tokens = (await served.post("/tokenize", **body))["tokens"]
             return (await served.post("/detokenize", tokens=tokens))["prompt"]
 
-        parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]}]
-        assert await prompt(messages=parts) == await prompt(messages=[{"role": "user", "content": "Hi\nthere"}])
-        developer, system = ([{"role": role, "content": "Be brief."}, *QUESTION] for role in ("developer", "system"))
-        assert await prompt(messages=developer) == await prompt(messages=system) != await prompt(messages=QUESTION)
-        assert (await prompt(messages=QUESTION)).startswith(await prompt(messages=QUESTION, add_generation_prompt=False))
+        parts = [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}],
+            }
+        ]
+        assert await prompt(messages=parts) == await prompt(
+            messages=[{"role": "user", "content": "Hi\nthere"}]
+        )
+        developer, system = (
+            [{"role": role, "content": "Be brief."}, *QUESTION] for role in ("developer", "system")
+        )
+        assert (
+            await prompt(messages=developer)
+            == await prompt(messages=system)
+            != await prompt(messages=QUESTION)
+        )
+        assert (await prompt(messages=QUESTION)).startswith(
+            await prompt(messages=QUESTION, add_generation_prompt=False)
+        )
         unfinished = [*QUESTION, {"role": "assistant", "content": "The capital is"}]
-        assert (await prompt(messages=unfinished, continue_final_message=True)).endswith("The capital is")
+        assert (await prompt(messages=unfinished, continue_final_message=True)).endswith(
+            "The capital is"
+        )
 
     async def test_going_on_with_the_last_message(self, served: Served) -> None:
         unfinished = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
-        reply = await served.post("/v1/chat/completions", messages=unfinished, continue_final_message=True, **GREEDY)
+        reply = await served.post(
+            "/v1/chat/completions", messages=unfinished, continue_final_message=True, **GREEDY
+        )
         assert reply["choices"][0]["message"]["content"].startswith(" Paris")
 
 

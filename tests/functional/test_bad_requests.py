@@ -1,4 +1,5 @@
-"""Requests at fault get a 4xx that names the parameter, nothing of them is scheduled, and the server goes on."""
+"""Requests at fault get a 4xx that names the parameter, nothing of them is scheduled, and the
+server goes on."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"max_completion_tokens": 4000}, "max_completion_tokens"),
     (CHAT, {"max_tokens": 4000}, "max_tokens"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (
+        CHAT,
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
@@ -93,7 +98,9 @@ def body_for(path: str) -> dict[str, Any]:
     return {COMPLETIONS: {"prompt": "hello"}, CHAT: {"messages": HELLO}}.get(path, {})
 
 
-def check_error(reply: dict[str, Any], param: str | None, kind: str = "invalid_request_error") -> None:
+def check_error(
+    reply: dict[str, Any], param: str | None, kind: str = "invalid_request_error"
+) -> None:
     """Checks an error body against OpenAI's shape."""
     assert set(reply) == {"error"}
     assert set(reply["error"]) == {"message", "type", "param", "code"}
@@ -115,7 +122,9 @@ async def nothing_is_scheduled(served: Served) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "param"), WRONG_FIELDS)
-async def test_wrong_fields(served: Served, path: str, fields: dict[str, Any], param: str, stream: bool) -> None:
+async def test_wrong_fields(
+    served: Served, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
     check_error(await served.post(path, 400, **body_for(path) | {"stream": stream} | fields), param)
 
 
@@ -141,21 +150,33 @@ async def test_unknown_model_card(served: Served) -> None:
         check_error(await response.json(), "model")
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "nonsense", ""])
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "nonsense", ""],
+)
 async def test_wrong_content_type(served: Served, content_type: str) -> None:
-    async with served.http.post(COMPLETIONS, data=b'{"prompt": "x"}', headers={"Content-Type": content_type}) as response:
+    async with served.http.post(
+        COMPLETIONS, data=b'{"prompt": "x"}', headers={"Content-Type": content_type}
+    ) as response:
         assert response.status == 415
         check_error(await response.json(), None)
 
 
 async def test_compressed_body(served: Served) -> None:
-    async with served.http.post(COMPLETIONS, data=b"\x1f\x8b", headers=JSON | {"Content-Encoding": "gzip"}) as response:
+    async with served.http.post(
+        COMPLETIONS, data=b"\x1f\x8b", headers=JSON | {"Content-Encoding": "gzip"}
+    ) as response:
         assert response.status == 415
 
 
 @pytest.mark.parametrize(
     ("method", "path", "allow"),
-    [("GET", COMPLETIONS, "POST"), ("PUT", CHAT, "POST"), ("DELETE", "/v1/models", "GET,HEAD"), ("POST", "/health", "GET,HEAD")],
+    [
+        ("GET", COMPLETIONS, "POST"),
+        ("PUT", CHAT, "POST"),
+        ("DELETE", "/v1/models", "GET,HEAD"),
+        ("POST", "/health", "GET,HEAD"),
+    ],
 )
 async def test_wrong_method(served: Served, method: str, path: str, allow: str) -> None:
     async with served.http.request(method, path) as response:
@@ -164,7 +185,9 @@ async def test_wrong_method(served: Served, method: str, path: str, allow: str) 
         check_error(await response.json(), None)
 
 
-@pytest.mark.parametrize("path", ["/page/", "/v1", "/v1/embeddings", "/v1/completions/", "/%00", "/v1/models/"])
+@pytest.mark.parametrize(
+    "path", ["/page/", "/v1", "/v1/embeddings", "/v1/completions/", "/%00", "/v1/models/"]
+)
 async def test_unknown_path(served: Served, path: str) -> None:
     async with served.http.get(path) as response:
         assert response.status == 404
@@ -211,7 +234,10 @@ async def test_bytes_that_are_not_http(served: Served) -> None:
 async def test_a_body_that_never_ends(served: Served) -> None:
     """A client that goes away in the middle of its body leaves nothing behind."""
     _, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
-    writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode())
+    writer.write(
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: "
+        f"application/json\r\nContent-Length: 99\r\n\r\n{{".encode()
+    )
     await writer.drain()
     writer.close()
     await writer.wait_closed()

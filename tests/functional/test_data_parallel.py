@@ -64,7 +64,9 @@ async def test_requests_spread(pair: Served) -> None:
     together = await asyncio.gather(*(pair.complete(**body) for body in bodies))
     assert [now - then for now, then in zip(finished(pair), before, strict=True)] == [4, 4]
     assert [await pair.complete(**body) for body in bodies[:4]] == together[:4]
-    pids = {process.pid for engine in pair.frontend.engines for process in engine._executor._processes}  # type: ignore[attr-defined]
+    pids = {
+        process.pid for engine in pair.frontend.engines for process in engine._executor._processes
+    }  # type: ignore[attr-defined]
     assert len(pids) == 2
 
 
@@ -83,7 +85,10 @@ async def test_a_shared_prefix_sticks(pair: Served) -> None:
     for turn in range(4):
         assert (await complete_on(pair, {"prompt": stem + prompt(5, 10 + turn)}))[home] == 1
         await complete_on(pair, {"prompt": prompt(30, 20 + turn)})  # something else in between
-    gained = [engine.scheduler.stats.prefix_hit - before for engine, before in zip(pair.frontend.engines, hits, strict=True)]
+    gained = [
+        engine.scheduler.stats.prefix_hit - before
+        for engine, before in zip(pair.frontend.engines, hits, strict=True)
+    ]
     assert gained[home] == 4 * 96
     assert gained[1 - home] == 0
 
@@ -92,7 +97,9 @@ async def test_a_burst_with_a_shared_prefix(pair: Served) -> None:
     stem = prompt(400, 3)
     hit = pair.frontend.stats()["prefix_tokens_hit"]
     bodies = [{"prompt": stem + prompt(8, 30 + number)} for number in range(8)]
-    assert sorted(await complete_on(pair, *bodies[:2])) == [0, 2], "the second one waits for what the first computes"
+    assert sorted(await complete_on(pair, *bodies[:2])) == [0, 2], (
+        "the second one waits for what the first computes"
+    )
     assert pair.frontend.stats()["prefix_tokens_hit"] - hit == 400
     assert await complete_on(pair, *bodies) == [4, 4], "four slots each"
 
@@ -109,7 +116,10 @@ async def test_load_goes_before_a_short_prefix(pair: Served) -> None:
 
 
 async def test_who_goes_away_frees_its_engine(pair: Served) -> None:
-    posts = [asyncio.ensure_future(pair.post("/v1/completions", prompt=prompt(20, 40 + number), **LONG)) for number in range(2)]
+    posts = [
+        asyncio.ensure_future(pair.post("/v1/completions", prompt=prompt(20, 40 + number), **LONG))
+        for number in range(2)
+    ]
     await until(lambda: running(pair) == [1, 1])
     steps = [engine.scheduler.stats.steps for engine in pair.frontend.engines]
     for post in posts:
@@ -123,7 +133,9 @@ async def test_who_goes_away_frees_its_engine(pair: Served) -> None:
 
 async def test_drain_waits_for_both(pair: Served) -> None:
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=10)
-    generations = [await pair.frontend.submit(prompt(20, 50 + number), params) for number in range(4)]
+    generations = [
+        await pair.frontend.submit(prompt(20, 50 + number), params) for number in range(4)
+    ]
     await until(lambda: running(pair) == [2, 2])
     assert not await pair.frontend.drain(0)
     assert await pair.frontend.drain(30)
@@ -136,7 +148,11 @@ async def test_the_books_show_both(pair: Served) -> None:
     async with pair.http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     for number, count in enumerate(finished(pair)):
-        found = [line for line in lines if line.startswith("vllm:request_success_total{") and f'engine="{number}"' in line]
+        found = [
+            line
+            for line in lines
+            if line.startswith("vllm:request_success_total{") and f'engine="{number}"' in line
+        ]
         assert sum(float(line.rpartition(" ")[2]) for line in found) == count > 0
     async with pair.http.get("/page/live") as response:
         states = json.loads((await response.content.readline()).removeprefix(b"data: "))["engines"]

@@ -1,4 +1,5 @@
-"""A client that goes away frees what its request held: in every state of the request, streamed or not."""
+"""A client that goes away frees what its request held: in every state of the request, streamed or
+not."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
 
 
 @asynccontextmanager
-async def client(served: Served, body: dict[str, Any], path: str = "/v1/completions") -> AsyncIterator[asyncio.StreamReader]:
-    """Sends a request on a connection of its own; the end of the block is the client's going away."""
+async def client(
+    served: Served, body: dict[str, Any], path: str = "/v1/completions"
+) -> AsyncIterator[asyncio.StreamReader]:
+    """Sends a request on a connection of its own; the end of the block is the client's going
+    away."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
@@ -41,7 +45,8 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def check_freed_at_once(served: Served, steps: int) -> None:
-    """Checks that all is free, no later than two steps after `steps`: the one under way and the one planned ahead."""
+    """Checks that all is free, no later than two steps after `steps`: the one under way and the one
+    planned ahead."""
     engine = served.engine
     await until(lambda: engine.scheduler.is_idle)
     assert served.frontend.stats()["steps"] - steps <= 2
@@ -64,7 +69,9 @@ async def test_while_tokens_come(served: Served, stream: bool) -> None:
 async def test_all_choices_of_all_prompts(served: Served, stream: bool) -> None:
     engine = served.engine
     async with client(served, LONG | {"prompt": ["One", "Two", "Three"], "n": 2, "stream": stream}):
-        await until(lambda: len(engine.scheduler.running) == 4 and engine.scheduler.num_waiting == 2)
+        await until(
+            lambda: len(engine.scheduler.running) == 4 and engine.scheduler.num_waiting == 2
+        )
         steps = served.frontend.stats()["steps"]
     await check_freed_at_once(served, steps)
 
@@ -85,7 +92,9 @@ async def test_while_queued(served: Served, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_the_prompt_is_encoded(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
     in_thread = served.frontend._in_thread
 
@@ -99,7 +108,11 @@ async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatc
     monkeypatch.setattr(served.frontend, "_in_thread", spy)
     steps = served.frontend.stats()["steps"]
     text = "word " * 150_000  # half a second of encoding
-    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    body = (
+        {"prompt": text}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": text}]}
+    )
     async with client(served, body, path):
         await asyncio.wait_for(begun.wait(), 10)
         assert not ended.is_set()
@@ -110,7 +123,12 @@ async def test_while_the_prompt_is_encoded(served: Served, path: str, monkeypatc
 
 
 async def test_others_go_on(served: Served) -> None:
-    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    body = {
+        "prompt": "The capital of France is",
+        "temperature": 0,
+        "max_tokens": 16,
+        "ignore_eos": True,
+    }
     alone = await served.complete(**body)
     going_on = asyncio.ensure_future(served.complete(**body))
     async with client(served, LONG | {"stream": True}) as reader:

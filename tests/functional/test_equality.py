@@ -1,7 +1,9 @@
-"""Token for token: greedy output equals transformers' `generate` in float32, under every way of getting there.
+"""Token for token: greedy output equals transformers' `generate` in float32, under every way of
+getting there.
 
-SmolLM2-135M-Instruct with its real weights. Each test also asserts that its way was taken: that prompts were
-computed in chunks, that blocks were found in the prefix cache, that requests were preempted.
+SmolLM2-135M-Instruct with its real weights. Each test also asserts that its way was taken: that
+prompts were computed in chunks, that blocks were found in the prefix cache, that requests were
+preempted.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ def reference(folder: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def prompts(reference: Reference) -> list[list[int]]:
-    """All prompts as transformers encodes them: twenty plain, then twenty under the chat template."""
-    return [reference.encode(text) for text in PROMPTS] + [reference.encode_chat(messages) for messages in CONVERSATIONS]
+    """All prompts as transformers encodes them: twenty plain, then twenty under the chat
+    template."""
+    return [reference.encode(text) for text in PROMPTS] + [
+        reference.encode_chat(messages) for messages in CONVERSATIONS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,8 @@ def loaded() -> Iterator[LLM]:
 
 @pytest.fixture
 def usual(loaded: LLM) -> Iterator[LLM]:
-    """An engine at rest that knows no prefix; its books are checked when it has come to rest again."""
+    """An engine at rest that knows no prefix; its books are checked when it has come to rest
+    again."""
     scheduler = loaded.frontend.engines[0].scheduler
     while scheduler.num_in_flight:  # steps that were planned ahead of an end
         time.sleep(0.001)
@@ -106,7 +112,9 @@ def test_prompts_are_encoded_alike(usual, prompts):
 def test_a_batch_of_mixed_lengths(usual, prompts, expected):
     outputs = usual.generate(prompts, GREEDY)
     assert tokens_of(outputs) == expected
-    assert len({tuple(tokens) for tokens in expected}) == len(expected), "the prompts are too alike to tell anything"
+    assert len({tuple(tokens) for tokens in expected}) == len(expected), (
+        "the prompts are too alike to tell anything"
+    )
     assert {output.completions[0].finish_reason for output in outputs} == {"length", "stop"}
 
 
@@ -114,7 +122,9 @@ def test_texts_in_and_out(usual, expected, reference):
     outputs = usual.generate(PROMPTS[:4], GREEDY) + usual.chat(CONVERSATIONS[:4], GREEDY)
     wanted = expected[:4] + expected[20:24]
     assert tokens_of(outputs) == wanted
-    assert [o.text for o in outputs] == [reference.tokenizer.decode(ids, skip_special_tokens=True) for ids in wanted]
+    assert [o.text for o in outputs] == [
+        reference.tokenizer.decode(ids, skip_special_tokens=True) for ids in wanted
+    ]
 
 
 def test_over_http(usual, prompts, expected, reference):
@@ -123,12 +133,16 @@ def test_over_http(usual, prompts, expected, reference):
 
     def complete(url: str, prompt: list[int]) -> str:
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            chunks = client.completions.create(model=MODEL, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, stream=True)
+            chunks = client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, stream=True
+            )
             return "".join(chunk.choices[0].text for chunk in chunks)
 
     with serving(usual) as url, ThreadPoolExecutor(8) as threads:
         texts = list(threads.map(lambda index: complete(url, prompts[index]), chosen))
-    assert texts == [reference.tokenizer.decode(expected[index], skip_special_tokens=True) for index in chosen]
+    assert texts == [
+        reference.tokenizer.decode(expected[index], skip_special_tokens=True) for index in chosen
+    ]
 
 
 @contextmanager
@@ -147,9 +161,12 @@ def serving(llm: LLM) -> Iterator[str]:
 
 
 def test_one_at_a_time(prompts, expected, reference):
-    with running(scheduler__max_num_seqs=1, parallel__cpu_threads=2) as llm:  # which share the product of a single row
+    # which share the product of a single row
+    with running(scheduler__max_num_seqs=1, parallel__cpu_threads=2) as llm:
         assert tokens_of(llm.generate(prompts[19:21], GREEDY)) == expected[19:21]
-    assert [reference.generate([prompt], NEW_TOKENS)[0] for prompt in prompts[19:21]] == expected[19:21]
+    assert [reference.generate([prompt], NEW_TOKENS)[0] for prompt in prompts[19:21]] == expected[
+        19:21
+    ]
 
 
 def test_chunked_prefill(prompts, expected):
@@ -194,7 +211,9 @@ def test_without_planning_ahead(prompts, expected):
 def test_planning_ahead_wastes_the_row_after_an_end_token(usual, prompts, expected):
     ended = [i for i, tokens in enumerate(expected) if len(tokens) < NEW_TOKENS]
     before = usual.frontend.stats()["wasted_rows"]
-    assert tokens_of(usual.generate([prompts[i] for i in ended], GREEDY)) == [expected[i] for i in ended]
+    assert tokens_of(usual.generate([prompts[i] for i in ended], GREEDY)) == [
+        expected[i] for i in ended
+    ]
     wasted = usual.frontend.stats()["wasted_rows"] - before
     assert wasted >= len(ended) - 1, "the last one's may still be on its way"
 
@@ -208,7 +227,9 @@ def test_worker_processes(prompts, expected, ranks):
 def test_siblings_share_a_prompt(usual, prompts, expected):
     longest = max(range(20), key=lambda i: len(prompts[i]))
     before = usual.frontend.stats()["steps"]
-    (output,) = usual.generate([prompts[longest]], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=4))
+    (output,) = usual.generate(
+        [prompts[longest]], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=4)
+    )
     steps = usual.frontend.stats()["steps"] - before
     assert [c.token_ids for c in output.completions] == [expected[longest]] * 4
     assert steps <= NEW_TOKENS + 3, "the prompt was computed once"

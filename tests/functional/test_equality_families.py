@@ -1,7 +1,9 @@
-"""Token for token for the other families: small random Llama, Qwen2 and Qwen3 models with real tokenizers.
+"""Token for token for the other families: small random Llama, Qwen2 and Qwen3 models with real
+tokenizers.
 
-Random weights make greedy text that depends on every layer and every position, so that a wrong head, a wrong
-rank's share or a wrong position shows at once; the tests assert that outputs differ between prompts.
+Random weights make greedy text that depends on every layer and every position, so that a wrong
+head, a wrong rank's share or a wrong position shows at once; the tests assert that outputs differ
+between prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model folder with a tokenizer, prompts as token ids, and what transformers makes of them."""
+    """A model folder with a tokenizer, prompts as token ids, and what transformers makes of
+    them."""
 
     folder: Path
     prompts: list[list[int]]
@@ -33,9 +36,15 @@ class Family:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path) -> Family:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path
+) -> Family:
     name = request.param
-    tokenizer, vocab_size = (mistral_folder(tokenizer_cache), 32_000) if name == "llama" else (qwen_folder(tokenizer_cache), 151_936)
+    tokenizer, vocab_size = (
+        (mistral_folder(tokenizer_cache), 32_000)
+        if name == "llama"
+        else (qwen_folder(tokenizer_cache), 151_936)
+    )
     folder = tiny_model(name, tmp_path_factory.mktemp(name) / "model", vocab_size=vocab_size)
     for file in tokenizer.iterdir():
         shutil.copy(file, folder)
@@ -69,10 +78,16 @@ def test_every_way(family, way):
         "batch": {},
         "chunks": {"scheduler__max_num_batched_tokens": 16},
         "preempted": {"cache__num_blocks": 36},
-        "small blocks": {"cache__block_size": 4, "cache__cpu_memory_gib": 0.05, "cache__num_blocks": None},
+        "small blocks": {
+            "cache__block_size": 4,
+            "cache__cpu_memory_gib": 0.05,
+            "cache__num_blocks": None,
+        },
     }[way]
     assert generate(family, family.prompts, **settings) == family.expected
-    assert len({tuple(tokens) for tokens in family.expected}) > 15, "the model says the same to every prompt"
+    assert len({tuple(tokens) for tokens in family.expected}) > 15, (
+        "the model says the same to every prompt"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -90,6 +105,9 @@ def test_text_matches_the_tokenizer(family):
     assert [o.prompt_token_ids for o in outputs] == family.prompts[:6]
     assert [o.token_ids for o in outputs] == family.expected[:6]
     for output in outputs:
-        whole, prompt = decode(output.prompt_token_ids + output.token_ids), decode(output.prompt_token_ids)
+        whole, prompt = (
+            decode(output.prompt_token_ids + output.token_ids),
+            decode(output.prompt_token_ids),
+        )
         assert whole.startswith(prompt)
         assert output.text == whole[len(prompt) :]

@@ -1,4 +1,5 @@
-"""The server as a process: it becomes ready, drains on SIGTERM, does not wait on the second, and dies with its worker."""
+"""The server as a process: it becomes ready, drains on SIGTERM, does not wait on the second, and
+dies with its worker."""
 
 from __future__ import annotations
 
@@ -28,17 +29,28 @@ class Process:
 
     def __init__(self, executor: str, *settings: str) -> None:
         command = [sys.executable, "-m", "aioinfer", "--config", "configs/smollm2.toml"]
-        for setting in (f"parallel.executor={executor}", "server.port=0", "parallel.cpu_threads=1", "cache.num_blocks=200", *settings):
+        for setting in (
+            f"parallel.executor={executor}",
+            "server.port=0",
+            "parallel.cpu_threads=1",
+            "cache.num_blocks=200",
+            *settings,
+        ):
             command += ["--set", setting]
         self.connections: list[HTTPConnection] = []
-        self.popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.popen = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         self.ready_text = ""
         assert self.popen.stdout is not None
         while "curl" not in self.ready_text:
             line = self.popen.stdout.readline()
             assert line, f"the server ended: {self.popen.communicate()[1]}"
             self.ready_text += line
-        self.port = URL(next(word for word in self.ready_text.split() if word.startswith("http://"))).port or 0
+        self.port = (
+            URL(next(word for word in self.ready_text.split() if word.startswith("http://"))).port
+            or 0
+        )
         self.workers = psutil.Process(self.popen.pid).children(recursive=True)
 
     def request(self, method: str, path: str, **body: Any) -> HTTPResponse:
@@ -49,7 +61,11 @@ class Process:
 
     def tell_a_story(self, **body: Any) -> HTTPResponse:
         """Begins a stream, and returns when its first event is there."""
-        response = self.request("POST", "/v1/completions", **{"prompt": "Once upon a time", "stream": True, "ignore_eos": True} | body)
+        response = self.request(
+            "POST",
+            "/v1/completions",
+            **{"prompt": "Once upon a time", "stream": True, "ignore_eos": True} | body,
+        )
         assert response.status == 200
         assert response.readline().startswith(b"data: {")
         return response
@@ -87,7 +103,9 @@ def events(response: HTTPResponse) -> list[str]:
 def test_sigterm_lets_running_requests_finish(process: Process) -> None:
     if shutil.which("curl"):  # the command of the ready line works as it stands
         command = shlex.split(process.ready_text.splitlines()[-1])
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
         assert '"delta":{"content":"' in answer
         assert answer.endswith("data: [DONE]\n\n")
     response = process.tell_a_story(max_tokens=20, stream_options={"include_usage": True})
@@ -137,13 +155,19 @@ def test_a_killed_worker_ends_the_server(process: Process) -> None:
 
 @pytest.mark.parametrize("process", ["multiprocess parallel.data_parallel_size=2"], indirect=True)
 def test_a_killed_worker_of_one_engine_ends_both(process: Process) -> None:
-    responses = [process.tell_a_story(max_tokens=2000, prompt=f"Story {number}") for number in range(2)]
+    responses = [
+        process.tell_a_story(max_tokens=2000, prompt=f"Story {number}") for number in range(2)
+    ]
     killed_at = time.monotonic()
     max(process.workers, key=lambda worker: worker.memory_info().rss).kill()
     for response in responses:
         error = json.loads(events(response)[-1])["error"]
         assert error["code"] == "engine_dead"
         # what it was doing at that moment is chance: between two steps it waits for a plan
-        assert re.match("engine [01]: worker 0 was killed by SIGKILL: rank 0 was (executing step|waiting for a plan)", error["message"])
+        assert re.match(
+            "engine [01]: worker 0 was killed by SIGKILL: rank 0 was (executing "
+            "step|waiting for a plan)",
+            error["message"],
+        )
     assert process.request("GET", "/health").status == 503
     assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1

@@ -1,4 +1,5 @@
-"""The tests of the listener once more: here they run on the server's kind of event loop, and nothing may block it."""
+"""The tests of the listener once more: here they run on the server's kind of event loop, and
+nothing may block it."""
 
 from __future__ import annotations
 

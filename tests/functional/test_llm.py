@@ -29,13 +29,23 @@ def llm() -> Iterator[LLM]:
 
 
 def test_two_engines_give_the_texts_of_one_in_order(llm):
-    params = [SamplingParams(temperature=0, max_tokens=4 + i % 5, ignore_eos=True) for i in range(8)]
-    settings = {"parallel.data_parallel_size": 2, "parallel.cpu_threads": 1, "cache.num_blocks": 128}
+    params = [
+        SamplingParams(temperature=0, max_tokens=4 + i % 5, ignore_eos=True) for i in range(8)
+    ]
+    settings = {
+        "parallel.data_parallel_size": 2,
+        "parallel.cpu_threads": 1,
+        "cache.num_blocks": 128,
+    }
     others = set(psutil.Process().children(recursive=True))  # of servers that other tests share
     with LLM(MODEL, settings=settings, progress=False) as two:
         outputs = two.generate(PROMPTS[:8], params)
         assert [sum(engine.metrics.finished.values()) for engine in two.frontend.engines] == [4, 4]
-        workers = [child for child in set(psutil.Process().children(recursive=True)) - others if "spawn_main" in " ".join(child.cmdline())]
+        workers = [
+            child
+            for child in set(psutil.Process().children(recursive=True)) - others
+            if "spawn_main" in " ".join(child.cmdline())
+        ]
         assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
     assert [o.text for o in outputs] == [o.text for o in llm.generate(PROMPTS[:8], params)]
@@ -50,16 +60,28 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     outputs = llm.generate(PROMPTS, params)
     assert [len(o.token_ids) for o in outputs] == lengths
-    assert [o.prompt_token_ids for o in outputs] == [llm.frontend.tokenizer.encode(p) for p in PROMPTS]
+    assert [o.prompt_token_ids for o in outputs] == [
+        llm.frontend.tokenizer.encode(p) for p in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 1.2, "presence_penalty": 0.5}]
+    "fields",
+    [
+        {},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    ],
 )
 def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm, fields):
     (alone,) = llm.generate(PROMPTS[1], sampled(7, **fields))
     others = [sampled(seed) for seed in range(100, 118)]
-    crowd = llm.generate([*PROMPTS[2:11], PROMPTS[1], *PROMPTS[11:20]], [*others[:9], sampled(7, **fields), *others[9:]])
+    crowd = llm.generate(
+        [*PROMPTS[2:11], PROMPTS[1], *PROMPTS[11:20]],
+        [*others[:9], sampled(7, **fields), *others[9:]],
+    )
     assert crowd[9].token_ids == alone.token_ids
     (other,) = llm.generate(PROMPTS[1], sampled(8, **fields))
     assert other.token_ids != alone.token_ids
@@ -74,9 +96,15 @@ def test_siblings_differ_and_repeat(llm):
 
 
 def test_a_stop_string_across_tokens_does_not_leak(llm):
-    (whole,) = llm.generate("The three primary colours are red,", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    (whole,) = llm.generate(
+        "The three primary colours are red,",
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    )
     stop = whole.text[9:14]  # begins and ends within words
-    (cut,) = llm.generate("The three primary colours are red,", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop))
+    (cut,) = llm.generate(
+        "The three primary colours are red,",
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop),
+    )
     completion = cut.completions[0]
     assert completion.text == whole.text[: whole.text.index(stop)]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
@@ -94,22 +122,41 @@ def test_min_tokens_holds_the_end_back(llm):
 
 
 def test_logit_bias_and_stop_token_ids(llm):
-    (biased,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4, logit_bias={1234: 100.0}, ignore_eos=True))
+    (biased,) = llm.generate(
+        "Hello",
+        SamplingParams(temperature=0, max_tokens=4, logit_bias={1234: 100.0}, ignore_eos=True),
+    )
     assert biased.token_ids == [1234] * 4
-    (stopped,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4, logit_bias={1234: 100.0}, stop_token_ids=[1234]))
-    assert (stopped.token_ids, stopped.text, stopped.completions[0].stop_reason) == ([1234], "", 1234)
+    (stopped,) = llm.generate(
+        "Hello",
+        SamplingParams(
+            temperature=0, max_tokens=4, logit_bias={1234: 100.0}, stop_token_ids=[1234]
+        ),
+    )
+    assert (stopped.token_ids, stopped.text, stopped.completions[0].stop_reason) == (
+        [1234],
+        "",
+        1234,
+    )
 
 
 def test_penalties_keep_a_text_from_repeating_itself(llm):
     plain, penalized = (
-        llm.generate("la la la la la la la", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, frequency_penalty=penalty))[0]
+        llm.generate(
+            "la la la la la la la",
+            SamplingParams(
+                temperature=0, max_tokens=30, ignore_eos=True, frequency_penalty=penalty
+            ),
+        )[0]
         for penalty in (0.0, 2.0)
     )
     assert len(set(penalized.token_ids)) > len(set(plain.token_ids))
 
 
 def test_logprobs_belong_to_the_tokens(llm):
-    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=5, logprobs=3))
+    (output,) = llm.generate(
+        "The capital of France is", SamplingParams(temperature=0, max_tokens=5, logprobs=3)
+    )
     logprobs = output.completions[0].logprobs
     assert [entry.token_id for entry in logprobs] == output.token_ids
     for entry in logprobs:

@@ -1,4 +1,5 @@
-"""`/metrics` of a real server: after each kind of request, every counter has moved by exactly what happened."""
+"""`/metrics` of a real server: after each kind of request, every counter has moved by exactly what
+happened."""
 
 from __future__ import annotations
 
@@ -22,9 +23,18 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 EXACT = {"temperature": 0, "ignore_eos": True}
 #: Histograms with one value for each request that ended by itself.
-OF_REQUESTS = ("e2e_request_latency_seconds", "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens")
+OF_REQUESTS = (
+    "e2e_request_latency_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+)
 #: ... and with one for each request that got so far.
-OF_BEGINNINGS = ("request_queue_time_seconds", "request_prefill_time_seconds", "time_to_first_token_seconds")
+OF_BEGINNINGS = (
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "time_to_first_token_seconds",
+)
 
 
 async def scrape(http: aiohttp.ClientSession) -> dict[str, float]:
@@ -57,11 +67,18 @@ class Change:
         """Returns the differences that are not zero."""
         after = await scrape(self._http)
         assert after.keys() == self._before.keys()
-        return {name: after[name] - self._before[name] for name in after if after[name] != self._before[name]}
+        return {
+            name: after[name] - self._before[name]
+            for name in after
+            if after[name] != self._before[name]
+        }
 
 
-def check_counts(change: dict[str, float], *, prompt: int, tokens: list[int], **reasons: int) -> None:
-    """Checks all that follows from the prompt tokens, the tokens of each completion, and how often each finish reason came up."""
+def check_counts(
+    change: dict[str, float], *, prompt: int, tokens: list[int], **reasons: int
+) -> None:
+    """Checks all that follows from the prompt tokens, the tokens of each completion, and how often
+    each finish reason came up."""
     assert change["prompt_tokens_total"] == prompt
     assert change["generation_tokens_total"] == sum(tokens)
     for reason in ("stop", "length", "abort", "error"):
@@ -84,7 +101,9 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_one_request(served: Served) -> None:
     change = await Change.begin(served.http)
     begin = time.perf_counter()
-    reply = await served.post("/v1/completions", prompt="Metrics of one request:", max_tokens=9, **EXACT)
+    reply = await served.post(
+        "/v1/completions", prompt="Metrics of one request:", max_tokens=9, **EXACT
+    )
     wall = time.perf_counter() - begin
     moved = await change.now()
     prompt_tokens = reply["usage"]["prompt_tokens"]
@@ -93,9 +112,14 @@ async def test_one_request(served: Served) -> None:
     assert moved["inter_token_latency_seconds_sum"] == pytest.approx(decoding)
     assert moved["request_time_per_output_token_seconds_sum"] == pytest.approx(decoding / 8)
     assert moved["request_time_per_output_token_seconds_count"] == 1
-    assert moved["e2e_request_latency_seconds_sum"] == pytest.approx(moved["time_to_first_token_seconds_sum"] + decoding)
+    assert moved["e2e_request_latency_seconds_sum"] == pytest.approx(
+        moved["time_to_first_token_seconds_sum"] + decoding
+    )
     assert 0 < decoding < moved["e2e_request_latency_seconds_sum"] < wall
-    assert (moved["request_prompt_tokens_sum"], moved["request_generation_tokens_sum"]) == (prompt_tokens, 9)
+    assert (moved["request_prompt_tokens_sum"], moved["request_generation_tokens_sum"]) == (
+        prompt_tokens,
+        9,
+    )
     assert moved["prefix_cache_queries_total"] == prompt_tokens
     assert "prefix_cache_hits_total" not in moved
     assert "num_preemptions_total" not in moved
@@ -109,17 +133,25 @@ async def test_steps(served: Served) -> None:
     await until(lambda: not served.engine.scheduler.num_in_flight)
     moved = await change.now()
     wall = time.perf_counter() - begin
-    assert moved["steps_total"] == 6, "the prompt and five tokens; the last token is chosen, not computed"
+    assert moved["steps_total"] == 6, (
+        "the prompt and five tokens; the last token is chosen, not computed"
+    )
     for phase in ("result", "update", "plan", "post", "emit"):
         assert moved[f"step_phase_seconds_count/{phase}"] == 6
     for phase in ("update", "plan", "post", "emit"):
         assert 0 < moved[f"step_phase_seconds_sum/{phase}"] < 0.1 * wall
     assert 0.1 * wall < moved["worker_busy_seconds_total"] < wall
-    assert 0 < moved["loop_lag_seconds_count"] <= wall / 0.05 + 2, "one timer, however many requests set it"
+    assert 0 < moved["loop_lag_seconds_count"] <= wall / 0.05 + 2, (
+        "one timer, however many requests set it"
+    )
 
 
 async def test_the_prefix_cache(served: Served) -> None:
-    body = {"prompt": "Prefixes that come again are found in the cache. " * 4, "max_tokens": 2, **EXACT}
+    body = {
+        "prompt": "Prefixes that come again are found in the cache. " * 4,
+        "max_tokens": 2,
+        **EXACT,
+    }
     await served.complete(**body)
     change = await Change.begin(served.http)
     usage = (await served.post("/v1/completions", **body))["usage"]
@@ -131,26 +163,44 @@ async def test_the_prefix_cache(served: Served) -> None:
 async def test_a_stop_string_and_an_end_token(served: Served) -> None:
     prompt = "The capital of France is"
     change = await Change.begin(served.http)
-    first = await served.post("/v1/completions", prompt=prompt, max_tokens=40, stop=["Paris"], **EXACT)
+    first = await served.post(
+        "/v1/completions", prompt=prompt, max_tokens=40, stop=["Paris"], **EXACT
+    )
     assert first["choices"][0]["finish_reason"] == "stop"
     (token,) = (await served.frontend.encode(" Paris"))[:1]
-    second = await served.post("/v1/completions", prompt=prompt, max_tokens=40, stop_token_ids=[token], **EXACT)
+    second = await served.post(
+        "/v1/completions", prompt=prompt, max_tokens=40, stop_token_ids=[token], **EXACT
+    )
     assert second["choices"][0]["stop_reason"] == token
     usages = [reply["usage"] for reply in (first, second)]
     tokens = [usage["completion_tokens"] for usage in usages]
-    check_counts(await change.now(), prompt=sum(usage["prompt_tokens"] for usage in usages), tokens=tokens, stop=2)
+    check_counts(
+        await change.now(),
+        prompt=sum(usage["prompt_tokens"] for usage in usages),
+        tokens=tokens,
+        stop=2,
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_completions_and_prompts(served: Served, stream: bool) -> None:
     """Each completion is a request; each prompt counts once, as in the usage."""
     change = await Change.begin(served.http)
-    body = {"prompt": ["One, two,", "Alpha, beta, gamma,"], "n": 3, "max_tokens": 4, "ignore_eos": True}
+    body = {
+        "prompt": ["One, two,", "Alpha, beta, gamma,"],
+        "n": 3,
+        "max_tokens": 4,
+        "ignore_eos": True,
+    }
     if stream:
-        *_, last = await served.stream("/v1/completions", stream_options={"include_usage": True}, **body)
+        *_, last = await served.stream(
+            "/v1/completions", stream_options={"include_usage": True}, **body
+        )
     else:
         last = await served.post("/v1/completions", **body)
-    check_counts(await change.now(), prompt=last["usage"]["prompt_tokens"], tokens=[4] * 6, length=6)
+    check_counts(
+        await change.now(), prompt=last["usage"]["prompt_tokens"], tokens=[4] * 6, length=6
+    )
 
 
 async def test_requests_that_are_refused_count_nothing(served: Served) -> None:
@@ -165,7 +215,12 @@ async def test_gauges_and_aborts(served: Served) -> None:
     change = await Change.begin(served.http)
     body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "n": 6} | EXACT
     posting = asyncio.ensure_future(served.post("/v1/completions", **body))
-    await until(lambda: len(engine.scheduler.running) == 4 and all(request.num_output > 3 for request in engine.scheduler.running))
+    await until(
+        lambda: (
+            len(engine.scheduler.running) == 4
+            and all(request.num_output > 3 for request in engine.scheduler.running)
+        )
+    )
     requests = list(engine.scheduler.requests())
     samples = await scrape(served.http)
     assert (samples["num_requests_running"], samples["num_requests_waiting"]) == (4, 2)
@@ -178,11 +233,17 @@ async def test_gauges_and_aborts(served: Served) -> None:
     assert moved["request_success_total/abort"] == 6
     check_counts(moved, prompt=prompt_len, tokens=tokens, abort=6)
     samples = await scrape(served.http)
-    assert (samples["num_requests_running"], samples["num_requests_waiting"], samples["kv_cache_usage_perc"]) == (0, 0, 0)
+    assert (
+        samples["num_requests_running"],
+        samples["num_requests_waiting"],
+        samples["kv_cache_usage_perc"],
+    ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("method", "tokens"), [("next", 1), ("flush", 30)])
-async def test_a_text_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch, method: str, tokens: int) -> None:
+async def test_a_text_that_fails(
+    served: Served, monkeypatch: pytest.MonkeyPatch, method: str, tokens: int
+) -> None:
     """At its first token, and at its last, when the scheduler is done with the request."""
 
     def fail(*arguments: object) -> str:
@@ -192,14 +253,18 @@ async def test_a_text_that_fails(served: Served, monkeypatch: pytest.MonkeyPatch
     change = await Change.begin(served.http)
     await served.post("/v1/completions", 500, prompt="This text", max_tokens=30, **EXACT)
     moved = await change.now()
-    assert {name: value for name, value in moved.items() if "success" in name} == {"request_success_total/error": 1}
+    assert {name: value for name, value in moved.items() if "success" in name} == {
+        "request_success_total/error": 1
+    }
     assert moved["generation_tokens_total"] == tokens
 
 
 async def test_preemptions() -> None:
-    """A cache that holds two of the four requests: each preemption counts, and no request counts twice."""
+    """A cache that holds two of the four requests: each preemption counts, and no request counts
+    twice."""
     settings = {
-        "model.path": SMOLLM2, "model.max_model_len": 64, "cache.block_size": 16, "cache.num_blocks": 6, "scheduler.max_num_seqs": 4,
+        "model.path": SMOLLM2, "model.max_model_len": 64, "cache.block_size": 16,
+        "cache.num_blocks": 6, "scheduler.max_num_seqs": 4,
         "parallel.cpu_threads": 1, "server.port": 0, "server.served_model_names": ["smollm2"],
     }  # fmt: skip
     frontend = await Frontend.launch(load_config(None, settings))
@@ -208,12 +273,16 @@ async def test_preemptions() -> None:
         async with aiohttp.ClientSession(await server.start()) as http:
             change = await Change.begin(http)
             params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24)
-            prompts = [await frontend.encode(text) for text in ("One and", "Two or", "Three of", "Four by")]
+            prompts = [
+                await frontend.encode(text) for text in ("One and", "Two or", "Three of", "Four by")
+            ]
             generations = [await frontend.submit(prompt, params) for prompt in prompts]
             for generation in generations:
                 async for _ in generation:
                     pass
-            preemptions = sum(generation.choices[0].request.num_preemptions for generation in generations)
+            preemptions = sum(
+                generation.choices[0].request.num_preemptions for generation in generations
+            )
             moved = await change.now()
     finally:
         await frontend.close()

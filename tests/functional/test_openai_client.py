@@ -20,7 +20,9 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -30,7 +32,9 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_completion(client: openai.AsyncOpenAI) -> None:
-    reply = await client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8, logprobs=1)
+    reply = await client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8, logprobs=1
+    )
     (choice,) = reply.choices
     assert "Paris" in choice.text
     assert choice.finish_reason == "length"
@@ -43,7 +47,12 @@ async def test_completion(client: openai.AsyncOpenAI) -> None:
 async def test_streamed_completion(client: openai.AsyncOpenAI) -> None:
     whole = await client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8)
     stream = await client.completions.create(
-        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        prompt=PROMPT,
+        temperature=0,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     *chunks, last = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
@@ -54,14 +63,23 @@ async def test_streamed_completion(client: openai.AsyncOpenAI) -> None:
 
 async def test_chat(client: openai.AsyncOpenAI) -> None:
     reply = await client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=6, n=2, logprobs=True, top_logprobs=2
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_completion_tokens=6,
+        n=2,
+        logprobs=True,
+        top_logprobs=2,
     )
     assert [choice.index for choice in reply.choices] == [0, 1]
     for choice in reply.choices:
         assert choice.message.role == "assistant"
         assert "capital" in (choice.message.content or "")
         assert choice.logprobs is not None
-        assert "".join(entry.token for entry in choice.logprobs.content or []) == choice.message.content
+        assert (
+            "".join(entry.token for entry in choice.logprobs.content or [])
+            == choice.message.content
+        )
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 12
     assert reply.usage.prompt_tokens_details is not None
@@ -78,7 +96,8 @@ async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
     assert final.usage is not None
     assert whole.usage is not None
-    assert final.usage.completion_tokens == whole.usage.completion_tokens  # cached_tokens differs: the prompt came twice
+    # cached_tokens differs: the prompt came twice
+    assert final.usage.completion_tokens == whole.usage.completion_tokens
 
 
 async def test_a_bad_request(client: openai.AsyncOpenAI) -> None:
@@ -93,9 +112,15 @@ async def test_an_unknown_model(client: openai.AsyncOpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize("error", [GenerationError("the model's logits held NaN"), EngineDeadError("worker 0 died")])
-async def test_a_failure_ends_a_stream_with_an_error(client: openai.AsyncOpenAI, served: Served, error: Exception) -> None:
-    stream = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+@pytest.mark.parametrize(
+    "error", [GenerationError("the model's logits held NaN"), EngineDeadError("worker 0 died")]
+)
+async def test_a_failure_ends_a_stream_with_an_error(
+    client: openai.AsyncOpenAI, served: Served, error: Exception
+) -> None:
+    stream = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
     received = await anext(stream)
     assert received.choices[0].finish_reason is None
     (choice,) = served.engine._choices.values()
@@ -106,10 +131,18 @@ async def test_a_failure_ends_a_stream_with_an_error(client: openai.AsyncOpenAI,
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(GenerationError("the model's logits held NaN"), 500), (EngineDeadError("worker 0 died"), 503)]
+    ("error", "status"),
+    [
+        (GenerationError("the model's logits held NaN"), 500),
+        (EngineDeadError("worker 0 died"), 503),
+    ],
 )
 async def test_a_failure_of_a_plain_reply(
-    client: openai.AsyncOpenAI, served: Served, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+    client: openai.AsyncOpenAI,
+    served: Served,
+    error: Exception,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     submit = served.frontend.submit
 

@@ -20,7 +20,13 @@ from bench_loop import make_frontend
 from tests.functional.chromium import EXECUTABLE, Page, open_page
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = ("parallel.executor=inline", "server.port=0", "parallel.cpu_threads=1", "cache.num_blocks=200", "scheduler.max_num_seqs=4")
+SETTINGS = (
+    "parallel.executor=inline",
+    "server.port=0",
+    "parallel.cpu_threads=1",
+    "cache.num_blocks=200",
+    "scheduler.max_num_seqs=4",
+)
 SHIFT = 8
 HALF = b'data: {"choices":[{"delta":{"content":"Half"},"finish_reason":null}]}\n\n'
 LAST_TEXT = "[...document.querySelectorAll('.answer')].at(-1)?.textContent"
@@ -39,7 +45,9 @@ async def url() -> AsyncIterator[str]:
     for setting in SETTINGS:
         command += ["--set", setting]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+    )
     assert process.stdout is not None
     found = ""
     while "http://" not in found:
@@ -59,7 +67,8 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pag
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(browser: Page, url: str) -> AsyncIterator[Page]:
-    """The page, ready; whatever the test does, it may ask no other host, and complain of nothing but what the test expects."""
+    """The page, ready; whatever the test does, it may ask no other host, and complain of nothing
+    but what the test expects."""
     await browser.open(url)
     await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
     yield browser
@@ -78,13 +87,19 @@ async def say(page: Page, text: str) -> None:
 async def set_field(page: Page, name: str, value: str) -> None:
     """Fills in one of the settings."""
     field = f"document.querySelector('#composer').elements.{name}"
-    await page.run(f"document.querySelector('.settings').open = true; {field}.focus(); {field}.select()")
+    await page.run(
+        f"document.querySelector('.settings').open = true; {field}.focus(); {field}.select()"
+    )
     await page.send("Input.insertText", text=value)
 
 
 def posted(page: Page, path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
     """Returns the bodies that the page has posted."""
-    return [json.loads(request["postData"]) for request in page.requests if URL(request["url"]).path == path]
+    return [
+        json.loads(request["postData"])
+        for request in page.requests
+        if URL(request["url"]).path == path
+    ]
 
 
 async def gauge(url: str, name: str) -> float:
@@ -101,9 +116,18 @@ async def until_idle(url: str) -> None:
 
 async def test_it_loads_by_itself(page: Page, url: str) -> None:
     paths = {URL(request["url"]).path for request in page.requests}
-    assert {"/", "/page/page.css", "/page/page.js", "/v1/models", "/page/info", "/page/live"} <= paths
+    assert {
+        "/",
+        "/page/page.css",
+        "/page/page.js",
+        "/v1/models",
+        "/page/info",
+        "/page/live",
+    } <= paths
     assert await page.run("document.querySelector('#model').value") == "SmolLM2-135M-Instruct"
-    assert await page.run("getComputedStyle(document.body).display") == "flex", "the style sheet has been taken"
+    assert await page.run("getComputedStyle(document.body).display") == "flex", (
+        "the style sheet has been taken"
+    )
     assert await page.run("document.activeElement.id") == "prompt"
     unlabelled = "[...document.querySelectorAll('input, textarea, select')].filter((f) => !f.labels.length).length"
     assert await page.run(unlabelled) == 0
@@ -119,7 +143,9 @@ async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str
         lengths.append(len(await page.run(LAST_TEXT)))
     assert await page.run("document.querySelector('#send').hidden"), "it is still being written"
     await page.until("document.querySelector('[data-value=running]').textContent === '1'")
-    await page.until("/1 decode tokens/.test(document.querySelector('[data-value=readout]').textContent)")
+    await page.until(
+        "/1 decode tokens/.test(document.querySelector('[data-value=readout]').textContent)"
+    )
     await page.until(IDLE)
     figures = await page.run("document.querySelector('.figures').textContent")
     assert not await page.run("document.querySelector('.failure')?.textContent"), figures
@@ -129,7 +155,10 @@ async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str
     assert speed.endswith(" tokens/s")
     assert reason == "length"
     await page.until("document.querySelector('[data-value=running]').textContent === '0'")
-    assert await page.run("document.querySelector('[data-value=steps]').textContent") != "0 since the start"
+    assert (
+        await page.run("document.querySelector('[data-value=steps]').textContent")
+        != "0 since the start"
+    )
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
@@ -149,7 +178,9 @@ async def test_stop(page: Page, url: str, by: str) -> None:
     await say(page, "Go on.")
     await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
     _, second = posted(page)
-    assert second["messages"][1] == {"role": "assistant", "content": text}, "what had come stays part of the conversation"
+    assert second["messages"][1] == {"role": "assistant", "content": text}, (
+        "what had come stays part of the conversation"
+    )
 
 
 async def test_a_second_turn_brings_the_first_and_clear_forgets(page: Page) -> None:
@@ -179,12 +210,15 @@ async def test_clear_ends_an_answer_that_is_coming(page: Page, url: str) -> None
     await page.until(f"({LAST_TEXT} ?? '').length > 10")
     await page.run("document.querySelector('#clear').click()")
     await until_idle(url)
-    assert await page.run(f"{IDLE} && !document.querySelector('.turn') && !document.querySelector('#prompt').value")
+    assert await page.run(
+        f"{IDLE} && !document.querySelector('.turn') && !document.querySelector('#prompt').value"
+    )
 
 
 async def test_settings_reach_the_request(page: Page) -> None:
     numbers = {
-        "temperature": "0.7", "top_p": "0.9", "top_k": "40", "min_p": "0.05", "max_tokens": "5", "seed": "7",
+        "temperature": "0.7", "top_p": "0.9", "top_k": "40", "min_p": "0.05", "max_tokens": "5",
+        "seed": "7",
         "repetition_penalty": "1.1", "presence_penalty": "0.2", "frequency_penalty": "0.3",
     }  # fmt: skip
     for name, value in (numbers | {"system": "Be brief.", "stop": "END\n\\n\\n"}).items():
@@ -194,7 +228,10 @@ async def test_settings_reach_the_request(page: Page) -> None:
     (body,) = posted(page)
     assert body == {
         "model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}],
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello."},
+        ],
         "stream": True,
         "stream_options": {"include_usage": True},
         "stop": ["END", "\n\n"],
@@ -220,14 +257,18 @@ async def test_an_error_is_shown_in_its_place(page: Page) -> None:
     await say(page, "Hello.")
     shown = await page.until("document.querySelector('.turn .failure')?.textContent")
     assert shown.startswith("400: temperature must be")
-    assert await page.run("document.querySelector('#prompt').value") == "Hello.", "it can be sent again"
+    assert await page.run("document.querySelector('#prompt').value") == "Hello.", (
+        "it can be sent again"
+    )
     assert "400" in await page.errors.get()  # the browser's own line
     await page.run("document.querySelector('#reset').click()")
     await set_field(page, "max_tokens", "2")
     await page.press("Tab", 9)
     await page.run("document.querySelector('#composer').requestSubmit()")
     await page.until(f"{IDLE} && document.querySelector('.figures')")
-    assert posted(page)[1]["messages"] == [{"role": "user", "content": "Hello."}], "what failed is not part of the conversation"
+    assert posted(page)[1]["messages"] == [{"role": "user", "content": "Hello."}], (
+        "what failed is not part of the conversation"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +289,12 @@ async def test_a_stream_that_fails(page: Page, body: bytes, shown: str) -> None:
 async def test_hostile_output_stays_text(page: Page) -> None:
     hostile = "<script>document.title = 'hacked'</script><img src=x onerror=\"document.title = 'hacked'\"><b>bold</b>"
     event = {"choices": [{"delta": {"content": hostile}, "finish_reason": None}]}
-    await page.answer("/v1/chat/completions", 200, "text/event-stream", f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
+    await page.answer(
+        "/v1/chat/completions",
+        200,
+        "text/event-stream",
+        f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode(),
+    )
     await say(page, "Hello <i>there</i>")
     await page.until(f"{IDLE} && document.querySelector('.figures')")
     assert await page.run(LAST_TEXT) == hostile
@@ -269,7 +315,11 @@ async def test_events_are_read_across_the_borders_of_chunks(page: Page, size: in
         } });
         return await Array.fromAsync(readEvents(stream));
     }"""
-    assert await page.run(f"({script})({json.dumps(text)}, {size})") == ["größer\n你好 😀", "[1]", "a\nb"]
+    assert await page.run(f"({script})({json.dumps(text)}, {size})") == [
+        "größer\n你好 😀",
+        "[1]",
+        "a\nb",
+    ]
 
 
 async def test_a_server_that_asks_for_a_key(page: Page, url: str) -> None:
@@ -280,9 +330,17 @@ async def test_a_server_that_asks_for_a_key(page: Page, url: str) -> None:
     assert "401" in await page.errors.get()
     await page.send("Fetch.disable")
     page.requests.clear()
-    await page.run("document.querySelector('#key').value = 'sk-test'; document.querySelector('#key-form button').click()")
-    await page.until("document.querySelector('#status').dataset.state === 'live' && document.querySelector('#notice').hidden")
-    assert await page.run("sessionStorage.length === 1 && localStorage.length === 0 && !document.cookie")
+    await page.run(
+        "document.querySelector('#key').value = 'sk-test'; "
+        "document.querySelector('#key-form button').click()"
+    )
+    await page.until(
+        "document.querySelector('#status').dataset.state === 'live' && "
+        "document.querySelector('#notice').hidden"
+    )
+    assert await page.run(
+        "sessionStorage.length === 1 && localStorage.length === 0 && !document.cookie"
+    )
     await set_field(page, "max_tokens", "2")
     await say(page, "Hello.")
     await page.until(f"{IDLE} && document.querySelector('.figures')")
@@ -301,8 +359,13 @@ async def test_a_model_without_a_chat_template(page: Page, url: str) -> None:
     await set_field(page, "max_tokens", "6")
     for text in ("The capital of France is", "Once upon"):
         await say(page, text)
-        await page.until(f"{IDLE} && [...document.querySelectorAll('.turn')].at(-1)?.textContent.includes('{text}') && {LAST_TEXT}")
-    assert [body["prompt"] for body in posted(page, "/v1/completions")] == ["The capital of France is", "Once upon"]
+        await page.until(
+            f"{IDLE} && [...document.querySelectorAll('.turn')].at(-1)?.textContent.includes('{text}') && {LAST_TEXT}"
+        )
+    assert [body["prompt"] for body in posted(page, "/v1/completions")] == [
+        "The capital of France is",
+        "Once upon",
+    ]
     assert posted(page) == []
 
 
@@ -314,8 +377,13 @@ async def test_the_live_stream_is_open_only_while_the_page_can_be_seen(page: Pag
               document.dispatchEvent(new Event("visibilitychange"))"""
     assert streams() == 1
     await page.run(show % "true")
-    await page.run("document.querySelector('[data-value=running]').textContent = 'stale'; new Promise((wake) => setTimeout(wake, 1200))")
-    assert await page.run("document.querySelector('[data-value=running]').textContent") == "stale", "no event comes"
+    await page.run(
+        "document.querySelector('[data-value=running]').textContent = 'stale'; new "
+        "Promise((wake) => setTimeout(wake, 1200))"
+    )
+    assert (
+        await page.run("document.querySelector('[data-value=running]').textContent") == "stale"
+    ), "no event comes"
     await page.run(show % "false")
     await page.until("document.querySelector('[data-value=running]').textContent === '0'")
     assert streams() == 2
@@ -327,11 +395,16 @@ async def test_each_engine_has_its_panel(browser: Page) -> None:
     try:
         await browser.open(await server.start())
         await browser.until("document.querySelectorAll('.engine').length === 2")
-        assert await browser.run("[...document.querySelectorAll('.engine h2')].map((h) => h.textContent)") == ["Engine 0", "Engine 1"]
+        assert await browser.run(
+            "[...document.querySelectorAll('.engine h2')].map((h) => h.textContent)"
+        ) == ["Engine 0", "Engine 1"]
         params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
         for number in range(3):
             await frontend.submit([number + 5] * 20, params)
-        await browser.until("[...document.querySelectorAll('.engine [data-value=running]')].map((d) => d.textContent).join() === '2,1'")
+        await browser.until(
+            "[...document.querySelectorAll('.engine "
+            "[data-value=running]')].map((d) => d.textContent).join() === '2,1'"
+        )
         steps = "[...document.querySelectorAll('.engine [data-value=readout]')].every((p) => p.textContent.startsWith('Mean of'))"
         await browser.until(steps)
     finally:
@@ -342,7 +415,17 @@ async def test_each_engine_has_its_panel(browser: Page) -> None:
 
 
 async def test_a_phone(page: Page) -> None:
-    await page.send("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=2, mobile=True)
-    assert await page.run("document.documentElement.scrollWidth") == 360, "nothing has to be scrolled sideways"
-    assert await page.run("document.querySelector('#prompt').getBoundingClientRect().bottom < innerHeight")
+    await page.send(
+        "Emulation.setDeviceMetricsOverride",
+        width=360,
+        height=740,
+        deviceScaleFactor=2,
+        mobile=True,
+    )
+    assert await page.run("document.documentElement.scrollWidth") == 360, (
+        "nothing has to be scrolled sideways"
+    )
+    assert await page.run(
+        "document.querySelector('#prompt').getBoundingClientRect().bottom < innerHeight"
+    )
     await page.send("Emulation.clearDeviceMetricsOverride")

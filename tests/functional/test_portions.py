@@ -1,4 +1,5 @@
-"""Tokens of many streams are emitted in portions, between which the event loop does other things: nothing else may change by it."""
+"""Tokens of many streams are emitted in portions, between which the event loop does other things:
+nothing else may change by it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from bench_loop import make_frontend
 STREAMS = 40
 
 
-async def complete(params: SamplingParams, frontend: Any, prompt: int) -> tuple[str, int, str | None, int | str | None]:
+async def complete(
+    params: SamplingParams, frontend: Any, prompt: int
+) -> tuple[str, int, str | None, int | str | None]:
     text, tokens, reason, stop = "", 0, None, None
     async for delta in await frontend.submit([prompt + 5] * 8, params):
         assert reason is None, "something came behind the end"
@@ -25,13 +28,21 @@ async def complete(params: SamplingParams, frontend: Any, prompt: int) -> tuple[
 
 
 async def complete_all(delay_s: float) -> list[tuple[str, int, str | None, int | str | None]]:
-    """Returns text, tokens and end of streams of several lengths, some of which run into a stop string."""
+    """Returns text, tokens and end of streams of several lengths, some of which run into a stop
+    string."""
     frontend = await make_frontend(STREAMS, delay_s)
     kinds = [
-        SamplingParams(max_tokens=30 + i, ignore_eos=True, stop=("Boxkämpfer", "языки", "булок") if i % 3 else ()) for i in range(STREAMS)
+        SamplingParams(
+            max_tokens=30 + i,
+            ignore_eos=True,
+            stop=("Boxkämpfer", "языки", "булок") if i % 3 else (),
+        )
+        for i in range(STREAMS)
     ]
     try:
-        return list(await asyncio.gather(*(complete(params, frontend, i) for i, params in enumerate(kinds))))
+        return list(
+            await asyncio.gather(*(complete(params, frontend, i) for i, params in enumerate(kinds)))
+        )
     finally:
         frontend.engines[0].scheduler.check_integrity()
         assert frontend.engines[0].scheduler.is_idle
@@ -57,14 +68,18 @@ async def test_the_loop_has_its_turn_between_portions(monkeypatch: pytest.Monkey
         def __init__(self, number: int):
             self.number = number
 
-        def take(self, index: int, text: str, reason: str | None, stop_reason: int | str | None) -> bool:
+        def take(
+            self, index: int, text: str, reason: str | None, stop_reason: int | str | None
+        ) -> bool:
             if not order:
                 asyncio.get_running_loop().call_soon(order.append, -1)
             order.append(self.number)
             return True
 
     for number in range(STREAMS):
-        (await frontend.submit([number + 5], SamplingParams(max_tokens=1, ignore_eos=True))).attach(Recorder(number))
+        (await frontend.submit([number + 5], SamplingParams(max_tokens=1, ignore_eos=True))).attach(
+            Recorder(number)
+        )
     await frontend.drain(5)
     assert order == [0, 1, 2, 3, -1, *range(4, STREAMS)]
     await frontend.close()

@@ -1,6 +1,8 @@
-"""Readers that stop reading cost bounded memory and delay nobody; when they read on, nothing of their text is missing.
+"""Readers that stop reading cost bounded memory and delay nobody; when they read on, nothing of
+their text is missing.
 
-The worker computes nothing, so that streams outrun what the system buffers; a long model name makes every event 2 KB.
+The worker computes nothing, so that streams outrun what the system buffers; a long model name makes
+every event 2 KB.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ MOST_WAITING = 128 * 1024
 
 
 async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Sends a request. One that stalls has a small window, and a reader that takes no more than it is asked for."""
+    """Sends a request.
+
+    One that stalls has a small window, and a reader that takes no more than it is asked for.
+    """
     plain = socket.socket()
     plain.setblocking(False)
     if stalls:
@@ -31,7 +36,15 @@ async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyn
     loop = asyncio.get_running_loop()
     await loop.sock_connect(plain, ("127.0.0.1", URL(url).port))
     reader, writer = await asyncio.open_connection(sock=plain, limit=4096 if stalls else 2**20)
-    body = json.dumps({"prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {
+            "prompt": [5, 6, 7],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
     return reader, writer
@@ -55,7 +68,8 @@ async def serve() -> None:
     server = HttpServer(frontend)
     url = await server.start()
     assert server._listener is not None
-    for listening in server._listener._sockets:  # connections take after it; the system would buffer megabytes
+    # connections take after it; the system would buffer megabytes
+    for listening in server._listener._sockets:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
     stalled = [await connect(url, stalls=True) for _ in range(STALLED)]
     await asyncio.sleep(0)
@@ -63,15 +77,21 @@ async def serve() -> None:
     texts = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in fast)), 60)
     assert all(events >= 0.95 * TOKENS for _, events in texts)
     assert len({text for text, _ in texts}) > 1  # each slot has a text of its own
-    assert frontend.engines[0].scheduler.is_idle  # the stalled ones were computed to their ends as well
+    # the stalled ones were computed to their ends as well
+    assert frontend.engines[0].scheduler.is_idle
     assert server._runner.server is not None
-    waiting = [handler.transport.get_write_buffer_size() for handler in server._runner.server.connections if handler.transport is not None]
+    waiting = [
+        handler.transport.get_write_buffer_size()
+        for handler in server._runner.server.connections
+        if handler.transport is not None
+    ]
     assert len(waiting) >= STALLED
     assert 0 < max(waiting) < MOST_WAITING < TOKENS * len(NAME)
     late = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in stalled)), 60)
     lengths = {len(frontend.tokenizer.encode(text, False)) for text, _ in late}
     assert min(lengths) > 0.9 * TOKENS
-    assert all(len(text) > 0 and events < TOKENS for text, events in late)  # what they did not fetch merged
+    # what they did not fetch merged
+    assert all(len(text) > 0 and events < TOKENS for text, events in late)
     for _, writer in (*fast, *stalled):
         writer.close()
     await server.close()

@@ -1,4 +1,5 @@
-"""Several ranks on CPUs, over gloo: sizes that are refused, ranks out of step with each other, and one that is stopped for good."""
+"""Several ranks on CPUs, over gloo: sizes that are refused, ranks out of step with each other, and
+one that is stopped for good."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ VOCAB_SIZE = 512  # three ranks do not divide it
 
 def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts() -> None:
     message = (
-        r"parallel\.tensor_parallel_size = 2 does not divide this model \(9 heads, 3 KV heads, intermediate size 1536\); these do: 1, 3$"
+        r"parallel\.tensor_parallel_size = 2 does not divide this model \(9 heads, 3 KV heads, "
+        r"intermediate size 1536\); these do: 1, 3$"
     )
     others = multiprocessing.active_children()  # of servers that other tests share
     with pytest.raises(ConfigError, match=message):
@@ -34,16 +36,42 @@ def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_are_out_of_step_choose_the_same_tokens(tmp_path: Path, size: int) -> None:
-    """Each rank takes the next step's inputs from what it chose itself: greedily, and by seed under every adjustment."""
-    random_model(tmp_path, vocab_size=VOCAB_SIZE, num_attention_heads=6, num_key_value_heads=1, eos_token_id=None)
+    """Each rank takes the next step's inputs from what it chose itself: greedily, and by seed under
+    every adjustment."""
+    random_model(
+        tmp_path,
+        vocab_size=VOCAB_SIZE,
+        num_attention_heads=6,
+        num_key_value_heads=1,
+        eos_token_id=None,
+    )
     choice = random.Random(size)
-    prompts = [[choice.randrange(3, VOCAB_SIZE) for _ in range(choice.randint(1, 60))] for _ in range(6)]
+    prompts = [
+        [choice.randrange(3, VOCAB_SIZE) for _ in range(choice.randint(1, 60))] for _ in range(6)
+    ]
     wishes = [
         {"temperature": 0.0},
-        {"temperature": 0.9, "seed": 1, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
-        {"temperature": 1.2, "seed": 2, "min_p": 0.02, "presence_penalty": 1.0, "logprobs": 3, "logit_bias": {7: 2.0}},
+        {
+            "temperature": 0.9,
+            "seed": 1,
+            "top_k": 40,
+            "top_p": 0.9,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.5,
+        },
+        {
+            "temperature": 1.2,
+            "seed": 2,
+            "min_p": 0.02,
+            "presence_penalty": 1.0,
+            "logprobs": 3,
+            "logit_bias": {7: 2.0},
+        },
     ]
-    params = [SamplingParams(max_tokens=16, ignore_eos=True, **wishes[i % len(wishes)]) for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True, **wishes[i % len(wishes)])
+        for i in range(len(prompts))
+    ]
     settings = {
         "parallel.tensor_parallel_size": size,
         "parallel.cpu_threads": 1,
@@ -69,14 +97,19 @@ def test_a_stopped_rank_ends_the_server_within_ten_seconds(tmp_path: Path) -> No
     random_model(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=4096)
     process = Process("multiprocess", f"model.path={tmp_path}", "parallel.tensor_parallel_size=2")
     try:
-        workers = [worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())]
+        workers = [
+            worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())
+        ]
         rank_1 = sorted(workers, key=lambda worker: worker.pid)[1]
         response = process.tell_a_story(max_tokens=3000)
         rank_1.send_signal(signal.SIGSTOP)
         stopped_at = time.monotonic()
         error = json.loads(events(response)[-1])["error"]
         assert error["code"] == "engine_dead"
-        assert re.search(r"worker 1 has not run for \d s: it is stopped, as by SIGSTOP: rank 1 was ", error["message"])
+        assert re.search(
+            r"worker 1 has not run for \d s: it is stopped, as by SIGSTOP: rank 1 was ",
+            error["message"],
+        )
         assert time.monotonic() - stopped_at < 10
         assert process.end(timeout=5) == 1
         assert process.popen.stderr is not None

@@ -1,7 +1,7 @@
 """What the tests on a GPU share: they are skipped without one, and float32 means float32.
 
-Those of `test_tensor_parallel` compare free memory, so nothing else may use their GPUs meanwhile: run them with `-n 1`. The others
-may run side by side.
+Those of `test_tensor_parallel` compare free memory, so nothing else may use their GPUs meanwhile:
+run them with `-n 1`. The others may run side by side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "kernels"))  # the cases that the interpreter's tests use too
+# the cases that the interpreter's tests use too
+sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def full_float32() -> None:
-    """Switches TF32 off: references are computed in float64, but some inputs are prepared in float32."""
+    """Switches TF32 off: references are computed in float64, but some inputs are prepared in
+    float32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def engine_settings(**settings: Any) -> dict[str, Any]:
-    """Returns a configuration by `section.key`: small, in float32 and without a prefix cache, but for `settings` (`section__key`)."""
+    """Returns a configuration by `section.key`: small, in float32 and without a prefix cache, but
+    for `settings` (`section__key`)."""
     defaults = {
         "parallel__device": "cuda",
         "model__dtype": "float32",

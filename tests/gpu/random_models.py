@@ -1,4 +1,5 @@
-"""Random models with a tokenizer of as many tokens, so that an engine serves them where no package of data is installed."""
+"""Random models with a tokenizer of as many tokens, so that an engine serves them where no package
+of data is installed."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ FIRST_CHARACTER = 0x100
 
 
 def random_model(folder: Path, *, vocab_size: int, **fields: Any) -> Path:
-    """Saves a random Qwen3 into `folder` and returns it. Its weights are bfloat16, so that rounding them to it loses nothing.
+    """Saves a random Qwen3 into `folder` and returns it. Its weights are bfloat16, so that rounding
+    them to it loses nothing.
 
     Args:
         vocab_size: tokens of the model and of the tokenizer, a character each.
         fields: go over those of `tiny_model`'s configuration.
     """
     tiny_model("qwen3", folder, vocab_size=vocab_size, dtype=torch.bfloat16, **fields)
-    tokenizer = Tokenizer(models.BPE({chr(FIRST_CHARACTER + token): token for token in range(vocab_size)}, []))
+    tokenizer = Tokenizer(
+        models.BPE({chr(FIRST_CHARACTER + token): token for token in range(vocab_size)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,5 @@
-"""The ranks' sums on real GPUs: against NCCL for all sizes, and 100 000 rounds in which ranks come late at random."""
+"""The ranks' sums on real GPUs: against NCCL for all sizes, and 100 000 rounds in which ranks come
+late at random."""
 
 from __future__ import annotations
 
@@ -14,7 +15,36 @@ from aioinfer.layers.parallel import ParallelGroup
 
 HIDDEN = 4096
 MAX_ROWS = 8192
-ROWS = [1, 2, 3, 4, 7, 8, 16, 31, 32, 48, 63, 64, 65, 66, 67, 100, 128, 200, 256, 511, 512, 513, 1000, 1056, 1057, 2048, 4097, 8192]
+ROWS = [
+    1,
+    2,
+    3,
+    4,
+    7,
+    8,
+    16,
+    31,
+    32,
+    48,
+    63,
+    64,
+    65,
+    66,
+    67,
+    100,
+    128,
+    200,
+    256,
+    511,
+    512,
+    513,
+    1000,
+    1056,
+    1057,
+    2048,
+    4097,
+    8192,
+]
 EPS = 1e-6
 LATE_ROWS = 520
 ROUNDS = 100_000
@@ -39,7 +69,10 @@ def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
         weight = torch.rand(HIDDEN, device="cuda").to(dtype)
         dist.broadcast(weight, 0)
         for number, rows in enumerate(ROWS):
-            partial, residual = exchange.partial[:rows], torch.randn(rows, HIDDEN, device="cuda").to(dtype)
+            partial, residual = (
+                exchange.partial[:rows],
+                torch.randn(rows, HIDDEN, device="cuda").to(dtype),
+            )
             partial.copy_(torch.randn(rows, HIDDEN, device="cuda"))
             dist.broadcast(residual, 0)
             is_first = number % 3 == 0
@@ -48,23 +81,32 @@ def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
             total += 0 if is_first else residual.double()
             normed = exchange.add(partial, residual, weight, EPS, is_first=is_first)
             assert normed is not None
-            for got, wanted in ((residual, total), (normed, rms_norm_reference(total, weight.double(), EPS))):
+            for got, wanted in (
+                (residual, total),
+                (normed, rms_norm_reference(total, weight.double(), EPS)),
+            ):
                 error = ((got.double() - wanted).norm() / wanted.norm()).item()
                 assert error < tolerance, (dtype, rows, error)
                 others = [torch.empty_like(got) for _ in range(size)]
                 dist.all_gather(others, got)
-                assert all(torch.equal(other, got) for other in others), (dtype, rows, "the ranks differ")
+                assert all(torch.equal(other, got) for other in others), (
+                    dtype,
+                    rows,
+                    "the ranks differ",
+                )
     dist.destroy_process_group()
 
 
 def come_late(rank: int, size: int, folder: Path) -> None:
-    """Rounds of both kinds after random waits on the GPU; numbers are small integers, so that sums are exact."""
+    """Rounds of both kinds after random waits on the GPU; numbers are small integers, so that sums
+    are exact."""
     from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
 
     group = join(rank, size, folder)
     layout = ExchangeLayout.of(size, LATE_ROWS, HIDDEN, torch.bfloat16)
     exchange = Exchange(group.peer_buffer(layout.nbytes), layout, HIDDEN, torch.bfloat16)
-    rounds, waits = random.Random(0), random.Random(rank + 1)  # the same rows everywhere, other waits
+    # the same rows everywhere, other waits
+    rounds, waits = random.Random(0), random.Random(rank + 1)
     pattern = torch.arange(HIDDEN + 256 + CHECKED, device="cuda").remainder(13).to(torch.bfloat16)
     residual = torch.empty(LATE_ROWS, HIDDEN, dtype=torch.bfloat16, device="cuda")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -1,4 +1,5 @@
-"""Everything is compiled before the first request: no kernel while serving, whatever the requests ask for."""
+"""Everything is compiled before the first request: no kernel while serving, whatever the requests
+ask for."""
 
 from __future__ import annotations
 
@@ -23,10 +24,16 @@ def _left_out(x):  # type: ignore[no-untyped-def]
 
 
 def random_params(choice: random.Random) -> SamplingParams:
-    fields: dict[str, Any] = {"max_tokens": choice.randint(1, 20), "ignore_eos": True, "temperature": choice.choice([0.0, 0.8])}
+    fields: dict[str, Any] = {
+        "max_tokens": choice.randint(1, 20),
+        "ignore_eos": True,
+        "temperature": choice.choice([0.0, 0.8]),
+    }
     extras = [
-        {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.5},
-        {"logit_bias": {5: 2.0, 7: -100.0}}, {"min_tokens": 1, "ignore_eos": False}, {"logprobs": 5}, {"n": 3}, {"seed": 3},
+        {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"logit_bias": {5: 2.0, 7: -100.0}}, {"min_tokens": 1, "ignore_eos": False},
+        {"logprobs": 5}, {"n": 3}, {"seed": 3},
     ]  # fmt: skip
     for extra in choice.sample(extras, choice.randint(0, 3)):
         fields |= extra
@@ -36,9 +43,16 @@ def random_params(choice: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("max_num_seqs", [5, 300])
 def test_no_kernel_is_compiled_while_serving(max_num_seqs: int, tmp_path: Path) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=64)
-    settings = {"parallel.device": "cuda", "parallel.executor": "inline", "scheduler.max_num_seqs": max_num_seqs, "cache.num_blocks": 400}
+    settings = {
+        "parallel.device": "cuda",
+        "parallel.executor": "inline",
+        "scheduler.max_num_seqs": max_num_seqs,
+        "cache.num_blocks": 400,
+    }
     choice = random.Random(0)
-    lengths = [1, 2, 3, 15, 16, 17, 127, 128, 129, 300] + [choice.randint(1, 200) for _ in range(400)]
+    lengths = [1, 2, 3, 15, 16, 17, 127, 128, 129, 300] + [
+        choice.randint(1, 200) for _ in range(400)
+    ]
     prompts = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
         executor = llm.frontend.engines[0]._executor
@@ -48,8 +62,10 @@ def test_no_kernel_is_compiled_while_serving(max_num_seqs: int, tmp_path: Path) 
         for alone in prompts[:10]:
             llm.generate([alone], random_params(choice))
         llm.generate(prompts, [random_params(choice) for _ in prompts])
-        assert llm.frontend.engines[0].report.graph_bytes != 0  # under 0 where others gave memory back meanwhile
+        # under 0 where others gave memory back meanwhile
+        assert llm.frontend.engines[0].report.graph_bytes != 0
         assert watch.names == [], watch.names
-        triton.jit(_left_out)[(1,)](torch.zeros(1, device="cuda"))  # made anew: one that a test before compiled would be at hand
+        # made anew: one that a test before compiled would be at hand
+        triton.jit(_left_out)[(1,)](torch.zeros(1, device="cuda"))
         assert len(watch.names) == 1
         watch.stop()

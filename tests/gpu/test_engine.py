@@ -1,6 +1,7 @@
 """The whole engine on a GPU: the same greedy tokens as transformers in float32 on a CPU.
 
-The models are small random ones; their prompts are token ids, so that no tokenizer package is needed.
+The models are small random ones; their prompts are token ids, so that no tokenizer package is
+needed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 3, 7, 16, 17, 40, 64, 90)]
+    return [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 3, 7, 16, 17, 40, 64, 90)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +61,16 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     ],
     ids=["inline", "process", "chunks", "preempted", "not ahead"],
 )
-def test_every_way(folder: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]) -> None:
+def test_every_way(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    defaults = {"parallel.device": "cuda", "parallel.executor": "inline", "model.dtype": "float32", "cache.num_blocks": 64}
+    defaults = {
+        "parallel.device": "cuda",
+        "parallel.executor": "inline",
+        "model.dtype": "float32",
+        "cache.num_blocks": 64,
+    }
     with LLM(str(folder), settings=defaults | settings, progress=False) as llm:
         outputs = llm.generate(prompts, GREEDY)
         if settings.get("cache.num_blocks"):
@@ -70,10 +81,22 @@ def test_every_way(folder: Path, prompts: list[list[int]], expected: list[list[i
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_a_batch(folder: Path, prompts: list[list[int]]) -> None:
-    settings = {"parallel.device": "cuda", "parallel.executor": "inline", "model.dtype": "float32", "cache.num_blocks": 64}
-    params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=NEW_TOKENS, ignore_eos=True) for i in range(len(prompts))]
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch(
+    folder: Path, prompts: list[list[int]]
+) -> None:
+    settings = {
+        "parallel.device": "cuda",
+        "parallel.executor": "inline",
+        "model.dtype": "float32",
+        "cache.num_blocks": 64,
+    }
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=NEW_TOKENS, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     with LLM(str(folder), settings=settings, progress=False) as llm:
         together = llm.generate(prompts, params)
-        alone = [llm.generate([prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+        alone = [
+            llm.generate([prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)
+        ]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]

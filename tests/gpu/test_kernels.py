@@ -1,4 +1,5 @@
-"""Every kernel, compiled, against float64 references: random shapes, fresh inputs, outputs poisoned first."""
+"""Every kernel, compiled, against float64 references: random shapes, fresh inputs, outputs poisoned
+first."""
 
 from __future__ import annotations
 
@@ -11,10 +12,23 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
-from aioinfer.kernels.gated_product import TILE_TIMES, GatedConfig, gated_product, gated_product_reference, supports
+from aioinfer.kernels.gated_product import (
+    TILE_TIMES,
+    GatedConfig,
+    gated_product,
+    gated_product_reference,
+    supports,
+)
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
-from aioinfer.kernels.prepare import StepInputs, append_tokens, embed, embed_reference, prepare_inputs, prepare_inputs_reference
+from aioinfer.kernels.prepare import (
+    StepInputs,
+    append_tokens,
+    embed,
+    embed_reference,
+    prepare_inputs,
+    prepare_inputs_reference,
+)
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 from cases import (
     AttentionCase,
@@ -38,7 +52,13 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
-def check_attention(rows: list[tuple[int, int]], *shape: int, dtype: torch.dtype, limit: float | None = None, **options: object) -> None:
+def check_attention(
+    rows: list[tuple[int, int]],
+    *shape: int,
+    dtype: torch.dtype,
+    limit: float | None = None,
+    **options: object,
+) -> None:
     case = AttentionCase(rows, *shape, dtype=dtype, device=DEVICE, **options)
     assert error(attention(case)) < (limit or LIMIT[dtype]), case
 
@@ -47,7 +67,11 @@ def check_attention(rows: list[tuple[int, int]], *shape: int, dtype: torch.dtype
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_attention_of_random_batches(head_size: int, dtype: torch.dtype) -> None:
     rng = random.Random(head_size)
-    for block_size in (16, 32, 64, 128) if (dtype, head_size) == (torch.bfloat16, 128) else rng.sample((16, 32, 64, 128), 1):
+    for block_size in (
+        (16, 32, 64, 128)
+        if (dtype, head_size) == (torch.bfloat16, 128)
+        else rng.sample((16, 32, 64, 128), 1)
+    ):
         kv_heads = rng.choice([1, 2, 3, 8])
         group = rng.choice([1, 3, 4, 5, 8])
         rows = random_rows(rng.randint(1, 30), 1500, 600, rng)
@@ -58,22 +82,49 @@ def test_attention_of_random_batches(head_size: int, dtype: torch.dtype) -> None
 def test_attention_with_window_and_soft_cap(dtype: torch.dtype) -> None:
     rng = random.Random(2)
     for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
-        check_attention(random_rows(20, 1200, 400, rng), 8, 2, 128, 64, dtype=dtype, window=window, soft_cap=soft_cap)
+        check_attention(
+            random_rows(20, 1200, 400, rng),
+            8,
+            2,
+            128,
+            64,
+            dtype=dtype,
+            window=window,
+            soft_cap=soft_cap,
+        )
 
 
-@pytest.mark.parametrize("rows", [[(1, 32768)] + [(1, 90)] * 200, [(1, 1000)] * 256, [(1, 5)], [(1, 0), (1, 700), (1, 0)], [(1, 64)] * 500])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 32768)] + [(1, 90)] * 200,
+        [(1, 1000)] * 256,
+        [(1, 5)],
+        [(1, 0), (1, 700), (1, 0)],
+        [(1, 64)] * 500,
+    ],
+)
 def test_decodes_of_every_distribution(rows: list[tuple[int, int]]) -> None:
     check_attention(rows, 16, 4, 128, 64, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_decodes_that_norm_rotate_and_cache_by_themselves(head_size: int, dtype: torch.dtype) -> None:
+def test_decodes_that_norm_rotate_and_cache_by_themselves(
+    head_size: int, dtype: torch.dtype
+) -> None:
     rng = random.Random(head_size)
-    for rows, normed, window in (([(1, rng.randint(0, 900)) for _ in range(40)], True, 0), ([(1, 5000), (1, 1), (1, 129)], False, 77)):
+    for rows, normed, window in (
+        ([(1, rng.randint(0, 900)) for _ in range(40)], True, 0),
+        ([(1, 5000), (1, 1), (1, 129)], False, 77),
+    ):
         for block_size in (16, 128):
-            case = AttentionCase(rows, 16, 4, head_size, block_size, dtype=dtype, device=DEVICE, window=window)
-            assert max(map(error, projected_attention(case, head_size, normed))) < LIMIT[dtype], case
+            case = AttentionCase(
+                rows, 16, 4, head_size, block_size, dtype=dtype, device=DEVICE, window=window
+            )
+            assert max(map(error, projected_attention(case, head_size, normed))) < LIMIT[dtype], (
+                case
+            )
 
 
 def test_attention_over_an_fp8_cache() -> None:
@@ -83,13 +134,23 @@ def test_attention_over_an_fp8_cache() -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("head_size", "block_size"), [(64, 64), (64, 128), (128, 64), (128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("head_size", "block_size"), [(64, 64), (64, 128), (128, 64), (128, 128), (256, 64)]
+)
 def test_hopper_prefill(head_size: int, block_size: int, dtype: torch.dtype) -> None:
     rng = random.Random(head_size + block_size)
     for group in (1, 3, 4, 8) if (head_size, block_size) == (128, 128) else (5,):
         rows = random_rows(20, 2500, 1100, rng)
         check_attention(rows, 2 * group, 2, head_size, block_size, dtype=dtype, hopper=True)
-    check_attention([(1, 9), (4096, 4096), (129, 3000), (2, 2)], 10, 2, head_size, block_size, dtype=dtype, hopper=True)
+    check_attention(
+        [(1, 9), (4096, 4096), (129, 3000), (2, 2)],
+        10,
+        2,
+        head_size,
+        block_size,
+        dtype=dtype,
+        hopper=True,
+    )
 
 
 @needs_hopper
@@ -97,7 +158,17 @@ def test_hopper_prefill_with_window_and_soft_cap() -> None:
     rng = random.Random(4)
     for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
         rows = random_rows(20, 1200, 400, rng)
-        check_attention(rows, 8, 2, 128, 128, dtype=torch.bfloat16, hopper=True, window=window, soft_cap=soft_cap)
+        check_attention(
+            rows,
+            8,
+            2,
+            128,
+            128,
+            dtype=torch.bfloat16,
+            hopper=True,
+            window=window,
+            soft_cap=soft_cap,
+        )
 
 
 def test_decode_in_a_graph_follows_the_lengths() -> None:
@@ -112,7 +183,9 @@ def test_decode_in_a_graph_follows_the_lengths() -> None:
 
     def step() -> None:
         plan_decode(workspace, lens)
-        paged_attention(q, *caches, tables, starts, lens, num_decodes=64, workspace=workspace, out=out)
+        paged_attention(
+            q, *caches, tables, starts, lens, num_decodes=64, workspace=workspace, out=out
+        )
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -148,7 +221,9 @@ def test_rotation_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
         (50, 5, 1, 96, 48),
         (17, 4, 4, 256, 64),
     ):
-        for pair in qk_norm_rope(tokens, q_heads, kv_heads, head_size, rotary, normed, dtype, DEVICE):
+        for pair in qk_norm_rope(
+            tokens, q_heads, kv_heads, head_size, rotary, normed, dtype, DEVICE
+        ):
             assert error(pair) < LIMIT[dtype]
 
 
@@ -156,16 +231,27 @@ def test_rotation_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
     few, some = (40, 104) if gated else (37, 100)
-    for rows, features, inputs in ((1, 4096, 4096), (1, 576, 1536), (2, few, 12288), (4, 1000, 1024), (5, 4096, 1024), (16, some, 3072)):
+    for rows, features, inputs in (
+        (1, 4096, 4096),
+        (1, 576, 1536),
+        (2, few, 12288),
+        (4, 1000, 1024),
+        (5, 4096, 1024),
+        (16, some, 3072),
+    ):
         for normed in (True, False):
-            assert error(linear(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated)) < LIMIT[dtype], (rows, features, inputs)
+            assert (
+                error(linear(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated))
+                < LIMIT[dtype]
+            ), (rows, features, inputs)
 
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", TILE_TIMES)
 def test_gated_product(config: GatedConfig, dtype: torch.dtype) -> None:
-    """Tiles clipped at every edge; x is a part of wider rows; nothing beyond the output is written."""
+    """Tiles clipped at every edge; x is a part of wider rows; nothing beyond the output is
+    written."""
     for features, inputs in ((8, 64), (104, 512), (3080, 1024), (1000, 4096)):
         wide = poisoned(2048, inputs + 8, dtype=dtype, device=DEVICE)
         x = wide[:, :inputs].normal_()
@@ -174,7 +260,9 @@ def test_gated_product(config: GatedConfig, dtype: torch.dtype) -> None:
         for rows in (1, 2, 63, 64, 100, 128, 129, 200, 256, 257, 511, 700, 2048):
             buffer = poisoned(rows + 3, features + 8, dtype=dtype, device=DEVICE)
             gated_product(x[:rows], weight, out=buffer[:rows, :features], config=config)
-            worst = (buffer[:rows, :features] - reference[:rows]).norm(dim=1) / reference[:rows].norm(dim=1)
+            worst = (buffer[:rows, :features] - reference[:rows]).norm(dim=1) / reference[
+                :rows
+            ].norm(dim=1)
             assert worst.max() < LIMIT[dtype], (rows, features, inputs)
             assert buffer[rows:].isnan().all()
             assert buffer[:, features:].isnan().all()
@@ -182,7 +270,10 @@ def test_gated_product(config: GatedConfig, dtype: torch.dtype) -> None:
 
 @needs_hopper
 def test_gated_product_in_a_graph() -> None:
-    x, weight = normal(300, 512, dtype=torch.bfloat16, device=DEVICE), normal(2 * 1000, 512, dtype=torch.bfloat16, device=DEVICE) * 0.05
+    x, weight = (
+        normal(300, 512, dtype=torch.bfloat16, device=DEVICE),
+        normal(2 * 1000, 512, dtype=torch.bfloat16, device=DEVICE) * 0.05,
+    )
     out = gated_product(x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -197,7 +288,8 @@ def test_gated_product_in_a_graph() -> None:
 @needs_hopper
 @pytest.mark.parametrize("rows", [3, 200, 2048])
 def test_gated_products_as_dependents(rows: int) -> None:
-    """Each reads what the kernel right before has written, into memory that the one before that has read."""
+    """Each reads what the kernel right before has written, into memory that the one before that has
+    read."""
     weights = [(torch.randn(2048, 1024, device=DEVICE) / 32).bfloat16() for _ in range(8)]
     norm_weight = normal(1024, dtype=torch.bfloat16, device=DEVICE)
     first = normal(rows, 1024, dtype=torch.bfloat16, device=DEVICE)
@@ -250,11 +342,19 @@ def test_input_preparation() -> None:
 
 
 def test_embedding_and_append() -> None:
-    weight, ids = torch.randn(1000, 576, device=DEVICE).bfloat16(), torch.randint(0, 1500, (333,), dtype=torch.int32, device=DEVICE)
+    weight, ids = (
+        torch.randn(1000, 576, device=DEVICE).bfloat16(),
+        torch.randint(0, 1500, (333,), dtype=torch.int32, device=DEVICE),
+    )
     assert torch.equal(embed(ids, weight, first=200), embed_reference(ids, weight, 200))
     tokens = torch.zeros(300, 50, dtype=torch.int32, device=DEVICE)
-    slots, positions = torch.randperm(300, device=DEVICE).int(), torch.randint(0, 50, (300,), dtype=torch.int32, device=DEVICE)
-    sampled, wanted = (torch.randint(-1, 2, (300,), dtype=torch.int32, device=DEVICE) for _ in range(2))
+    slots, positions = (
+        torch.randperm(300, device=DEVICE).int(),
+        torch.randint(0, 50, (300,), dtype=torch.int32, device=DEVICE),
+    )
+    sampled, wanted = (
+        torch.randint(-1, 2, (300,), dtype=torch.int32, device=DEVICE) for _ in range(2)
+    )
     append_tokens(sampled + 5, slots, positions, wanted, tokens)
     expected = torch.zeros_like(tokens)
     expected[slots.long(), positions.long()] = torch.where(wanted != 0, sampled + 5, 0).int()
@@ -267,7 +367,9 @@ def test_uniforms_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_choices_follow_the_rules(rounded: bool) -> None:
-    wrong, different = sample_and_judge(96, 151_936, make_state(200, DEVICE), DEVICE, rounded=rounded)
+    wrong, different = sample_and_judge(
+        96, 151_936, make_state(200, DEVICE), DEVICE, rounded=rounded
+    )
     assert wrong == 0
     assert different <= 3
 
@@ -278,15 +380,26 @@ def test_a_choice_does_not_depend_on_its_neighbours() -> None:
     slots, positions = (torch.arange(64, dtype=torch.int32, device=DEVICE) for _ in range(2))
     together = sample_tokens(logits, slots, positions, state)
     for i in range(0, 64, 7):
-        assert sample_tokens(logits[i : i + 1], slots[i : i + 1], positions[i : i + 1], state).item() == together[i].item()
+        assert (
+            sample_tokens(logits[i : i + 1], slots[i : i + 1], positions[i : i + 1], state).item()
+            == together[i].item()
+        )
 
 
 def test_broken_logits_choose_nothing() -> None:
     logits = torch.randn(5, 30_000, device=DEVICE)
-    logits[0, 3], logits[1, 4], logits[2], logits[3, :29_999] = float("nan"), float("inf"), float("-inf"), float("-inf")
+    logits[0, 3], logits[1, 4], logits[2], logits[3, :29_999] = (
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        float("-inf"),
+    )
     floats = [torch.tensor(x, device=DEVICE) for x in ([0.0, 0.8], [1.0, 0.9], [0.0, 0.0])]
     state = SamplingState(
-        torch.zeros(2, dtype=torch.int64, device=DEVICE), floats[0], torch.tensor([0, 9], device=DEVICE).int(), *floats[1:]
+        torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        floats[0],
+        torch.tensor([0, 9], device=DEVICE).int(),
+        *floats[1:],
     )
     for slot in (0, 1):
         slots = torch.full((5,), slot, dtype=torch.int32, device=DEVICE)
@@ -299,7 +412,9 @@ def test_logprobs() -> None:
     logits = torch.randn(40, 151_936, device=DEVICE)
     chosen = torch.randint(0, 151_936, (40,), dtype=torch.int32, device=DEVICE)
     ours = logprobs.token_logprobs(logits, chosen, torch.ones_like(chosen), 20)
-    for mine, theirs in zip(ours, logprobs.token_logprobs_reference(logits.double(), chosen, 20), strict=True):
+    for mine, theirs in zip(
+        ours, logprobs.token_logprobs_reference(logits.double(), chosen, 20), strict=True
+    ):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=1e-4)
 
 
@@ -307,9 +422,18 @@ def test_penalties() -> None:
     tokens = [[random.randrange(60) for _ in range(n)] for n in (200, 31, 5)]
     occurrences = torch.zeros(3, 1000, dtype=torch.int32, device=DEVICE)
     for row, ids in enumerate(tokens):
-        penalties.count_occurrences(torch.tensor(ids, dtype=torch.int32, device=DEVICE), len(ids) // 2, occurrences[row])
+        penalties.count_occurrences(
+            torch.tensor(ids, dtype=torch.int32, device=DEVICE), len(ids) // 2, occurrences[row]
+        )
     wishes = [1.3, 0.8, 1.0], [0.5, -0.5, 0.0], [0.25, 1.0, -2.0]
-    logits, rows = torch.randn(3, 1000, device=DEVICE), torch.arange(3, dtype=torch.int32, device=DEVICE)
-    expected = penalties.penalties_reference(logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *wishes)
-    penalties.apply_penalties(logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in wishes))
+    logits, rows = (
+        torch.randn(3, 1000, device=DEVICE),
+        torch.arange(3, dtype=torch.int32, device=DEVICE),
+    )
+    expected = penalties.penalties_reference(
+        logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *wishes
+    )
+    penalties.apply_penalties(
+        logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in wishes)
+    )
     torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)

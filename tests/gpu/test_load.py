@@ -1,4 +1,5 @@
-"""Ten thousand random requests, a third of them aborted at random moments: nothing is lost, nothing is left, nothing grows."""
+"""Ten thousand random requests, a third of them aborted at random moments: nothing is lost, nothing
+is left, nothing grows."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ REQUESTS = 10_000
 ROUNDS = 10
 CLIENTS = 100
 VOCAB_SIZE = 512
-#: The share of requests that are to be aborted. Some end before their time comes: about a third are.
+#: The share of requests that are to be aborted. Some end before their time comes: about a third
+#: are.
 DOOMED = 0.45
-#: Each delta that any client gets ends a doomed request with a chance of one in so many. Requests live for thousands of deltas.
+#: Each delta that any client gets ends a doomed request with a chance of one in so many. Requests
+#: live for thousands of deltas.
 PATIENCE = 3000
 
 
@@ -40,7 +43,11 @@ class Wish:
 
 
 #: The same request now and then, whose text must not depend on what goes on around it.
-CANARY = Wish(list(range(10, 90)), SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True), doomed=False)
+CANARY = Wish(
+    list(range(10, 90)),
+    SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
+    doomed=False,
+)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -65,11 +72,18 @@ def random_params(rng: random.Random) -> SamplingParams:
     if rng.random() < 0.2:
         fields["logprobs"] = rng.randint(0, 20)
     if rng.random() < 0.2:
-        fields["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(rng.randint(1, 30))}
+        fields["logit_bias"] = {
+            rng.randrange(VOCAB_SIZE): rng.uniform(-9, 9) for _ in range(rng.randint(1, 30))
+        }
     if rng.random() < 0.2:
-        fields["stop"] = tuple(chr(FIRST_CHARACTER + rng.randrange(100, VOCAB_SIZE)) for _ in range(rng.randint(1, 5)))
+        fields["stop"] = tuple(
+            chr(FIRST_CHARACTER + rng.randrange(100, VOCAB_SIZE)) for _ in range(rng.randint(1, 5))
+        )
     if rng.random() < 0.2:
-        fields |= {"stop_token_ids": (rng.randrange(VOCAB_SIZE), rng.randrange(VOCAB_SIZE)), "min_tokens": rng.randint(0, max_tokens)}
+        fields |= {
+            "stop_token_ids": (rng.randrange(VOCAB_SIZE), rng.randrange(VOCAB_SIZE)),
+            "min_tokens": rng.randint(0, max_tokens),
+        }
     return SamplingParams(**fields)
 
 
@@ -81,15 +95,19 @@ def random_wishes(count: int, rng: random.Random) -> list[Wish]:
         length = rng.randint(1, 200)
         stem = rng.choice(stems) if rng.random() < 0.3 else []
         prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
-        wishes.append(Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY)
+        wishes.append(
+            Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
+        )
     return wishes
 
 
-async def run_clients(frontend: Frontend, wishes: list[Wish], rng: random.Random) -> list[Generation]:
+async def run_clients(
+    frontend: Frontend, wishes: list[Wish], rng: random.Random
+) -> list[Generation]:
     """Serves the wishes to `CLIENTS` clients and returns the generations, all ended.
 
-    With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the middle of its prompt,
-    between two tokens, or after a preemption.
+    With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the
+    middle of its prompt, between two tokens, or after a preemption.
     """
     queue = iter(wishes)
     generations: list[Generation] = []
@@ -114,7 +132,8 @@ async def run_clients(frontend: Frontend, wishes: list[Wish], rng: random.Random
 
 
 async def come_to_rest(frontend: Frontend) -> None:
-    """Checks that nothing is left of what ran, and waits for the steps that were planned ahead of its end."""
+    """Checks that nothing is left of what ran, and waits for the steps that were planned ahead of
+    its end."""
     assert (frontend.stats()["running"], frontend.stats()["waiting"]) == (0, 0)
     assert frontend.engines[0].scheduler.is_idle
     assert await frontend.drain(0)
@@ -126,7 +145,8 @@ async def come_to_rest(frontend: Frontend) -> None:
 
 
 def check_ends(generations: list[Generation]) -> Counter[str]:
-    """Checks how the requests ended and counts the reasons; "abort" and "abort early" tell those with tokens from those without."""
+    """Checks how the requests ended and counts the reasons; "abort" and "abort early" tell those
+    with tokens from those without."""
     reasons: Counter[str] = Counter()
     for generation in generations:
         assert generation.is_finished
@@ -141,11 +161,14 @@ def check_ends(generations: list[Generation]) -> Counter[str]:
     return reasons
 
 
-async def measure_round(frontend: Frontend, wishes: list[Wish], rng: random.Random) -> tuple[Counter[str], set[tuple[int, ...]], int]:
-    """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU memory in use when it is over,
-    apart from `bytes_by_demand`.
+async def measure_round(
+    frontend: Frontend, wishes: list[Wish], rng: random.Random
+) -> tuple[Counter[str], set[tuple[int, ...]], int]:
+    """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU
+    memory in use when it is over, apart from `bytes_by_demand`.
 
-    The canary goes last and alone, so that what the worker keeps of its last step is the same after every round.
+    The canary goes last and alone, so that what the worker keeps of its last step is the same after
+    every round.
     """
     generations = await run_clients(frontend, wishes, rng)
     await come_to_rest(frontend)
@@ -157,16 +180,26 @@ async def measure_round(frontend: Frontend, wishes: list[Wish], rng: random.Rand
 
 
 def bytes_by_demand(frontend: Frontend) -> int:
-    """Returns the bytes of what grows with the widest bias and with the most penalized requests at a time, and stays."""
+    """Returns the bytes of what grows with the widest bias and with the most penalized requests at
+    a time, and stays."""
     executor = frontend.engines[0]._executor
     assert isinstance(executor, InlineExecutor)
     slots = executor._worker._runner.slots
-    tensors = (slots.occurrences.rows, slots.bias.ids, slots.bias.values, slots.banned.ids, slots.banned.values)
+    tensors = (
+        slots.occurrences.rows,
+        slots.bias.ids,
+        slots.bias.values,
+        slots.banned.ids,
+        slots.banned.values,
+    )
     return sum(tensor.nbytes for tensor in tensors)
 
 
-async def serve_load(folder: Path, device: str, dtype: str, requests: int = REQUESTS, first_measured_step: int = 2000) -> None:
-    """Serves the load and checks the books after every round, and the memory from the given step on."""
+async def serve_load(
+    folder: Path, device: str, dtype: str, requests: int = REQUESTS, first_measured_step: int = 2000
+) -> None:
+    """Serves the load and checks the books after every round, and the memory from the given step
+    on."""
     settings = {
         "model.path": str(folder),
         "model.dtype": dtype,
@@ -185,7 +218,9 @@ async def serve_load(folder: Path, device: str, dtype: str, requests: int = REQU
         texts: set[tuple[int, ...]] = set()
         memory: list[int] = []
         for first in range(0, requests, requests // ROUNDS):
-            counted, seen, used = await measure_round(frontend, wishes[first : first + requests // ROUNDS], rng)
+            counted, seen, used = await measure_round(
+                frontend, wishes[first : first + requests // ROUNDS], rng
+            )
             reasons += counted
             texts |= seen
             if frontend.stats()["steps"] >= first_measured_step:
@@ -198,12 +233,15 @@ async def serve_load(folder: Path, device: str, dtype: str, requests: int = REQU
     assert min(reasons.values()) > requests / 100, reasons
     assert dtype != "float32" or len(texts) == 1
     assert len(memory) >= 2
-    assert max(memory) - memory[0] < 4096, f"bytes in use after each round: {memory}"  # the allocator rounds up
+    # the allocator rounds up
+    assert max(memory) - memory[0] < 4096, f"bytes in use after each round: {memory}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=128)
+    return random_model(
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=128
+    )
 
 
 @pytest.mark.timeout(300)

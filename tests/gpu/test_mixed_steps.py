@@ -1,4 +1,5 @@
-"""Steps with prompts: replayed from graphs they leave the same keys, values and logits as launched kernel by kernel."""
+"""Steps with prompts: replayed from graphs they leave the same keys, values and logits as launched
+kernel by kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ NONE = np.empty(0, np.int32)
 
 def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
     settings = [
-        f"model.path={folder}", f"model.dtype={dtype}", f"scheduler.max_num_seqs={SLOTS}", "scheduler.max_num_batched_tokens=2048",
+        f"model.path={folder}", f"model.dtype={dtype}", f"scheduler.max_num_seqs={SLOTS}",
+        "scheduler.max_num_batched_tokens=2048",
         "parallel.device=cuda", "cache.num_blocks=400",
     ]  # fmt: skip
     worker = Worker(load_config(None, settings), folder, ParallelGroup.single())
@@ -44,20 +46,36 @@ def admit(worker: Worker, choice: random.Random) -> None:
     slots = np.repeat(np.arange(SLOTS, dtype=np.int32), blocks)
     admissions = [
         Admission(
-            slot, np.array([choice.randrange(3, VOCAB_SIZE) for _ in range(LONGEST - 1)], np.int32), 5, SamplingParams(temperature=0), 0
+            slot,
+            np.array([choice.randrange(3, VOCAB_SIZE) for _ in range(LONGEST - 1)], np.int32),
+            5,
+            SamplingParams(temperature=0),
+            0,
         )
         for slot in range(SLOTS)
     ]
-    indices, each = np.tile(np.arange(blocks, dtype=np.int32), SLOTS), np.arange(SLOTS * blocks, dtype=np.int32)
-    worker.execute(StepPlan(0, NONE, NONE, NONE, NONE, slots, indices, each, NONE, NONE, admissions)).wait()
+    indices, each = (
+        np.tile(np.arange(blocks, dtype=np.int32), SLOTS),
+        np.arange(SLOTS * blocks, dtype=np.int32),
+    )
+    worker.execute(
+        StepPlan(0, NONE, NONE, NONE, NONE, slots, indices, each, NONE, NONE, admissions)
+    ).wait()
 
 
 def random_plan(step: int, choice: random.Random, computed: list[int]) -> StepPlan:
-    """Returns a step of some decodes before some chunks of prompts, of which some choose a token."""
+    """Returns a step of some decodes before some chunks of prompts, of which some choose a
+    token."""
     slots = choice.sample(range(SLOTS), choice.randint(1, SLOTS))
     lengths = [1 if choice.random() < 0.6 else choice.randint(1, 130) for _ in slots]
-    lengths = [min(length, LONGEST - 2 - computed[slot]) for slot, length in zip(slots, lengths, strict=True)]
-    rows = [(slot, computed[slot], length, int(length == 1 or choice.random() < 0.5)) for slot, length in zip(slots, lengths, strict=True)]
+    lengths = [
+        min(length, LONGEST - 2 - computed[slot])
+        for slot, length in zip(slots, lengths, strict=True)
+    ]
+    rows = [
+        (slot, computed[slot], length, int(length == 1 or choice.random() < 0.5))
+        for slot, length in zip(slots, lengths, strict=True)
+    ]
     rows = sorted((row for row in rows if row[2] > 0), key=lambda row: row[2] != 1)
     for slot, _, length, _ in rows:
         computed[slot] += length
@@ -69,8 +87,13 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "bound"), [("float32", 64, 1e-5), ("bfloat16", 64, 1e-2), ("bfloat16", 128, 1e-2)])
-def test_graphs_compute_what_launches_do(dtype: str, head_dim: int, bound: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "bound"),
+    [("float32", 64, 1e-5), ("bfloat16", 64, 1e-2), ("bfloat16", 128, 1e-2)],
+)
+def test_graphs_compute_what_launches_do(
+    dtype: str, head_dim: int, bound: float, tmp_path: Path
+) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=head_dim, num_hidden_layers=3)
     worker, runner = start(tmp_path, dtype)
     graphs, none = runner._mixed_graphs, GraphLadder()

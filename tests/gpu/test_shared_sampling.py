@@ -1,4 +1,5 @@
-"""Ranks that share the vocabulary on real GPUs choose what one alone chooses: in graphs, over many rounds, and out of step."""
+"""Ranks that share the vocabulary on real GPUs choose what one alone chooses: in graphs, over many
+rounds, and out of step."""
 
 from __future__ import annotations
 
@@ -28,11 +29,20 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
     torch.cuda.set_device(device)
     group = ParallelGroup.connect(rank, size, dist.FileStore(str(folder / "store"), size), device)
     vocabulary = Vocabulary(VOCAB_SIZE, group)
-    share = Share(vocabulary.start, VOCAB_SIZE, Mailboxes(group.peer_buffer(Mailboxes.nbytes(ROWS, size))))
+    share = Share(
+        vocabulary.start, VOCAB_SIZE, Mailboxes(group.peer_buffer(Mailboxes.nbytes(ROWS, size)))
+    )
     state = make_state(SLOTS, "cuda")
     logits = torch.randn(ROWS, VOCAB_SIZE, device="cuda") * 3
-    slots, positions = (torch.randint(0, SLOTS, (ROWS,), dtype=torch.int32, device="cuda") for _ in range(2))
-    for tensor in (*(getattr(state, name) for name in SamplingState.__slots__), logits, slots, positions):
+    slots, positions = (
+        torch.randint(0, SLOTS, (ROWS,), dtype=torch.int32, device="cuda") for _ in range(2)
+    )
+    for tensor in (
+        *(getattr(state, name) for name in SamplingState.__slots__),
+        logits,
+        slots,
+        positions,
+    ):
         dist.broadcast(tensor, 0)
     logits[::3] = logits[::3].round()  # equals
     logits[5, VOCAB_SIZE - 1] = logits[7, 0] = float("nan")
@@ -55,7 +65,9 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
         else:  # few rows, one after the other: the same mailboxes
             for begin in range(0, ROWS, 75):
                 rows = slice(begin, begin + 75)
-                sample_tokens(mine[rows], slots[rows], positions[rows], state, share=share, out=together[rows])
+                sample_tokens(
+                    mine[rows], slots[rows], positions[rows], state, share=share, out=together[rows]
+                )
         sample_tokens(logits, slots, positions, state, out=alone)
         wrong += ((together != alone) & surely_equal).sum()
         different += (together != alone).sum()
@@ -64,7 +76,9 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
             dist.all_gather(others, together)
             assert all(torch.equal(other, together) for other in others), "the ranks differ"
     assert wrong.item() == 0
-    assert different.item() <= ROUNDS * ROWS // 1000, "only the rounding of a sum may move top-p's border"
+    assert different.item() <= ROUNDS * ROWS // 1000, (
+        "only the rounding of a sum may move top-p's border"
+    )
     assert together[5].item() == together[7].item() == -1
     dist.destroy_process_group()
 

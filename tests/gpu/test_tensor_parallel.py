@@ -1,7 +1,9 @@
-"""Several GPUs share a model: the same tokens as one GPU gives in float32, ranks out of step, and ranks that fail.
+"""Several GPUs share a model: the same tokens as one GPU gives in float32, ranks out of step, and
+ranks that fail.
 
-In float32 what is compared must be equal token for token. Each test is skipped where there are too few GPUs. Workers are
-processes of their own throughout, so that this one holds no more GPU memory than a test asks for.
+In float32 what is compared must be equal token for token. Each test is skipped where there are too
+few GPUs. Workers are processes of their own throughout, so that this one holds no more GPU memory
+than a test asks for.
 """
 
 from __future__ import annotations
@@ -48,8 +50,13 @@ WISHES = {
     "top_p": replace(SEEDED, top_p=0.8),
     "min_p": replace(SEEDED, min_p=0.1),
     "all three": replace(SEEDED, top_k=50, top_p=0.9, min_p=0.02),
-    "penalties": replace(SEEDED, repetition_penalty=0.8, presence_penalty=-1.5, frequency_penalty=-0.5),  # draw tokens of the prompt
-    "greedy penalties": replace(SEEDED, temperature=0.0, repetition_penalty=1.5, frequency_penalty=1.0),
+    # draw tokens of the prompt
+    "penalties": replace(
+        SEEDED, repetition_penalty=0.8, presence_penalty=-1.5, frequency_penalty=-0.5
+    ),
+    "greedy penalties": replace(
+        SEEDED, temperature=0.0, repetition_penalty=1.5, frequency_penalty=1.0
+    ),
     "bias": replace(SEEDED, top_p=0.9, logit_bias={5: 3.0, 2100: 2.0, 4098: 4.0, 7: -100.0}),
     "min_tokens": replace(SEEDED, ignore_eos=False, min_tokens=20, logit_bias={2: 8.0}),
 }
@@ -60,8 +67,11 @@ SIZES = [pytest.param(2, marks=NEEDS_TWO), pytest.param(4, marks=NEEDS_FOUR)]
 
 @contextmanager
 def running(folder: Path, size: int, **settings: Any) -> Iterator[LLM]:
-    """Worker processes on `size` GPUs, in float32 and without a prefix cache unless `settings` say otherwise; the books are checked."""
-    merged = engine_settings(**{"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": size} | settings)
+    """Worker processes on `size` GPUs, in float32 and without a prefix cache unless `settings` say
+    otherwise; the books are checked."""
+    merged = engine_settings(
+        **{"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": size} | settings
+    )
     with LLM(str(folder), settings=merged, progress=False) as llm:
         engines = llm.frontend.engines
         assert all("cpu" not in engine.report.device for engine in engines)
@@ -78,15 +88,29 @@ def tokens_of(outputs: Sequence[Output]) -> list[list[int]]:
 
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+    return [
+        [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)
+    ]
 
 
 @pytest.fixture(scope="module", params=[64, 128], ids=lambda size: f"heads of {size}")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of eight heads over four KV heads, which four ranks can share."""
-    fields = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "initializer_range": 0.05, "eos_token_id": 2}
+    fields = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "initializer_range": 0.05,
+        "eos_token_id": 2,
+    }
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": request.param}
-    return random_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, max_position_embeddings=1024, **fields, **heads)
+    return random_model(
+        tmp_path_factory.mktemp("model"),
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=1024,
+        **fields,
+        **heads,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +140,13 @@ LIKELIEST = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logpr
 
 def choices_of(llm: LLM, prompts: Sequence[list[int]]) -> dict[str, list[Output]]:
     """Returns the outputs under every wish, all of which share their steps."""
-    params = [replace(wish, seed=number) for wish in WISHES.values() for number, _ in enumerate(prompts)]
+    params = [
+        replace(wish, seed=number) for wish in WISHES.values() for number, _ in enumerate(prompts)
+    ]
     outputs = llm.generate([*prompts] * len(WISHES), params)
-    return {name: outputs[i * len(prompts) : (i + 1) * len(prompts)] for i, name in enumerate(WISHES)}
+    return {
+        name: outputs[i * len(prompts) : (i + 1) * len(prompts)] for i, name in enumerate(WISHES)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +156,9 @@ def expected(folder: Path, prompts: list[list[int]]) -> Expected:
         choices, likeliest = choices_of(llm, prompts[:6]), llm.generate(prompts, LIKELIEST)
     with running(folder, 1, model__dtype="bfloat16") as llm:
         rounded = llm.generate(prompts, LIKELIEST)
-    assert len({tuple(tokens) for tokens in greedy}) == len(greedy), "the prompts are too alike to tell anything"
+    assert len({tuple(tokens) for tokens in greedy}) == len(greedy), (
+        "the prompts are too alike to tell anything"
+    )
     return Expected(greedy, choices, likeliest, rounded)
 
 
@@ -136,48 +166,72 @@ def expected(folder: Path, prompts: list[list[int]]) -> Expected:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tokens_are_those_of_one_gpu(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
-    """Greedily: together, so that prompts and decodes share steps, and one after the other. By seed: under every wish."""
+def test_tokens_are_those_of_one_gpu(
+    folder: Path, size: int, prompts: list[list[int]], expected: Expected
+) -> None:
+    """Greedily: together, so that prompts and decodes share steps, and one after the other.
+
+    By seed: under every wish.
+    """
     with running(folder, size) as llm:
         assert tokens_of(llm.generate(prompts, GREEDY)) == expected.greedy
-        assert [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[:4]] == expected.greedy[:4]
+        assert [
+            llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[:4]
+        ] == expected.greedy[:4]
         choices = choices_of(llm, prompts[:6])
     for name, outputs in expected.choices.items():
         assert tokens_of(choices[name]) == tokens_of(outputs), name
         if name != "plain":
-            assert tokens_of(outputs) != tokens_of(expected.choices["plain"]), f"{name} changes nothing"
+            assert tokens_of(outputs) != tokens_of(expected.choices["plain"]), (
+                f"{name} changes nothing"
+            )
         for one, other in zip(choices[name], outputs, strict=True):
             check_logprobs(one, other)
 
 
 def check_logprobs(one: Output, other: Output) -> None:
-    """Of tokens that are as likely either may come first: the values are compared rank by rank, and by token."""
+    """Of tokens that are as likely either may come first: the values are compared rank by rank, and
+    by token."""
     mine, theirs = one.completions[0].logprobs or [], other.completions[0].logprobs or []
     assert len(mine) == len(theirs) == len(one.token_ids)
     for entry, wanted in zip(mine, theirs, strict=True):
         assert entry.token_id == wanted.token_id
         assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
-        assert [value for _, value in entry.top] == pytest.approx([value for _, value in wanted.top], abs=1e-3)
+        assert [value for _, value in entry.top] == pytest.approx(
+            [value for _, value in wanted.top], abs=1e-3
+        )
         known = dict(wanted.top)
-        assert all(value == pytest.approx(known[token], abs=1e-3) for token, value in entry.top if token in known)
+        assert all(
+            value == pytest.approx(known[token], abs=1e-3)
+            for token, value in entry.top
+            if token in known
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rounding_errors_in_bfloat16(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
+def test_rounding_errors_in_bfloat16(
+    folder: Path, size: int, prompts: list[list[int]], expected: Expected
+) -> None:
     """They are no worse than those of one GPU."""
     with running(folder, size, model__dtype="bfloat16") as llm:
         outputs = llm.generate(prompts, LIKELIEST)
-    ours, alone = rounding_errors(outputs, expected.likeliest), rounding_errors(expected.rounded, expected.likeliest)
+    ours, alone = (
+        rounding_errors(outputs, expected.likeliest),
+        rounding_errors(expected.rounded, expected.likeliest),
+    )
     assert min(len(ours), len(alone)) > len(prompts) * TOP // 2
     assert ours.square().mean().sqrt() <= 1.5 * alone.square().mean().sqrt()
     assert ours.abs().max() < 0.5
 
 
 def rounding_errors(rounded: Sequence[Output], exact: Sequence[Output]) -> torch.Tensor:
-    """Returns the errors of log-probabilities, float32 [N]: of the tokens that both report, until the texts part."""
+    """Returns the errors of log-probabilities, float32 [N]: of the tokens that both report, until
+    the texts part."""
     errors = []
     for one, other in zip(rounded, exact, strict=True):
-        for entry, true in zip(one.completions[0].logprobs or [], other.completions[0].logprobs or [], strict=True):
+        for entry, true in zip(
+            one.completions[0].logprobs or [], other.completions[0].logprobs or [], strict=True
+        ):
             known = dict(true.top)
             errors += [value - known[token] for token, value in entry.top if token in known]
             if entry.token_id != true.token_id:
@@ -189,7 +243,9 @@ def rounding_errors(rounded: Sequence[Output], exact: Sequence[Output]) -> torch
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_chunked_prefill(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
+def test_chunked_prefill(
+    folder: Path, size: int, prompts: list[list[int]], expected: Expected
+) -> None:
     with running(folder, size, scheduler__max_num_batched_tokens=64) as llm:
         outputs = llm.generate(prompts, GREEDY)
     assert tokens_of(outputs) == expected.greedy
@@ -200,24 +256,39 @@ def test_chunked_prefill(folder: Path, size: int, prompts: list[list[int]], expe
 def test_preemption(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
     longest = max(map(len, prompts)) + GREEDY.max_tokens
     blocks = 2 * -(-longest // 16)
-    with running(folder, size, cache__block_size=16, cache__num_blocks=blocks, model__max_model_len=longest) as llm:
+    with running(
+        folder, size, cache__block_size=16, cache__num_blocks=blocks, model__max_model_len=longest
+    ) as llm:
         outputs = llm.generate(prompts, GREEDY)
         assert llm.frontend.stats()["preemptions"] >= 3
     assert tokens_of(outputs) == expected.greedy
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_prefix_cache_hits(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
-    with running(folder, size, cache__block_size=16, cache__num_blocks=2000, cache__enable_prefix_caching=True) as llm:
+def test_prefix_cache_hits(
+    folder: Path, size: int, prompts: list[list[int]], expected: Expected
+) -> None:
+    with running(
+        folder,
+        size,
+        cache__block_size=16,
+        cache__num_blocks=2000,
+        cache__enable_prefix_caching=True,
+    ) as llm:
         first, again = (llm.generate(prompts, GREEDY) for _ in range(2))
     assert tokens_of(first) == tokens_of(again) == expected.greedy
-    assert all(output.num_cached_tokens >= 16 for output in again if len(output.prompt_token_ids) > 16)
+    assert all(
+        output.num_cached_tokens >= 16 for output in again if len(output.prompt_token_ids) > 16
+    )
     assert sum(output.num_cached_tokens > 0 for output in again) > len(prompts) // 2
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_are_out_of_step(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
-    """Processes are stopped for moments at random, so that one GPU is steps ahead of another's launches."""
+def test_ranks_that_are_out_of_step(
+    folder: Path, size: int, prompts: list[list[int]], expected: Expected
+) -> None:
+    """Processes are stopped for moments at random, so that one GPU is steps ahead of another's
+    launches."""
     with running(folder, size) as llm:
         workers = worker_pids()
         with disturbed(workers, seed=size, longest_s=0.05) as stopped:
@@ -231,7 +302,9 @@ def test_ranks_that_are_out_of_step(folder: Path, size: int, prompts: list[list[
 
 
 @NEEDS_TWO
-def test_no_kernel_is_compiled_while_serving(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_kernel_is_compiled_while_serving(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Workers tell of a kernel that they compile after their warm-up, on their standard error."""
     rng = random.Random(0)
     with running(folder, 2, scheduler__max_num_seqs=300, cache__num_blocks=800) as llm:
@@ -251,7 +324,9 @@ def test_two_engines(folder: Path, prompts: list[list[int]], expected: Expected)
 
 
 @NEEDS_FOUR
-def test_two_engines_of_two_ranks(folder: Path, prompts: list[list[int]], expected: Expected) -> None:
+def test_two_engines_of_two_ranks(
+    folder: Path, prompts: list[list[int]], expected: Expected
+) -> None:
     check_engines(folder, 2, prompts, expected)
 
 
@@ -269,14 +344,16 @@ def check_engines(folder: Path, size: int, prompts: list[list[int]], expected: E
 
 
 def free_bytes(count: int) -> list[int]:
-    """Returns the free memory of the first GPUs, each of which then holds a context of this process."""
+    """Returns the free memory of the first GPUs, each of which then holds a context of this
+    process."""
     gc.collect()
     torch.cuda.empty_cache()
     return [torch.cuda.mem_get_info(index)[0] for index in range(count)]
 
 
 def fill(index: int) -> list[torch.Tensor]:
-    """Takes all memory of a GPU that is left; it is free again when the tensors are gone and the cache is emptied."""
+    """Takes all memory of a GPU that is left; it is free again when the tensors are gone and the
+    cache is emptied."""
     held, size = [], torch.cuda.mem_get_info(index)[0]
     while size >= 2**20:
         try:
@@ -287,7 +364,8 @@ def fill(index: int) -> list[torch.Tensor]:
 
 
 def fail_while_serving(folder: Path, size: int, do_harm: Callable[[], Any]) -> str:
-    """Has something happen to a rank while requests run and others come; returns the error, which must come within ten seconds.
+    """Has something happen to a rank while requests run and others come; returns the error, which
+    must come within ten seconds.
 
     By then all workers are gone, and so is what they held of the GPUs.
     """
@@ -295,7 +373,12 @@ def fail_while_serving(folder: Path, size: int, do_harm: Callable[[], Any]) -> s
     endless = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     with LLM(str(folder), settings=failing_settings(size), progress=False) as llm:
         errors: list[BaseException] = []
-        batches = [threading.Thread(target=generate_until_it_fails, args=(llm, random_prompts(8, 60, seed=5), endless, errors))]
+        batches = [
+            threading.Thread(
+                target=generate_until_it_fails,
+                args=(llm, random_prompts(8, 60, seed=5), endless, errors),
+            )
+        ]
         batches[0].start()
         deadline = time.monotonic() + 60
         while llm.frontend.stats()["steps"] < 20:
@@ -303,7 +386,12 @@ def fail_while_serving(folder: Path, size: int, do_harm: Callable[[], Any]) -> s
             time.sleep(0.005)
         harm = do_harm()
         began = time.monotonic()
-        batches.append(threading.Thread(target=generate_until_it_fails, args=(llm, random_prompts(8, 900, seed=6), GREEDY, errors)))
+        batches.append(
+            threading.Thread(
+                target=generate_until_it_fails,
+                args=(llm, random_prompts(8, 900, seed=6), GREEDY, errors),
+            )
+        )
         batches[1].start()
         for batch in batches:
             batch.join(30)
@@ -312,7 +400,9 @@ def fail_while_serving(folder: Path, size: int, do_harm: Callable[[], Any]) -> s
     assert multiprocessing.active_children() == []
     del harm
     after = free_bytes(size)
-    assert all(now >= then - 2**24 for now, then in zip(after, before, strict=True)), f"free before: {before}; after: {after}"
+    assert all(now >= then - 2**24 for now, then in zip(after, before, strict=True)), (
+        f"free before: {before}; after: {after}"
+    )
     assert [type(error) for error in errors] == [EngineDeadError] * 2
     return str(errors[0])
 
@@ -328,7 +418,9 @@ def failing_settings(size: int) -> dict[str, Any]:
     }
 
 
-def generate_until_it_fails(llm: LLM, prompts: list[list[int]], params: SamplingParams, errors: list[BaseException]) -> None:
+def generate_until_it_fails(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, errors: list[BaseException]
+) -> None:
     try:
         while True:
             llm.generate(prompts, params)
@@ -347,7 +439,11 @@ def test_a_killed_rank_is_named(folder: Path, size: int, number: signal.Signals)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named(folder: Path, size: int, rank: int) -> None:
     message = fail_while_serving(folder, size, lambda: os.kill(worker_pids()[rank], signal.SIGSTOP))
-    assert re.search(rf"worker {rank} has not run for \d s: it is stopped, as by SIGSTOP: rank {rank} was ", message)
+    assert re.search(
+        rf"worker {rank} has not run for \d s: it is stopped, as by SIGSTOP: rank "
+        rf"{rank} was ",
+        message,
+    )
     assert f"worker {1 - rank}" not in message
 
 
@@ -361,16 +457,26 @@ def test_a_rank_whose_gpu_has_no_memory_left_is_named(folder: Path) -> None:
 
 @NEEDS_TWO
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("aiohttp", "msgspec", "orjson", "prometheus_client", "uvloop")),
+    any(
+        importlib.util.find_spec(name) is None
+        for name in ("aiohttp", "msgspec", "orjson", "prometheus_client", "uvloop")
+    ),
     reason="needs what the HTTP server needs",
 )
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_the_server_ends_with_a_failure(folder: Path, number: signal.Signals) -> None:
     before = free_bytes(2)
-    settings = {"model.path": folder, "model.max_model_len": 1024, "parallel.device": "cuda", "parallel.tensor_parallel_size": 2}
+    settings = {
+        "model.path": folder,
+        "model.max_model_len": 1024,
+        "parallel.device": "cuda",
+        "parallel.tensor_parallel_size": 2,
+    }
     process = Process("multiprocess", *(f"{key}={value}" for key, value in settings.items()))
     try:
-        workers = [worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())]
+        workers = [
+            worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())
+        ]
         rank_1 = sorted(workers, key=lambda worker: worker.pid)[1]
         response = process.tell_a_story(max_tokens=1000)
         rank_1.send_signal(number)

@@ -1,7 +1,9 @@
-"""Random inputs for every kernel, and its result beside the reference's: used under the interpreter and on a GPU.
+"""Random inputs for every kernel, and its result beside the reference's: used under the interpreter
+and on a GPU.
 
-Each case poisons the outputs first (NaN, or a token id that cannot be), draws fresh inputs, and returns results with
-the float64 reference's. KV caches hold NaN wherever no token of a row was written.
+Each case poisons the outputs first (NaN, or a token id that cannot be), draws fresh inputs, and
+returns results with the float64 reference's. KV caches hold NaN wherever no token of a row was
+written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from aioinfer.kernels.activation import silu_mul, silu_mul_reference
 from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from aioinfer.kernels.paged_attention import make_prefill_plan, paged_attention, paged_attention_reference
+from aioinfer.kernels.paged_attention import (
+    make_prefill_plan,
+    paged_attention,
+    paged_attention_reference,
+)
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, qk_norm_rope_cache_reference
 
@@ -23,7 +29,8 @@ NAN = float("nan")
 
 
 def error(pair: Pair) -> float:
-    """Returns the normwise relative error of a result beside its reference; NaN stays NaN, which is no small number."""
+    """Returns the normwise relative error of a result beside its reference; NaN stays NaN, which is
+    no small number."""
     result, reference = (t.double() for t in pair)
     return float((result - reference).norm() / reference.norm())
 
@@ -40,7 +47,10 @@ def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class AttentionCase:
-    """One attention problem. `rows` are (tokens, keys) of each row; rows of one token are put first."""
+    """One attention problem.
+
+    `rows` are (tokens, keys) of each row; rows of one token are put first.
+    """
 
     rows: list[tuple[int, int]]
     q_heads: int
@@ -58,7 +68,8 @@ class AttentionCase:
 
 
 def attention(case: AttentionCase) -> Pair:
-    """Runs `paged_attention` over blocks in random places; with an fp8 cache the keys and values are scaled."""
+    """Runs `paged_attention` over blocks in random places; with an fp8 cache the keys and values
+    are scaled."""
     rows = sorted(case.rows, key=lambda row: row[0] != 1)
     decodes = sum(tokens == 1 for tokens, _ in rows)
     device, cache_dtype = case.device, case.cache_dtype or case.dtype
@@ -72,7 +83,9 @@ def attention(case: AttentionCase) -> Pair:
         mine = blocks[taken : taken + blocks_of[row]]
         taken += blocks_of[row]
         tables[row, : len(mine)] = mine.int()
-        lines = (mine[:, None] * case.block_size + torch.arange(case.block_size, device=device)).flatten()[:keys]
+        lines = (
+            mine[:, None] * case.block_size + torch.arange(case.block_size, device=device)
+        ).flatten()[:keys]
         for cache in (k_cache, v_cache):
             cache.view(-1, case.kv_heads, case.head_size)[lines] = normal(
                 keys, case.kv_heads, case.head_size, dtype=case.dtype, device=device
@@ -82,53 +95,89 @@ def attention(case: AttentionCase) -> Pair:
     starts = torch.tensor([0] + [tokens for tokens, _ in rows], device=device).cumsum(0).int()
     lens = torch.tensor([keys for _, keys in rows], dtype=torch.int32, device=device)
     q = normal(int(starts[-1]), case.q_heads, case.head_size, dtype=case.dtype, device=device)
-    workspace = DecodeWorkspace.create(case.q_heads, k_cache, window=case.window, config=case.config, programs=case.programs)
+    workspace = DecodeWorkspace.create(
+        case.q_heads, k_cache, window=case.window, config=case.config, programs=case.programs
+    )
     for buffer in (workspace.partials, workspace.maxima, workspace.sums):
         buffer.fill_(NAN)
     if decodes:
         plan_decode(workspace, lens[:decodes])
-    prefill_plan = make_prefill_plan(len(rows), len(q), case.q_heads, case.dtype, k_cache, v_cache, hopper=case.hopper)
+    prefill_plan = make_prefill_plan(
+        len(rows), len(q), case.q_heads, case.dtype, k_cache, v_cache, hopper=case.hopper
+    )
     prefill_plan.tiles.fill_(-1)
     plan_prefill(prefill_plan, starts, lens, decodes, len(q))
     out = paged_attention(
-        q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace, prefill_plan=prefill_plan,
-        soft_cap=case.soft_cap, k_scale=k_scale, v_scale=v_scale, out=poisoned(*q.shape, dtype=q.dtype, device=device),
+        q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace,
+        prefill_plan=prefill_plan,
+        soft_cap=case.soft_cap, k_scale=k_scale, v_scale=v_scale,
+        out=poisoned(*q.shape, dtype=q.dtype, device=device),
     )  # fmt: skip
     assert not workspace.counters.any()
-    wide = [t.double() for t in (q, k_cache.to(torch.float32) * k_scale, v_cache.to(torch.float32) * v_scale)]
-    return out, paged_attention_reference(*wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap)
+    wide = [
+        t.double()
+        for t in (q, k_cache.to(torch.float32) * k_scale, v_cache.to(torch.float32) * v_scale)
+    ]
+    return out, paged_attention_reference(
+        *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
+    )
 
 
 def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[Pair]:
-    """Runs decodes that norm, rotate and cache by themselves: the output, and the caches, beside one step after the other."""
+    """Runs decodes that norm, rotate and cache by themselves: the output, and the caches, beside
+    one step after the other."""
     device, dtype, heads = case.device, case.dtype, case.q_heads + 2 * case.kv_heads
     lens = torch.tensor([keys for _, keys in case.rows], dtype=torch.int32, device=device)
     width = max(1, -(-int(lens.max()) // case.block_size))
     blocks = torch.randperm(width * len(lens) + 1, device=device)
     tables = blocks[:-1].view(len(lens), width).int()
     shape = (len(blocks), case.block_size, case.kv_heads, case.head_size)
-    caches = [normal(*shape, dtype=torch.float32, device=device).to(case.cache_dtype or dtype) for _ in range(2)]
+    caches = [
+        normal(*shape, dtype=torch.float32, device=device).to(case.cache_dtype or dtype)
+        for _ in range(2)
+    ]
     wide = [cache.to(torch.float32).double() for cache in caches]
     qkv = normal(len(lens), heads * case.head_size, dtype=dtype, device=device)
     angles = torch.rand(int(lens.max()), rotary // 2, device=device) * 6.3
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    weights = [normal(case.head_size, dtype=dtype, device=device) for _ in range(2)] if normed else [None, None]
-    workspace = DecodeWorkspace.create(case.q_heads, caches[0], window=case.window, config=case.config, programs=case.programs)
+    weights = (
+        [normal(case.head_size, dtype=dtype, device=device) for _ in range(2)]
+        if normed
+        else [None, None]
+    )
+    workspace = DecodeWorkspace.create(
+        case.q_heads, caches[0], window=case.window, config=case.config, programs=case.programs
+    )
     plan_decode(workspace, lens)
     starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
     out = paged_attention(
-        qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size), *caches, tables, starts, lens,
-        num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap, projection=Projection(qkv, cos_sin, *weights),
+        qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
+        *caches, tables, starts, lens,
+        num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
+        projection=Projection(qkv, cos_sin, *weights),
     )  # fmt: skip
     assert not workspace.counters.any()
     last = (lens - 1).clamp(min=0).long()
-    slots = tables[torch.arange(len(lens), device=device), last // case.block_size].long() * case.block_size + last % case.block_size
+    slots = (
+        tables[torch.arange(len(lens), device=device), last // case.block_size].long()
+        * case.block_size
+        + last % case.block_size
+    )
     slots[lens == 0] = -1
     norms = [None if w is None else w.double() for w in weights]
     q = qk_norm_rope_cache_reference(
-        qkv.double(), last, cos_sin, slots, *wide, num_q_heads=case.q_heads, q_weight=norms[0], k_weight=norms[1]
+        qkv.double(),
+        last,
+        cos_sin,
+        slots,
+        *wide,
+        num_q_heads=case.q_heads,
+        q_weight=norms[0],
+        k_weight=norms[1],
     )
-    reference = paged_attention_reference(q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap)
+    reference = paged_attention_reference(
+        q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
+    )
     return [(out, reference), (caches[0].float(), wide[0]), (caches[1].float(), wide[1])]
 
 
@@ -138,20 +187,36 @@ def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
     weight = normal(hidden, dtype=dtype, device=device)
     alone = rms_norm(x, weight, 1e-6, out=poisoned(rows, hidden, dtype=dtype, device=device))
     normed, total = add_rms_norm_reference(x.double(), residual.double(), weight.double(), 1e-6)
-    result = add_rms_norm(x, residual, weight, 1e-6, out=poisoned(rows, hidden, dtype=dtype, device=device))
-    return [(alone, rms_norm_reference(x.double(), weight.double(), 1e-6)), (result, normed), (residual, total)]
+    result = add_rms_norm(
+        x, residual, weight, 1e-6, out=poisoned(rows, hidden, dtype=dtype, device=device)
+    )
+    return [
+        (alone, rms_norm_reference(x.double(), weight.double(), 1e-6)),
+        (result, normed),
+        (residual, total),
+    ]
 
 
 def activation(rows: int, width: int, dtype: torch.dtype, device: str) -> Pair:
     """Runs `silu_mul`; `width` is a multiple of 8."""
     gate_up = normal(rows, 2 * width, dtype=dtype, device=device)
-    return silu_mul(gate_up, out=poisoned(rows, width, dtype=dtype, device=device)), silu_mul_reference(gate_up.double())
+    return silu_mul(
+        gate_up, out=poisoned(rows, width, dtype=dtype, device=device)
+    ), silu_mul_reference(gate_up.double())
 
 
 def qk_norm_rope(
-    tokens: int, q_heads: int, kv_heads: int, head_size: int, rotary: int, normed: bool, dtype: torch.dtype, device: str
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_size: int,
+    rotary: int,
+    normed: bool,
+    dtype: torch.dtype,
+    device: str,
 ) -> list[Pair]:
-    """Runs `qk_norm_rope_cache` with one token of padding: q, and the caches' written and unwritten places."""
+    """Runs `qk_norm_rope_cache` with one token of padding: q, and the caches' written and unwritten
+    places."""
     block_size, blocks = 16, tokens // 8 + 2
     qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
     positions = torch.randint(0, 1000, (tokens,), dtype=torch.int32, device=device)
@@ -159,24 +224,48 @@ def qk_norm_rope(
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     slots = torch.randperm(blocks * block_size, device=device)[:tokens]
     slots[tokens // 2] = -1
-    weights = [normal(head_size, dtype=dtype, device=device) for _ in range(2)] if normed else [None, None]
-    caches = [torch.full((blocks, block_size, kv_heads, head_size), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    weights = (
+        [normal(head_size, dtype=dtype, device=device) for _ in range(2)]
+        if normed
+        else [None, None]
+    )
+    caches = [
+        torch.full((blocks, block_size, kv_heads, head_size), 7.0, dtype=dtype, device=device)
+        for _ in range(2)
+    ]
     wide_caches = [cache.double() for cache in caches]
     q = qk_norm_rope_cache(
-        qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0], k_weight=weights[1],
+        qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0],
+        k_weight=weights[1],
         out=poisoned(tokens, q_heads, head_size, dtype=dtype, device=device),
     )  # fmt: skip
     wide = [None if w is None else w.double() for w in weights]
     reference = qk_norm_rope_cache_reference(
-        qkv.double(), positions, cos_sin, slots, *wide_caches, num_q_heads=q_heads, q_weight=wide[0], k_weight=wide[1]
+        qkv.double(),
+        positions,
+        cos_sin,
+        slots,
+        *wide_caches,
+        num_q_heads=q_heads,
+        q_weight=wide[0],
+        k_weight=wide[1],
     )
     return [(q, reference), (caches[0], wide_caches[0]), (caches[1], wide_caches[1])]
 
 
 def linear(
-    rows: int, features: int, inputs: int, dtype: torch.dtype, device: str, *, normed: bool, gated: bool, config: LinearConfig | None = None
+    rows: int,
+    features: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    normed: bool,
+    gated: bool,
+    config: LinearConfig | None = None,
 ) -> Pair:
-    """Runs `skinny_linear` with a residual, if it is not gated; `features` is a multiple of 8, if it is."""
+    """Runs `skinny_linear` with a residual, if it is not gated; `features` is a multiple of 8, if
+    it is."""
     x = normal(rows, inputs, dtype=dtype, device=device)
     weight = (torch.randn(features * (1 + gated), inputs, device=device) * inputs**-0.5).to(dtype)
     norm_weight = normal(inputs, dtype=dtype, device=device) if normed else None
@@ -191,13 +280,19 @@ def linear(
         out=poisoned(rows, features, dtype=dtype, device=device),
     )
     wide_norm, wide_residual = (None if t is None else t.double() for t in (norm_weight, residual))
-    return out, skinny_linear_reference(x.double(), weight.double(), norm_weight=wide_norm, residual=wide_residual, gated=gated)
+    return out, skinny_linear_reference(
+        x.double(), weight.double(), norm_weight=wide_norm, residual=wide_residual, gated=gated
+    )
 
 
-def random_rows(count: int, longest: int, most_tokens: int, rng: random.Random) -> list[tuple[int, int]]:
+def random_rows(
+    count: int, longest: int, most_tokens: int, rng: random.Random
+) -> list[tuple[int, int]]:
     """Returns rows of a mixed batch: (tokens, keys), about half of them decodes."""
     rows = []
     for _ in range(count):
         tokens = 1 if rng.random() < 0.5 else rng.randint(2, most_tokens)
-        rows.append((tokens, tokens + rng.randint(0, longest - tokens) if rng.random() < 0.7 else tokens))
+        rows.append(
+            (tokens, tokens + rng.randint(0, longest - tokens) if rng.random() < 0.7 else tokens)
+        )
     return rows

@@ -1,8 +1,8 @@
 """The kernel tests of this folder run in Triton's interpreter, on a CPU.
 
-Triton decides at its import whether it interprets, for the whole process. So the outer pytest collects only
-`test_interpreter.py`, which runs the folder in a process of its own, and what has to be compiled instead; in that
-process this file sees the variable and collects the rest.
+Triton decides at its import whether it interprets, for the whole process. So the outer pytest
+collects only `test_interpreter.py`, which runs the folder in a process of its own, and what has to
+be compiled instead; in that process this file sees the variable and collects the rest.
 """
 
 from __future__ import annotations

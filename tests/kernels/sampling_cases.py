@@ -17,7 +17,9 @@ from aioinfer.worker.sampler import filter_tokens, gumbel_keys, gumbel_noise, un
 def make_state(slots: int, device: str) -> SamplingState:
     """Returns wishes of every kind, for `slots` slots."""
     rng = np.random.default_rng()
-    choose = lambda *values: torch.from_numpy(rng.choice(np.array(values, np.float32), slots)).to(device)  # noqa: E731
+    choose = lambda *values: torch.from_numpy(rng.choice(np.array(values, np.float32), slots)).to(
+        device
+    )  # noqa: E731
     return SamplingState(
         seeds=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, slots, np.int64)).to(device),
         temperature=choose(0.0, 0.6, 1.0, 1.4),
@@ -27,10 +29,14 @@ def make_state(slots: int, device: str) -> SamplingState:
     )
 
 
-def allowed_tokens(logits: np.ndarray, state: SamplingState, slot: int, position: int, slack: float = 1e-4) -> tuple[set[int], int]:
-    """Returns the tokens that the CPU's rules choose for a row, nearly equal scores apart, and the one exactly.
+def allowed_tokens(
+    logits: np.ndarray, state: SamplingState, slot: int, position: int, slack: float = 1e-4
+) -> tuple[set[int], int]:
+    """Returns the tokens that the CPU's rules choose for a row, nearly equal scores apart, and the
+    one exactly.
 
-    With `slack` the filters' borders may move by that much of a logit: sums and quotients are rounded differently.
+    With `slack` the filters' borders may move by that much of a logit: sums and quotients are
+    rounded differently.
     """
     temperature = float(state.temperature[slot])
     scaled = logits / np.float32(temperature) if temperature >= 1e-5 else logits.copy()
@@ -53,8 +59,11 @@ def allowed_tokens(logits: np.ndarray, state: SamplingState, slot: int, position
     return allowed, exact
 
 
-def sample_and_judge(rows: int, vocab: int, state: SamplingState, device: str, *, rounded: bool) -> tuple[int, int]:
-    """Samples random logits; returns how many tokens break the rules, and how many differ from the CPU's exact choice."""
+def sample_and_judge(
+    rows: int, vocab: int, state: SamplingState, device: str, *, rounded: bool
+) -> tuple[int, int]:
+    """Samples random logits; returns how many tokens break the rules, and how many differ from the
+    CPU's exact choice."""
     logits = torch.randn(rows, vocab, device=device) * 3
     if rounded:  # logits of a model in bf16 have many equals
         logits = logits.bfloat16().float()
@@ -64,7 +73,9 @@ def sample_and_judge(rows: int, vocab: int, state: SamplingState, device: str, *
     sample_tokens(logits, slots, positions, state, out=tokens)
     wrong = different = 0
     for row, token in enumerate(tokens.tolist()):
-        allowed, exact = allowed_tokens(logits[row].cpu().numpy(), state, int(slots[row]), int(positions[row]))
+        allowed, exact = allowed_tokens(
+            logits[row].cpu().numpy(), state, int(slots[row]), int(positions[row])
+        )
         wrong += token not in allowed
         different += token != exact
     return wrong, different
@@ -74,7 +85,10 @@ def sample_and_judge(rows: int, vocab: int, state: SamplingState, device: str, *
 def _uniforms_kernel(seeds, positions, out, COUNT: tl.constexpr):
     row = tl.program_id(0)
     tokens = tl.arange(0, COUNT)
-    tl.store(out + row * COUNT + tokens, uniform_noise(tl.load(seeds + row), tl.load(positions + row), tokens))
+    tl.store(
+        out + row * COUNT + tokens,
+        uniform_noise(tl.load(seeds + row), tl.load(positions + row), tokens),
+    )
 
 
 def uniforms_agree(device: str) -> bool:

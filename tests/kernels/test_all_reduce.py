@@ -19,15 +19,26 @@ MAX_ROWS = 17
 EPS = 1e-5
 
 
-def inputs(number: int, rows: int, size: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Returns the partial products of all ranks, the residual and the norm's weight of an exchange."""
+def inputs(
+    number: int, rows: int, size: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Returns the partial products of all ranks, the residual and the norm's weight of an
+    exchange."""
     generator = torch.Generator().manual_seed(number)
-    *partials, residual = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(size + 1))
+    *partials, residual = (
+        torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(size + 1)
+    )
     return partials, residual, torch.rand(HIDDEN, generator=generator).to(dtype)
 
 
-def exchange_all(peers: PeerBuffer, layout: ExchangeLayout, calls: list[tuple[int, bool, bool]], dtype: torch.dtype) -> list[Any]:
-    """Does the calls (rows, is_first, normed) one after the other, at random moments; returns (residual, normed) of each."""
+def exchange_all(
+    peers: PeerBuffer,
+    layout: ExchangeLayout,
+    calls: list[tuple[int, bool, bool]],
+    dtype: torch.dtype,
+) -> list[Any]:
+    """Does the calls (rows, is_first, normed) one after the other, at random moments; returns
+    (residual, normed) of each."""
     exchange = Exchange(peers, layout, HIDDEN, dtype)
     choice, results = random.Random(peers.rank), []
     for number, (rows, is_first, normed) in enumerate(calls):
@@ -40,29 +51,53 @@ def exchange_all(peers: PeerBuffer, layout: ExchangeLayout, calls: list[tuple[in
     return results
 
 
-@pytest.mark.parametrize(("size", "dtype", "programs"), [(2, torch.float32, 20), (3, torch.float32, 2), (2, torch.float16, 3)])
+@pytest.mark.parametrize(
+    ("size", "dtype", "programs"),
+    [(2, torch.float32, 20), (3, torch.float32, 2), (2, torch.float16, 3)],
+)
 def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, programs: int) -> None:
     choice = random.Random(size)
     lengths = [1, 2, 1, PUSHED_ROWS + 1, 3, MAX_ROWS, PUSHED_ROWS + 6, 0, 4, 1]
     calls = [(rows, choice.random() < 0.3, choice.random() < 0.7) for rows in lengths]
-    layout = ExchangeLayout.of(size, MAX_ROWS, HIDDEN, dtype, pushed_rows=PUSHED_ROWS, programs=programs)
+    layout = ExchangeLayout.of(
+        size, MAX_ROWS, HIDDEN, dtype, pushed_rows=PUSHED_ROWS, programs=programs
+    )
     ranks = run_ranks(size, layout.nbytes, exchange_all, layout, calls, dtype)
     assert all(rank == ranks[0] for rank in ranks), "the ranks must have the same bits"
     tolerance = 1e-5 if dtype == torch.float32 else 3e-3
     for number, (rows, is_first, normed) in enumerate(calls):
-        partials, residual, weight = (t if isinstance(t, list) else t.double() for t in inputs(number, rows, size, dtype))
-        total, norm = exchange_reference([p.double() for p in partials], residual * (not is_first), weight, EPS)
+        partials, residual, weight = (
+            t if isinstance(t, list) else t.double() for t in inputs(number, rows, size, dtype)
+        )
+        total, norm = exchange_reference(
+            [p.double() for p in partials], residual * (not is_first), weight, EPS
+        )
         got_total, got_norm = ranks[0][number]
-        torch.testing.assert_close(torch.tensor(got_total).double().view(rows, HIDDEN), total, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.tensor(got_total).double().view(rows, HIDDEN),
+            total,
+            rtol=tolerance,
+            atol=tolerance,
+        )
         assert (got_norm is not None) == normed
         if normed:
-            torch.testing.assert_close(torch.tensor(got_norm).double().view(rows, HIDDEN), norm, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                torch.tensor(got_norm).double().view(rows, HIDDEN),
+                norm,
+                rtol=tolerance,
+                atol=tolerance,
+            )
 
 
 def test_products_that_lie_elsewhere_are_refused() -> None:
     layout = ExchangeLayout.of(2, 4, HIDDEN, torch.float32)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    exchange = Exchange(PeerBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2), layout, HIDDEN, torch.float32)
+    exchange = Exchange(
+        PeerBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2),
+        layout,
+        HIDDEN,
+        torch.float32,
+    )
     residual = torch.zeros(2, HIDDEN)
     for partial in (torch.zeros(2, HIDDEN), exchange.partial[1:3], exchange.partial[:3]):
         with pytest.raises(ValueError, match="beginning of the exchange"):

@@ -48,7 +48,17 @@ def test_decodes_that_norm_rotate_and_cache_by_themselves(normed: bool, rotary: 
     rows = [(1, 5), (1, 130), (1, 0), (1, 1), (1, 33), (1, 16), (1, 17)]
     for window, soft_cap, block_size in ((0, 0.0, 16), (20, 5.0, 32)):
         case = AttentionCase(
-            rows, 6, 2, 64, block_size, dtype=torch.float32, device="cpu", config=SMALL, programs=5, window=window, soft_cap=soft_cap
+            rows,
+            6,
+            2,
+            64,
+            block_size,
+            dtype=torch.float32,
+            device="cpu",
+            config=SMALL,
+            programs=5,
+            window=window,
+            soft_cap=soft_cap,
         )
         assert max(map(error, projected_attention(case, rotary, normed))) < 1e-5
 
@@ -67,7 +77,10 @@ def test_random_batches() -> None:
     rng = random.Random(5)
     for _ in range(3):
         rows = random_rows(4, 60, 20, rng)
-        assert run(rows, 6, 2, 64, 16, programs=rng.randint(1, 9), window=rng.choice([0, 0, 13])) < 1e-5
+        assert (
+            run(rows, 6, 2, 64, 16, programs=rng.randint(1, 9), window=rng.choice([0, 0, 13]))
+            < 1e-5
+        )
 
 
 def test_plan_divides_the_work_evenly_whatever_the_lengths() -> None:

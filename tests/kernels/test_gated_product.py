@@ -1,6 +1,8 @@
-"""The order of the gated weight, and that every configuration of its kernel compiles for Hopper without spilling registers.
+"""The order of the gated weight, and that every configuration of its kernel compiles for Hopper
+without spilling registers.
 
-Gluon has no interpreter; what the kernel computes is tested on a GPU. This file runs outside the interpreter's process.
+Gluon has no interpreter; what the kernel computes is tested on a GPU. This file runs outside the
+interpreter's process.
 """
 
 from __future__ import annotations
@@ -38,26 +40,45 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # of a thread block
-FULLEST = [(config, "fp16", False) for config in TILE_TIMES if config.tokens == 256]  # the registers are full of sums
+# the registers are full of sums
+FULLEST = [(config, "fp16", False) for config in TILE_TIMES if config.tokens == 256]
 
 
 def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel:
     """Compiles what `gated_product` launches with `config`, for Hopper, without a GPU."""
 
     def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(block, {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])
+        layout = gl.NVMMASharedLayout.get_default_for(
+            block, {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+        )
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
     names = _gated_kernel.arg_names
-    tensors = {"x": (config.tokens, STEP), "weight": (WEIGHT_ROWS, STEP), "out": (config.tokens, WEIGHT_ROWS // 2)}
+    tensors = {
+        "x": (config.tokens, STEP),
+        "weight": (WEIGHT_ROWS, STEP),
+        "out": (config.tokens, WEIGHT_ROWS // 2),
+    }
     constants = {"STAGES": config.stages, "GROUP": config.group, "REGISTERS": REGISTERS, "PDL": pdl}
-    signature = {name: "constexpr" if name in constants else descriptor(*tensors[name]) if name in tensors else "i32" for name in names}
-    source = GluonASTSource(_gated_kernel, signature, constexprs={(names.index(name),): value for name, value in constants.items()})
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else descriptor(*tensors[name])
+        if name in tensors
+        else "i32"
+        for name in names
+    }
+    source = GluonASTSource(
+        _gated_kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
     return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": pdl})
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Returns what a thread of a compiled kernel uses, by the names of `cuobjdump`: STACK is where registers are spilled to."""
+    """Returns what a thread of a compiled kernel uses, by the names of `cuobjdump`: STACK is where
+    registers are spilled to."""
     (folder / "cubin").write_bytes(cubin)
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -65,26 +86,47 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(number) for name, number in (word.rsplit(":", 1) for word in usage.split())}
 
 
-@pytest.mark.parametrize(("config", "dtype", "pdl"), [(config, "bf16", True) for config in TILE_TIMES] + FULLEST)
-def test_every_configuration_compiles_and_keeps_its_registers(config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "dtype", "pdl"), [(config, "bf16", True) for config in TILE_TIMES] + FULLEST
+)
+def test_every_configuration_compiles_and_keeps_its_registers(
+    config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path
+) -> None:
     kernel = compile_kernel(config, dtype, pdl)
     used = resources(kernel.asm["cubin"], tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] * 32 * (4 * CONSUMERS.value + 4) <= 65536
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert [kernel.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("wait", "launch_dependents")] == [pdl, pdl]
+    assert [
+        kernel.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("wait", "launch_dependents")
+    ] == [pdl, pdl]
 
 
 def test_silu_mul_reads_and_writes_sixteen_bytes_at_a_time() -> None:
-    """Runs of gate columns are no longer than that: the compiler has to see that they are as long."""
+    """Runs of gate columns are no longer than that: the compiler has to see that they are as
+    long."""
     names = _silu_mul_kernel.arg_names
     constants = {"BLOCK": BLOCK, "RUN": GATE_RUN, "PDL": False}
-    signature = {name: "constexpr" if name in constants else "*bf16" if name in ("gate_up", "out") else "i32" for name in names}
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants}
-    source = ASTSource(_silu_mul_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    signature = {
+        name: "constexpr" if name in constants else "*bf16" if name in ("gate_up", "out") else "i32"
+        for name in names
+    }
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in constants
+    }
+    source = ASTSource(
+        _silu_mul_kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        aligned,
+    )
     ptx = triton.compile(source, target=HOPPER, options={"num_warps": 4}).asm["ptx"]
-    assert re.findall(r"(?:ld|st)\.global\S*", ptx) == ["ld.global.v4.b32"] * 2 + ["st.global.v4.b32"]
+    assert re.findall(r"(?:ld|st)\.global\S*", ptx) == ["ld.global.v4.b32"] * 2 + [
+        "st.global.v4.b32"
+    ]
 
 
 def test_interleaved_rows_and_back() -> None:
@@ -103,13 +145,29 @@ def test_interleaved_rows_and_back() -> None:
 def test_the_reference_is_the_layer_as_usually_written() -> None:
     x, weight = torch.randn(5, 20, dtype=torch.float64), torch.randn(48, 20, dtype=torch.float64)
     gate, up = (x @ weight.T).chunk(2, dim=-1)
-    torch.testing.assert_close(gated_product_reference(x, interleave(weight)), torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(
+        gated_product_reference(x, interleave(weight)), torch.nn.functional.silu(gate) * up
+    )
 
 
 def test_the_table_fills_the_multiprocessors() -> None:
-    """As measured: the largest tile for 256 rows of Qwen3-8B and for large steps; narrow weights take tiles that more programs share."""
-    assert [gated_config(rows, 12288, 132).tokens for rows in (64, 128, 192, 256, 512, 8192)] == [64, 128, 64, 256, 256, 256]
-    assert [gated_config(rows, 3072, 132).tokens for rows in (64, 128, 256, 512, 8192)] == [64, 64, 64, 128, 256]
+    """As measured: the largest tile for 256 rows of Qwen3-8B and for large steps; narrow weights
+    take tiles that more programs share."""
+    assert [gated_config(rows, 12288, 132).tokens for rows in (64, 128, 192, 256, 512, 8192)] == [
+        64,
+        128,
+        64,
+        256,
+        256,
+        256,
+    ]
+    assert [gated_config(rows, 3072, 132).tokens for rows in (64, 128, 256, 512, 8192)] == [
+        64,
+        64,
+        64,
+        128,
+        256,
+    ]
 
 
 def test_a_cpu_is_not_served() -> None:

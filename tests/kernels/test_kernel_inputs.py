@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
-from aioinfer.kernels.prepare import StepInputs, append_tokens, embed, embed_reference, prepare_inputs, prepare_inputs_reference
+from aioinfer.kernels.prepare import (
+    StepInputs,
+    append_tokens,
+    embed,
+    embed_reference,
+    prepare_inputs,
+    prepare_inputs_reference,
+)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -33,7 +40,9 @@ def test_embedding_of_a_shard() -> None:
 
 def test_sampled_tokens_go_where_they_are_wanted() -> None:
     tokens = torch.full((4, 10), 5, dtype=torch.int32)
-    append_tokens(int32(9, -1, 8, 7), int32(3, 1, 2, 0), int32(1, 2, 3, 4), int32(1, 1, 0, 1), tokens)
+    append_tokens(
+        int32(9, -1, 8, 7), int32(3, 1, 2, 0), int32(1, 2, 3, 4), int32(1, 1, 0, 1), tokens
+    )
     expected = torch.full((4, 10), 5, dtype=torch.int32)
     expected[3, 1], expected[1, 2], expected[0, 4] = 9, 0, 7
     assert torch.equal(tokens, expected)

@@ -37,7 +37,11 @@ def test_broken_logits_choose_nothing_and_hurt_no_other_row() -> None:
     logits[2] = float("-inf")
     logits[3, :699] = float("-inf")
     state = SamplingState(
-        torch.zeros(2, dtype=torch.int64), torch.tensor([0.0, 0.8]), int32(0, 9), torch.tensor([1.0, 0.9]), torch.zeros(2)
+        torch.zeros(2, dtype=torch.int64),
+        torch.tensor([0.0, 0.8]),
+        int32(0, 9),
+        torch.tensor([1.0, 0.9]),
+        torch.zeros(2),
     )
     for slot in (0, 1):
         tokens = sample_tokens(logits, int32(*[slot] * 6), int32(*range(6)), state).tolist()
@@ -50,7 +54,9 @@ def test_logprobs_and_the_likeliest_tokens() -> None:
     ours = logprobs.token_logprobs(logits, chosen, int32(1, 0, 1), 20)
     reference = logprobs.token_logprobs_reference(logits.double(), chosen, 20)
     for mine, theirs in zip(ours, reference, strict=True):
-        torch.testing.assert_close(mine[[0, 2]].double(), theirs[[0, 2]].double(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            mine[[0, 2]].double(), theirs[[0, 2]].double(), rtol=0, atol=1e-5
+        )
     assert ours[0][1].isnan()
     assert (ours[1][1] == -1).all()
 
@@ -61,11 +67,19 @@ def test_penalties_from_counts() -> None:
     penalties.count_occurrences(int32(*tokens[0]), 3, occurrences[2])
     penalties.count_occurrences(int32(*tokens[1][:2]), 2, occurrences[0])
     penalties.add_occurrences(int32(8, 4, -1), int32(3, 0, 1), row_of_slot, occurrences)
-    repetition, presence, frequency = torch.tensor([1, 1.3, 1, 0.8]), torch.tensor([0, 0.5, 0, -0.5]), torch.tensor([0, 0.25, 0, 1.0])
+    repetition, presence, frequency = (
+        torch.tensor([1, 1.3, 1, 0.8]),
+        torch.tensor([0, 0.5, 0, -0.5]),
+        torch.tensor([0, 0.25, 0, 1.0]),
+    )
     logits = torch.randn(3, 600)
-    expected = penalties.penalties_reference(logits[[0, 2]].double(), tokens, prompt_lens, [1.3, 0.8], [0.5, -0.5], [0.25, 1.0])
+    expected = penalties.penalties_reference(
+        logits[[0, 2]].double(), tokens, prompt_lens, [1.3, 0.8], [0.5, -0.5], [0.25, 1.0]
+    )
     untouched = logits[1].clone()
-    penalties.apply_penalties(logits, int32(1, 2, 3), row_of_slot, occurrences, repetition, presence, frequency)
+    penalties.apply_penalties(
+        logits, int32(1, 2, 3), row_of_slot, occurrences, repetition, presence, frequency
+    )
     torch.testing.assert_close(logits[[0, 2]].double(), expected, rtol=0, atol=1e-5)
     assert torch.equal(logits[1], untouched)
 
@@ -74,7 +88,9 @@ def test_biases_and_bans() -> None:
     logits = torch.zeros(3, 20)
     ids = torch.tensor([[5, 6, 5], [1, 1, 1], [2, 3, 2]])
     values = torch.tensor([[1.0, -2.0, 0.0], [float("-inf"), 0.0, 0.0], [4.0, 5.0, 0.0]])
-    penalties.add_biases(logits, int32(0, 1, 2), ids, values, positions=int32(3, 3, 3), until=int32(9, 4, 3))
+    penalties.add_biases(
+        logits, int32(0, 1, 2), ids, values, positions=int32(3, 3, 3), until=int32(9, 4, 3)
+    )
     expected = torch.zeros(3, 20)
     expected[0, 5], expected[0, 6], expected[1, 1] = 1.0, -2.0, float("-inf")
     assert torch.equal(logits, expected)

@@ -20,8 +20,12 @@ def test_silu_mul() -> None:
 
 
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "head_size", "rotary"), [((6, 3), 64, 64), ((4, 1), 96, 96), ((5, 5), 64, 16)])
-def test_rotation_and_kv_write(heads: tuple[int, int], head_size: int, rotary: int, normed: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "head_size", "rotary"), [((6, 3), 64, 64), ((4, 1), 96, 96), ((5, 5), 64, 16)]
+)
+def test_rotation_and_kv_write(
+    heads: tuple[int, int], head_size: int, rotary: int, normed: bool
+) -> None:
     for pair in qk_norm_rope(5, *heads, head_size, rotary, normed, torch.float32, "cpu"):
         assert error(pair) < 1e-5
 
@@ -32,7 +36,14 @@ def test_rotation_and_kv_write(heads: tuple[int, int], head_size: int, rotary: i
 def test_skinny_linear(rows: int, gated: bool, normed: bool) -> None:
     config = LinearConfig(4, 64, 4) if rows == 1 else LinearConfig(16, 32, 2, 2)
     features = 24 if gated else 21
-    assert error(linear(rows, features, 90, torch.float32, "cpu", normed=normed, gated=gated, config=config)) < 1e-5
+    assert (
+        error(
+            linear(
+                rows, features, 90, torch.float32, "cpu", normed=normed, gated=gated, config=config
+            )
+        )
+        < 1e-5
+    )
 
 
 def test_skinny_linear_refuses_many_rows() -> None:

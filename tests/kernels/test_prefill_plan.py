@@ -14,9 +14,17 @@ Rows = list[tuple[int, int]]  # (tokens, keys)
 def plan_of(rows: Rows, decodes: int, group: int, tile_rows: int) -> PrefillPlan:
     tokens = [tokens for tokens, _ in rows]
     starts = torch.tensor([0, *tokens]).cumsum(0).int()
-    plan = PrefillPlan.empty(len(rows), sum(tokens), group, tile_rows, torch.device("cpu"), hopper=False)
+    plan = PrefillPlan.empty(
+        len(rows), sum(tokens), group, tile_rows, torch.device("cpu"), hopper=False
+    )
     plan.tiles.fill_(-1)
-    plan_prefill(plan, starts, torch.tensor([keys for _, keys in rows], dtype=torch.int32), decodes, sum(tokens))
+    plan_prefill(
+        plan,
+        starts,
+        torch.tensor([keys for _, keys in rows], dtype=torch.int32),
+        decodes,
+        sum(tokens),
+    )
     return plan
 
 
@@ -32,10 +40,17 @@ def test_every_tile_once_in_falling_order_of_the_keys_it_sees(group: int, tile_r
     for _ in range(3):
         decodes = rng.randint(0, 5)
         rows = [(1, rng.randint(1, 900)) for _ in range(decodes)]
-        rows += [(tokens, tokens + rng.choice([0, 0, rng.randint(0, 300)])) for tokens in (1, 2, *(rng.randint(1, 200) for _ in range(5)))]
+        rows += [
+            (tokens, tokens + rng.choice([0, 0, rng.randint(0, 300)]))
+            for tokens in (1, 2, *(rng.randint(1, 200) for _ in range(5)))
+        ]
         count, *listed = plan_of(rows, decodes, group, tile_rows).tiles.tolist()
         listed = [(row, tile) for row, tile in listed[: count[0]]]
-        expected = [(row, tile) for row in range(decodes, len(rows)) for tile in range(-(-rows[row][0] * group // tile_rows))]
+        expected = [
+            (row, tile)
+            for row in range(decodes, len(rows))
+            for tile in range(-(-rows[row][0] * group // tile_rows))
+        ]
         assert sorted(listed) == expected
         keys = [seen(rows, *one, group, tile_rows) for one in listed]
         assert keys == sorted(keys, reverse=True)
@@ -44,4 +59,10 @@ def test_every_tile_once_in_falling_order_of_the_keys_it_sees(group: int, tile_r
 def test_rows_that_do_not_fit_are_refused() -> None:
     plan = PrefillPlan.empty(1, 64, 1, 64, torch.device("cpu"), hopper=False)
     with pytest.raises(ValueError, match="room for"):
-        plan_prefill(plan, torch.tensor([0, 64, 128], dtype=torch.int32), torch.tensor([64, 64], dtype=torch.int32), 0, 128)
+        plan_prefill(
+            plan,
+            torch.tensor([0, 64, 128], dtype=torch.int32),
+            torch.tensor([64, 64], dtype=torch.int32),
+            0,
+            128,
+        )

@@ -1,4 +1,5 @@
-"""Ranks that share the vocabulary choose the same token as one that has all of it: ranks are processes, peer memory is shared memory."""
+"""Ranks that share the vocabulary choose the same token as one that has all of it: ranks are
+processes, peer memory is shared memory."""
 
 from __future__ import annotations
 
@@ -42,14 +43,22 @@ class GatheringGroup(ParallelGroup):
         self.found: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def all_gather_last(self, values: torch.Tensor) -> torch.Tensor:
-        floats = [torch.cat([torch.stack(found[:2], 1), found[2]], 1) for found in self.found.values()]
-        parts = [torch.cat([mine.view(torch.int32), found[3]], 1) for mine, found in zip(floats, self.found.values(), strict=True)]
+        floats = [
+            torch.cat([torch.stack(found[:2], 1), found[2]], 1) for found in self.found.values()
+        ]
+        parts = [
+            torch.cat([mine.view(torch.int32), found[3]], 1)
+            for mine, found in zip(floats, self.found.values(), strict=True)
+        ]
         assert torch.equal(parts[0], values)
         return torch.cat(parts, dim=-1)
 
 
-def sample_all(peers: PeerBuffer, calls: list[Call], state: SamplingState, epoch: int = 0) -> list[list[int]]:
-    """Chooses from a rank's columns of the logits of each call, at random moments; begins after `epoch` exchanges of each row."""
+def sample_all(
+    peers: PeerBuffer, calls: list[Call], state: SamplingState, epoch: int = 0
+) -> list[list[int]]:
+    """Chooses from a rank's columns of the logits of each call, at random moments; begins after
+    `epoch` exchanges of each row."""
     sampling.CHUNK = CHUNK
     mailboxes, choice = Mailboxes(peers), random.Random(peers.rank)
     mailboxes.epochs.fill_(epoch)
@@ -57,15 +66,24 @@ def sample_all(peers: PeerBuffer, calls: list[Call], state: SamplingState, epoch
     for logits, slots, positions in calls:
         vocab_size = logits.shape[1]
         width = -(-vocab_size // peers.size)
-        padded = torch.nn.functional.pad(logits, (0, peers.size * width - vocab_size), value=math.inf)  # which nobody may read
+        # which nobody may read
+        padded = torch.nn.functional.pad(
+            logits, (0, peers.size * width - vocab_size), value=math.inf
+        )
         first = min(peers.rank * width, vocab_size)
         mine = padded[:, peers.rank * width :][:, :width][:, : vocab_size - first]
         time.sleep(choice.choice([0, 0, 0.05]))
-        results.append(sample_tokens(mine, slots, positions, state, share=Share(first, vocab_size, mailboxes)).tolist())
+        results.append(
+            sample_tokens(
+                mine, slots, positions, state, share=Share(first, vocab_size, mailboxes)
+            ).tolist()
+        )
     return results
 
 
-def sample_together(size: int, calls: list[Call], state: SamplingState, epoch: int = 0) -> list[list[int]]:
+def sample_together(
+    size: int, calls: list[Call], state: SamplingState, epoch: int = 0
+) -> list[list[int]]:
     """Returns what `size` ranks agree on."""
     ranks = run_ranks(size, Mailboxes.nbytes(ROWS, size), sample_all, calls, state, epoch)
     assert all(rank == ranks[0] for rank in ranks)
@@ -73,7 +91,8 @@ def sample_together(size: int, calls: list[Call], state: SamplingState, epoch: i
 
 
 def make_call(vocab_size: int, slots: int, *, rounded: bool = False, rows: int = ROWS) -> Call:
-    """Returns random logits, of which many are equal if they are rounded, for random slots and positions."""
+    """Returns random logits, of which many are equal if they are rounded, for random slots and
+    positions."""
     logits = torch.randn(rows, vocab_size) * 3
     if rounded:
         logits = logits.round()
@@ -82,7 +101,8 @@ def make_call(vocab_size: int, slots: int, *, rounded: bool = False, rows: int =
 
 
 def broken_call(slot: int) -> Call:
-    """Returns rows that hold NaN, infinity or nothing, in different shares, one with a single token, and one that is sound."""
+    """Returns rows that hold NaN, infinity or nothing, in different shares, one with a single
+    token, and one that is sound."""
     logits, slots, positions = make_call(200, 1)
     logits[0, 198] = logits[1, 3] = math.nan
     logits[2, 100] = math.inf
@@ -108,8 +128,15 @@ def test_choices_are_those_of_one_rank() -> None:
 
 
 def test_unequal_shares_and_broken_rows() -> None:
-    """Three ranks: padded shares, one of no token at all, and rows that choose nothing without a rank waiting for it."""
-    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 3, 0.9, 0.0), (1.0, 0, 0.5, 0.1), (1.0, 0, 0.0, 0.0)]
+    """Three ranks: padded shares, one of no token at all, and rows that choose nothing without a
+    rank waiting for it."""
+    kinds = [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (1.0, 3, 0.9, 0.0),
+        (1.0, 0, 0.5, 0.1),
+        (1.0, 0, 0.0, 0.0),
+    ]
     temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*kinds, strict=True))
     state = SamplingState(torch.arange(len(kinds)), temperature, top_k.int(), top_p, min_p)
     broken = [broken_call(slot) for slot in (0, 2, 4)]
@@ -128,7 +155,12 @@ def test_many_rounds_through_the_same_mailboxes() -> None:
     calls = [make_call(30, 20, rows=rows) for rows in [1, 2, 1, 3] * 3]
     for tokens, call in zip(sample_together(2, calls, state, 2**31 - 8), calls, strict=True):
         for row, token in enumerate(tokens):
-            assert token in allowed_tokens(call[0][row].numpy(), state, int(call[1][row]), int(call[2][row]))[0]
+            assert (
+                token
+                in allowed_tokens(
+                    call[0][row].numpy(), state, int(call[1][row]), int(call[2][row])
+                )[0]
+            )
 
 
 def test_more_rows_than_mailboxes_are_refused() -> None:
@@ -139,12 +171,18 @@ def test_more_rows_than_mailboxes_are_refused() -> None:
 
 
 def test_log_probabilities_of_shares_make_those_of_the_whole() -> None:
-    logits, chosen, wanted = torch.randn(4, 101), torch.tensor([0, 60, 100, -1]).int(), torch.tensor([1, 1, 1, 0]).int()
+    logits, chosen, wanted = (
+        torch.randn(4, 101),
+        torch.tensor([0, 60, 100, -1]).int(),
+        torch.tensor([1, 1, 1, 0]).int(),
+    )
     logits[1, :60] = -math.inf
     whole = logprobs.token_logprobs(logits, chosen, wanted, 20)
     group = GatheringGroup(2)
     for rank, first in enumerate((0, 51)):
-        group.found[rank] = logprobs.share_logprobs(logits[:, first : first + 51], chosen, wanted, 20, first)
+        group.found[rank] = logprobs.share_logprobs(
+            logits[:, first : first + 51], chosen, wanted, 20, first
+        )
     merged = merge_logprobs(Vocabulary(101, group), group.found[0], 20)
     assert torch.equal(merged[1], whole[1])
     for ours, theirs in zip(merged[::2], whole[::2], strict=True):
@@ -164,7 +202,9 @@ def test_biases_of_other_ranks_tokens_are_skipped() -> None:
 @pytest.mark.parametrize("rows", [2, SKINNY_ROWS + 1])
 @torch.inference_mode()
 def test_each_rank_scores_its_own_tokens(rows: int, tmp_path: Path) -> None:
-    tiny_model("llama", tmp_path, vocab_size=101, head_dim=64, num_attention_heads=4, hidden_size=64)
+    tiny_model(
+        "llama", tmp_path, vocab_size=101, head_dim=64, num_attention_heads=4, hidden_size=64
+    )
     arch, hidden, parts = Architecture.load(tmp_path), torch.randn(rows, 64), []
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         model = build_model(arch, ParallelGroup(rank, size), torch.float32, torch.device("cpu"))
