@@ -21,7 +21,7 @@ from rich.progress import Progress, TaskID
 
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.generation import Generation, TokenLogprob
+from aioinfer.engine.output import Generation, TokenLogprob
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
 

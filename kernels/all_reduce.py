@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.mailbox import PeerBuffer
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Up to so many rows are pushed to one other rank, and fewer to more: twice the bytes, half the
@@ -38,7 +38,7 @@ _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeLayout:
+class AllReduceLayout:
     """Where what lies in a rank's peer memory, in bytes from its beginning. The same on every rank.
 
     Attributes:
@@ -61,7 +61,7 @@ class ExchangeLayout:
     def of(
         cls, size: int, max_rows: int, hidden: int, dtype: torch.dtype, *,
         pushed_rows: int | None = None, programs: int = MAX_PROGRAMS,
-    ) -> ExchangeLayout:  # fmt: skip
+    ) -> AllReduceLayout:  # fmt: skip
         """Returns the layout for steps of up to `max_rows` tokens."""
         row = hidden * dtype.itemsize
         pushed_rows = 2 * PUSHED_ROWS // size if pushed_rows is None else pushed_rows
@@ -77,7 +77,7 @@ class ExchangeLayout:
         return cls(max_rows, pushed_rows, programs, *starts)
 
 
-class Exchange:
+class AllReduce:
     """The sums of one model's ranks: its peer memory, and what counts the exchanges. Used by one
     stream at a time.
 
@@ -85,7 +85,9 @@ class Exchange:
         partial: [max_rows, hidden], where a product is to be written whose sum is wanted.
     """
 
-    def __init__(self, peers: PeerBuffer, layout: ExchangeLayout, hidden: int, dtype: torch.dtype):
+    def __init__(
+        self, peers: SymmetricBuffer, layout: AllReduceLayout, hidden: int, dtype: torch.dtype
+    ):
         """Takes peer memory of `layout`, zeroed on every rank."""
         nbytes = layout.max_rows * hidden * dtype.itemsize
         self.partial = (
@@ -362,7 +364,7 @@ def _two_shot_kernel(
     tl.store(epochs + tl.program_id(0), epoch)
 
 
-def exchange_reference(
+def all_reduce_reference(
     partials: list[torch.Tensor], residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the new residual and its norm, in plain torch and the inputs' dtype (pass float64 for

@@ -42,7 +42,7 @@ def load_with_pairs(rows, d, pair, mask):
 
 
 @triton.jit
-def turned_heads(
+def rotated_heads(
     x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr
 ):
     """Returns heads of one token, float32 [N, HEAD_PAD], normed if there is a weight, and rotated:

@@ -30,8 +30,8 @@ from aioinfer.kernels.attention_tiles import (
     load_tile,
     load_with_pairs,
     pairs,
+    rotated_heads,
     softmax_step,
-    turned_heads,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -349,11 +349,11 @@ def _begin_row(
     value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32) * v_inverse
     cos, sin = load_angles(angles, d, ROTARY)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    query = turned_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(
+    query = rotated_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(
         line.dtype.element_ty
     )
     if is_last:
-        key = turned_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
+        key = rotated_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
         offset = position % BLOCK_SIZE
         key, cached = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
         tl.store(k_cache + cached_head(block, offset, head, k_strides) + d, key, (g == 0) & mask)

@@ -2,7 +2,7 @@
 
 Called after `sampling` in steps with rows that ask for them, on the model's own logits (before
 penalties). Where ranks share the vocabulary, each finds what
-`aioinfer.worker.shares.merge_logprobs` makes them of.
+`aioinfer.worker.vocab_parallel.merge_logprobs` makes them of.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -108,7 +108,7 @@ def token_logprobs(
     return _launch(logits, chosen, wanted, top, 0, None)
 
 
-def share_logprobs(
+def shard_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, top: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns what a rank with the tokens from `first` on contributes: logits in place of

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import load_angles, load_with_pairs, pairs, turned_heads
+from aioinfer.kernels.attention_tiles import load_angles, load_with_pairs, pairs, rotated_heads
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
@@ -69,7 +69,7 @@ def _qk_norm_rope_cache_kernel(
         cos, sin = load_angles(
             cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, channel, ROTARY
         )
-        x = turned_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
+        x = rotated_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
         if is_q:
             tl.store(
                 q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :],
@@ -189,13 +189,13 @@ def qk_norm_rope_cache_reference(
         k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * k_weight
     cos, sin = cos_sin[positions.long()].to(qkv.dtype)[:, None].split(half, dim=-1)
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
+    def apply_rope(x: torch.Tensor) -> torch.Tensor:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     kept = slot_mapping >= 0
-    k_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = rotate(k)[kept].to(
+    k_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = apply_rope(k)[kept].to(
         k_cache.dtype
     )
     v_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = v[kept].to(v_cache.dtype)
-    return rotate(q)
+    return apply_rope(q)

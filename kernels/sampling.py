@@ -8,7 +8,7 @@ logit, a row whose logits hold NaN or infinity chooses -1. Penalties and biases 
 `penalties`; log-probabilities are in `logprobs`.
 
 Two launches: all chunks of all rows at once (`_chunk_kernel`), then one program a row
-(`_choose_kernel`). A row without filters is only merged there. For others the k-th largest logit is
+(`_sample_kernel`). A row without filters is only merged there. For others the k-th largest logit is
 found by bisection over the few chunks whose maximum can matter. The rest needs no search: a best
 token that the filters keep is the best of those they keep; and if it is not in the nucleus of
 top-p, the nucleus lies above it, and the best of what lies above is tried next (the idea of
@@ -16,9 +16,9 @@ rejecting by pivots is FlashInfer's, Ye et al. 2025; with fixed noise it gives e
 token of the nucleus).
 
 Where ranks share the vocabulary, each has the logits of its own tokens alone. The programs of a row
-then tell each other every maximum, count, sum and best token that they come to, through a mailbox,
-and go on with what holds for all: so they take the same branches and choose the same token.
-Whatever a condition or a loop depends on has to be such a value.
+then tell each other every maximum, count, sum and best token that they come to, through a
+ll_buffer, and go on with what holds for all: so they take the same branches and choose the same
+token. Whatever a condition or a loop depends on has to be such a value.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -29,14 +29,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.mailbox import (
-    Mailboxes,
+from aioinfer.kernels.symmetric_memory import (
+    LLBuffers,
+    all_gather,
     as_bits,
     as_floats,
-    exchange,
     is_rank,
     max_of_ranks,
-    open_mailbox,
+    open_ll_buffer,
     sum_of_ranks,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -64,18 +64,18 @@ class SamplingState:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class VocabShard:
     """A rank's part of a vocabulary that several share.
 
     Attributes:
         first: the token id of the first column of logits.
         vocab_size: of all ranks together.
-        mailboxes: at least as many as rows of logits.
+        ll_buffers: at least as many as rows of logits.
     """
 
     first: int
     vocab_size: int
-    mailboxes: Mailboxes
+    ll_buffers: LLBuffers
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def _kth_largest(
             most = tl.maximum(most, tl.where(key < middle, key, bottom))
         above = tl.sum(counts)
         if SIZE > 1:
-            aboves, least, most, _, epoch = exchange(
+            aboves, least, most, _, epoch = all_gather(
                 to, here, epoch, above, tl.min(least), tl.max(most), 0, SIZE
             )
             above = tl.sum(tl.where(is_rank(SIZE), aboves, 0))
@@ -238,7 +238,7 @@ def _mass_above(
 def _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE: tl.constexpr):
     """Returns the ranks' largest `largest`; the best score's token (the lowest id among equals) and
     its value; and the epoch."""
-    all_largest, scores, tokens, values, epoch = exchange(
+    all_largest, scores, tokens, values, epoch = all_gather(
         to, here, epoch, as_bits(largest), as_bits(score), token, as_bits(value), SIZE
     )  # fmt: skip
     winner = tl.min(tl.where(as_floats(scores) == tl.max(as_floats(scores)), tokens, 2147483647))
@@ -285,7 +285,7 @@ def _scaled_logit(logits, column, temperature, vocab):
 
 
 @triton.jit
-def _choose_filtered(
+def _sample_filtered(
     logits, chunks, maxima, sums, largest, token, value, temperature, seed, position, top_k, top_p,
     min_p, vocab, first, vocab_size,
     to, here, epoch,
@@ -371,7 +371,7 @@ def _choose_filtered(
         "epochs",
     ],
 )
-def _choose_kernel(
+def _sample_kernel(
     logits, slot_ids, positions, seeds, temperatures, top_ks, top_ps, min_ps, best_scores,
     best_tokens, maxima, sums, chunks, out,
     vocab, stride, first, vocab_size, addresses, epochs, rank,
@@ -393,7 +393,7 @@ def _choose_kernel(
     token = tl.load(best_tokens + row * CHUNKS + at)
     to, here, epoch = addresses, addresses, row
     if SIZE > 1:
-        to, here, epoch = open_mailbox(addresses, epochs, row, rank, SIZE)
+        to, here, epoch = open_ll_buffer(addresses, epochs, row, rank, SIZE)
         value = _scaled_logit(logits, token - first, tl.load(temperatures + slot), vocab)
         largest, token, value, epoch = _best_of_ranks(
             to, here, epoch, largest, score, token, value, SIZE
@@ -408,7 +408,7 @@ def _choose_kernel(
         if (temperature >= GREEDY_TEMPERATURE) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
             if SIZE == 1:
                 value = _scaled_logit(logits, token, temperature, vocab)
-            token, epoch = _choose_filtered(
+            token, epoch = _sample_filtered(
                 logits, chunks + row * CHUNKS, maxima + row * CHUNKS, sums + row * CHUNKS, largest,
                 token,
                 value, temperature, tl.load(seeds + slot), tl.load(positions + row), top_k, top_p,
@@ -426,7 +426,7 @@ def sample_tokens(
     positions: torch.Tensor,
     state: SamplingState,
     *,
-    share: Share | None = None,
+    share: VocabShard | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -436,7 +436,7 @@ def sample_tokens(
     Args:
         logits: [S, V], fp32, bf16 or fp16; rows may be strided. Not changed. Of a share, the
             columns of this rank's tokens.
-        slot_ids: int32 [S], whose wishes in `state` apply to each row.
+        slot_ids: int32 [S], whose sampling_flags in `state` apply to each row.
         positions: int32 [S], where each chosen token goes, counted from the beginning of the
             prompt.
         share: which part of the vocabulary this rank has, if several share it.
@@ -454,10 +454,10 @@ def sample_tokens(
     if rows == 0:
         return out
     first, vocab_size, boxes = (
-        (0, vocab, None) if share is None else (share.first, share.vocab_size, share.mailboxes)
+        (0, vocab, None) if share is None else (share.first, share.vocab_size, share.ll_buffers)
     )
     if boxes is not None and rows > len(boxes.epochs):
-        raise ValueError(f"{rows} rows of logits, and mailboxes for {len(boxes.epochs)}")
+        raise ValueError(f"{rows} rows of logits, and ll_buffers for {len(boxes.epochs)}")
     addresses, epochs, rank, size = (
         (slot_ids, slot_ids, 0, 1)
         if boxes is None
@@ -473,7 +473,7 @@ def sample_tokens(
         vocab, logits.stride(0), first, CHUNK=CHUNK, CHUNKS=count, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
-    _choose_kernel[(rows,)](
+    _sample_kernel[(rows,)](
         logits, slot_ids, positions, state.seeds, state.temperature, state.top_k, state.top_p,
         state.min_p,
         best_scores, best_tokens, maxima, sums, chunks, out, vocab, logits.stride(0), first,

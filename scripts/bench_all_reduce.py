@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
     """The body of a rank; the first one prints."""
-    from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+    from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
     from aioinfer.kernels.norm import add_rms_norm
 
     size, hidden = options.size, options.hidden
@@ -69,18 +69,18 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
     plain = torch.zeros(max(lengths), hidden, dtype=DTYPE, device="cuda")
     residual, weight = torch.zeros_like(plain), torch.ones(hidden, dtype=DTYPE, device="cuda")
 
-    def make(pushed_rows: int, programs: int) -> Exchange:
-        layout = ExchangeLayout.of(
+    def make(pushed_rows: int, programs: int) -> AllReduce:
+        layout = AllReduceLayout.of(
             size, max(lengths), hidden, DTYPE, pushed_rows=pushed_rows, programs=programs
         )
-        return Exchange(group.peer_buffer(layout.nbytes), layout, hidden, DTYPE)
+        return AllReduce(group.symmetric_buffer(layout.nbytes), layout, hidden, DTYPE)
 
     ours = {"push": make(MOST_PUSHED, 1)} | {
         f"two-shot, {n}": make(0, int(n)) for n in options.programs.split(",")
     }
-    symmetric = group.peer_buffer(plain.nbytes).local.view(DTYPE).view(plain.shape)
+    symmetric = group.symmetric_buffer(plain.nbytes).local.view(DTYPE).view(plain.shape)
 
-    def exchange_rows(exchange: Exchange, rows: int) -> None:
+    def exchange_rows(exchange: AllReduce, rows: int) -> None:
         exchange.add(exchange.partial[:rows], residual[:rows], weight, EPS)
 
     def reduce_rows(reduce: Callable[[], torch.Tensor], rows: int) -> None:

@@ -39,13 +39,13 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import ChoiceEvents, DirectSink
 from aioinfer.api.server import HttpServer
 from aioinfer.api.sse import ChunkTemplate, Envelope
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.generation import Delta
+from aioinfer.engine.output import Delta
 from aioinfer.executor.base import ProgressCallback, WorkerReport
-from aioinfer.models.source import resolve_model
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepPlan, StepResult
 
 CONFIG = Path(__file__).parent.parent / "configs" / "smollm2.toml"
 PROMPT_LEN = 128

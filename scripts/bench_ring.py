@@ -18,8 +18,8 @@ import time
 import numpy as np
 from torch import multiprocessing
 
-from aioinfer.executor.ring import Ring
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.ring import Ring
 
 
 def answer(plans: Ring, results: Ring, requests: int) -> None:

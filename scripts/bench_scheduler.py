@@ -18,8 +18,8 @@ from array import array
 
 import numpy as np
 
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 

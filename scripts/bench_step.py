@@ -40,9 +40,9 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer.config import load_config
+from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import I32, Admission, StepPlan
 from aioinfer.worker.model_runner import ModelRunner
 from aioinfer.worker.worker import Worker
 

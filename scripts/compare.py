@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import load_config
-from aioinfer.models.source import resolve_model
 from benchlib.client import Client
 from benchlib.load import run_load
 from benchlib.report import summarize

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from aioinfer.config import Config, load_config
 from aioinfer.executor.base import Executor, WorkerReport
+from aioinfer.ipc.plan import Admission, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import Admission, StepPlan, StepResult
 
 PROMPT = [5, 3, 17, 60, 2, 41]
 _NONE = np.empty(0, np.int32)

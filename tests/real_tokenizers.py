@@ -20,7 +20,7 @@ from pathlib import Path
 import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from aioinfer.engine.gguf_tokenizer import write_tokenizer
+from aioinfer.text.gguf_tokenizer import write_tokenizer
 
 QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHATML_TEMPLATE = (

@@ -14,7 +14,7 @@ from collections import deque
 
 import numpy as np
 
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
 VOCABULARY = 50
@@ -89,7 +89,7 @@ class SymbolicWorker:
         for slot, start, length, _ in rows:
             self._write(slot, start, length)
         chosen = [
-            self._choose(slot, start + length) for slot, start, length, samples in rows if samples
+            self._sample(slot, start + length) for slot, start, length, samples in rows if samples
         ]
         return StepResult(plan.step_id, np.array(chosen, np.int32))
 
@@ -108,7 +108,7 @@ class SymbolicWorker:
                 block, offset = self._entry(slot, position)
                 block[offset] = prefix
 
-    def _choose(self, slot: int, end: int) -> int:
+    def _sample(self, slot: int, end: int) -> int:
         prefix = 0
         for position in range(end):  # every position that attention reads holds this very sequence
             prefix = extend(prefix, self.tokens[slot][position])

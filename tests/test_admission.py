@@ -13,7 +13,7 @@ import pytest
 from aioinfer.api.admission import Admission, Deadline
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.generation import Generation
+from aioinfer.engine.output import Generation
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from tests.test_server import make_server

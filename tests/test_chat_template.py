@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import mistral_folder, smollm2_folder
 
 FOLDERS = {"smollm2": smollm2_folder, "mistral": mistral_folder}

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 
-from aioinfer.engine.detokenizer import DecodeRules
-from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import ConfigError
+from aioinfer.text.detokenizer import DecodeRules
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import (
     TEXTS,
     mistral_folder,

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
-from aioinfer.models.source import resolve_model
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepPlan, StepResult
 from bench_loop import CONFIG, make_frontend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.engine.generation_defaults import GenerationDefaults
-from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.generation_defaults import GenerationDefaults
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import smollm2_folder
 
 QWEN3 = {

@@ -14,10 +14,10 @@ import pytest
 import tiktoken
 from transformers import AutoTokenizer
 
-from aioinfer.engine import sentencepiece_bpe
-from aioinfer.engine.gguf_tokenizer import write_tokenizer
-from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import ConfigError
+from aioinfer.text import sentencepiece_bpe
+from aioinfer.text.gguf_tokenizer import write_tokenizer
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import (
     QWEN_PATTERN,
     TEXTS,

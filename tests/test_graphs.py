@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioinfer.worker.graphs import GraphLadder, decode_sizes, mixed_sizes
+from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
 
 
 @pytest.mark.parametrize("sizes", [decode_sizes, mixed_sizes])
@@ -26,4 +26,4 @@ def test_a_decode_step_is_padded_by_a_quarter_at_most():
 
 
 def test_nothing_fits_an_empty_ladder():
-    assert GraphLadder().fit(1) == 0
+    assert CudaGraphs().fit(1) == 0

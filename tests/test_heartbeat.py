@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch import multiprocessing
 
-from aioinfer.executor.heartbeat import Heartbeat, Pulse
+from aioinfer.ipc.heartbeat import Heartbeat, Pulse
 
 
 def test_states_of_several_ranks() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.engine.json_file import read_json
 from aioinfer.errors import ConfigError
+from aioinfer.text.json_file import read_json
 
 
 def test_an_object_or_nothing(tmp_path: Path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from aioinfer.api.logprobs import chat_logprobs, completion_logprobs
-from aioinfer.engine.generation import TokenLogprob
-from aioinfer.engine.tokenizer import Tokenizer
+from aioinfer.engine.output import TokenLogprob
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import qwen_folder
 
 

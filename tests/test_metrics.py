@@ -25,8 +25,8 @@ from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import CausalLM, build_model
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
 from aioinfer.worker.model_runner import ModelRunner, prepare_inputs
 from aioinfer.worker.slots import Slots
 

@@ -25,10 +25,10 @@ import psutil
 import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
-from aioinfer.executor.heartbeat import Pulse
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor, _without_main_module
-from aioinfer.scheduler.plan import StepResult
+from aioinfer.ipc.heartbeat import Pulse
+from aioinfer.ipc.plan import StepResult
 from tests.executor_runs import (
     Run,
     broken_plan,

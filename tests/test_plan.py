@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
 
 INT32 = st.integers(0, 2**31 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

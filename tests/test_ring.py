@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import multiprocessing
 
-from aioinfer.executor.ring import Ring, RingFullError
+from aioinfer.ipc.ring import Ring, RingFullError
 
 
 def write(ring: Ring, *parts: bytes) -> None:

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.rotary import RotaryTable, inverse_wavelengths, rotate
+from aioinfer.layers.rotary import RotaryTable, apply_rope, inverse_wavelengths
 from aioinfer.models.architecture import Architecture, Rope
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -97,7 +97,7 @@ def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dty
     angles = table.at(positions)
     assert [tuple(part.shape) for part in angles] == [(5, 1, 128)] * 2
     for x, right in zip((queries, keys), expected, strict=True):
-        turned = rotate(x, *angles)
+        turned = apply_rope(x, *angles)
         assert turned.dtype == dtype
         if dtype == torch.float32:
             # an angle of 16 000 rounds
@@ -115,8 +115,8 @@ def test_scores_depend_on_distances_alone():
     def score(at: int, distance: int) -> float:
         return float(
             (
-                rotate(query, *table.at(torch.tensor([at])))
-                * rotate(key, *table.at(torch.tensor([at - distance])))
+                apply_rope(query, *table.at(torch.tensor([at])))
+                * apply_rope(key, *table.at(torch.tensor([at - distance])))
             ).sum()
         )
 

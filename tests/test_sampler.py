@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import Admission, StepPlan
 from aioinfer.worker.sampler import (
     Sampled,
     adjust_logits,
@@ -311,7 +311,7 @@ def adjusted(
 ) -> torch.Tensor:
     at, where = np.array(slot_ids, np.int32), np.array(positions, np.int32)
     result = logits.clone()
-    adjust_logits(result, slots, slots.current_wishes(at, where), at, where)
+    adjust_logits(result, slots, slots.current_flags(at, where), at, where)
     return result
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import ForkGroup, Request, Status
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, expected_output

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from aioinfer.engine.sentencepiece_bpe import PieceType, add_bos_eos, build, read_model
 from aioinfer.errors import ConfigError
+from aioinfer.text.sentencepiece_bpe import PieceType, add_bos_eos, build, read_model
 from tests.real_tokenizers import TEXTS, sentencepiece_model
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import I32, Admission, StepPlan
 from aioinfer.worker.sampler import adjust_logits, sample
 from aioinfer.worker.slots import BANNED, BIASED, FILTERED, LOGPROBS, PENALIZED, RANDOM, Slots
 
@@ -51,7 +51,7 @@ def adjusted(slots: Slots, slot: int, position: int) -> torch.Tensor:
     """What the sampler makes of logits that are all 1."""
     logits = torch.ones(1, VOCAB)
     adjust_logits(
-        logits, slots, slots.current_wishes(ids(slot), ids(position)), ids(slot), ids(position)
+        logits, slots, slots.current_flags(ids(slot), ids(position)), ids(slot), ids(position)
     )
     return logits[0]
 
@@ -103,15 +103,15 @@ def test_an_admission_is_written_whole() -> None:
     for name, value in params.items():
         if name not in ("logprobs", "min_tokens"):
             assert getattr(slots, name)[2] == value, name
-    assert slots.wishes.tolist() == [
+    assert slots.sampling_flags.tolist() == [
         0,
         0,
         RANDOM | FILTERED | BIASED | PENALIZED | BANNED | LOGPROBS,
         0,
     ]
     assert slots.num_logprobs.tolist() == [0, 0, 4, 0]
-    assert slots.current_wishes(ids(2), ids(4)) & BANNED
-    assert not slots.current_wishes(ids(2), ids(5)) & BANNED
+    assert slots.current_flags(ids(2), ids(4)) & BANNED
+    assert not slots.current_flags(ids(2), ids(5)) & BANNED
 
 
 def test_a_plan_decoded_from_the_ring_serves_as_well() -> None:
@@ -154,7 +154,7 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
     assert adjusted(slots, 1, 3).ne(1).nonzero()[:, 0].tolist() == [2, 3, 7, 8, 9]
     slots.apply(make_plan(admit(1, temperature=0)))
     assert adjusted(slots, 1, 1).eq(1).all()
-    assert slots.wishes[1] == 0
+    assert slots.sampling_flags[1] == 0
     logits = torch.zeros(1, VOCAB)
     logits[0, 2] = 1
     result = sample(logits, slots, ids(1), ids(1))
@@ -164,13 +164,19 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
 
 def test_a_new_owner_with_the_same_wishes_starts_afresh() -> None:
     slots = make_slots()
-    wishes: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 2}
+    sampling_flags: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 2}
     slots.apply(
         make_plan(
-            admit(0, [9, 9, 9], logit_bias={1: 5.0, 2: 5.0, 3: 5.0}, banned=(4, 5, 6), **wishes)
+            admit(
+                0,
+                [9, 9, 9],
+                logit_bias={1: 5.0, 2: 5.0, 3: 5.0},
+                banned=(4, 5, 6),
+                **sampling_flags,
+            )
         )
     )
-    slots.apply(make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **wishes)))
+    slots.apply(make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **sampling_flags)))
     expected = torch.ones(VOCAB)
     expected[7], expected[8], expected[4] = 0.0, 2.0, -torch.inf
     assert adjusted(slots, 0, 2).equal(expected)
@@ -217,14 +223,16 @@ def test_appended_tokens_are_written_and_counted() -> None:
 
 def test_reset_leaves_no_trace() -> None:
     slots = make_slots()
-    wishes: dict[str, Any] = {
+    sampling_flags: dict[str, Any] = {
         "logit_bias": {1: 1.0},
         "frequency_penalty": 1.0,
         "min_tokens": 4,
         "logprobs": 2,
         "top_p": 0.5,
     }
-    slots.apply(make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **wishes), growth=[(1, 0, 3)]))
+    slots.apply(
+        make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **sampling_flags), growth=[(1, 0, 3)])
+    )
     slots.reset()
     for name, fresh in vars(make_slots()).items():
         kept = getattr(slots, name)

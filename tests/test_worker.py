@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import Admission, StepPlan
-from aioinfer.worker.worker import LoadReport, Worker, choose_device, choose_dtype
+from aioinfer.worker.worker import LoadReport, Worker, select_device, select_dtype
 
 CPU = torch.device("cpu")
 VOCAB = 120
@@ -184,27 +184,27 @@ def make_config(device: str, size: int = 1, engines: int = 1) -> Config:
 
 def test_the_device_follows_configuration_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_device(make_config("auto"), 0) == choose_device(make_config("cpu"), 0) == CPU
+    assert select_device(make_config("auto"), 0) == select_device(make_config("cpu"), 0) == CPU
     with pytest.raises(ConfigError, match=r"parallel.device = 'cuda'.*'cpu' or 'auto'"):
-        choose_device(make_config("cuda"), 0)
+        select_device(make_config("cuda"), 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert (
-        choose_device(make_config("auto", 2), 1)
-        == choose_device(make_config("cuda", 2), 1)
+        select_device(make_config("auto", 2), 1)
+        == select_device(make_config("cuda", 2), 1)
         == torch.device("cuda:1")
     )
-    assert choose_device(make_config("cpu", 4), 3) == CPU
+    assert select_device(make_config("cpu", 4), 3) == CPU
     with pytest.raises(ConfigError, match="^" + re.escape(ONE_TOO_LARGE) + "$"):
-        choose_device(make_config("auto", 4), 0)
+        select_device(make_config("auto", 4), 0)
 
 
 def test_engines_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     config = make_config("auto", 2, 3)
-    devices = [choose_device(config, rank, engine) for engine in range(3) for rank in range(2)]
+    devices = [select_device(config, rank, engine) for engine in range(3) for rank in range(2)]
     assert devices == [torch.device("cuda", index) for index in range(6)]
     with pytest.raises(ConfigError, match="^" + re.escape(BOTH_TOO_LARGE) + "$"):
-        choose_device(make_config("cuda", 2, 4), 0, 0)
+        select_device(make_config("cuda", 2, 4), 0, 0)
 
 
 def test_the_cores_are_shared_out_over_all_workers(
@@ -220,12 +220,12 @@ def test_the_cores_are_shared_out_over_all_workers(
 
 def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu() -> None:
     gpu = torch.device("cuda")
-    assert choose_dtype("auto", torch.bfloat16, gpu) == (torch.bfloat16, "bfloat16")
-    assert choose_dtype("auto", torch.float32, gpu) == (torch.float32, "float32")
-    assert choose_dtype("auto", torch.float8_e4m3fn, gpu) == (
+    assert select_dtype("auto", torch.bfloat16, gpu) == (torch.bfloat16, "bfloat16")
+    assert select_dtype("auto", torch.float32, gpu) == (torch.float32, "float32")
+    assert select_dtype("auto", torch.float8_e4m3fn, gpu) == (
         torch.bfloat16,
         "bfloat16 (the weights are float8_e4m3fn)",
     )
-    assert choose_dtype("auto", torch.float32, CPU) == (torch.float32, "float32")
-    assert choose_dtype("auto", torch.float16, CPU)[0] == torch.float32
-    assert choose_dtype("bfloat16", torch.float32, CPU) == (torch.bfloat16, "bfloat16")
+    assert select_dtype("auto", torch.float32, CPU) == (torch.float32, "float32")
+    assert select_dtype("auto", torch.float16, CPU)[0] == torch.float32
+    assert select_dtype("bfloat16", torch.float32, CPU) == (torch.bfloat16, "bfloat16")

@@ -20,7 +20,7 @@ from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.generation import Generation
+    from aioinfer.engine.output import Generation
 
 
 class Admission:

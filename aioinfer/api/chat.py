@@ -18,7 +18,7 @@ from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.generation import Delta, TokenLogprob
+    from aioinfer.engine.output import Delta, TokenLogprob
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

@@ -19,7 +19,7 @@ from aioinfer.api.sse import ChunkTemplate, Envelope
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.generation import Delta
+    from aioinfer.engine.output import Delta
 
 #: OpenAI's default of `max_tokens` for completions.
 _DEFAULT_MAX_TOKENS = 16

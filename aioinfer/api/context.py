@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from aiohttp import web
 
 from aioinfer.api.protocol import Body, decode
+from aioinfer.api.rate_limit import TURNSTILE
 from aioinfer.api.token_list import decode_large
-from aioinfer.api.turnstile import TURNSTILE
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
 

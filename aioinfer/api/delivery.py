@@ -24,7 +24,7 @@ from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, erro
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.generation import Delta, Generation, TokenLogprob
+    from aioinfer.engine.output import Delta, Generation, TokenLogprob
 
 T = TypeVar("T")
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioinfer.engine.generation import TokenLogprob
-    from aioinfer.engine.tokenizer import Tokenizer
+    from aioinfer.engine.output import TokenLogprob
+    from aioinfer.text.tokenizer import Tokenizer
 
 #: JSON has no infinity: what is less likely than this is reported as this, as vLLM does.
 _LOWEST = -9999.0

@@ -14,7 +14,7 @@ from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, json_errors
 from aioinfer.api.listener import Listener, tls_context
-from aioinfer.api.turnstile import TURNSTILE, Turnstile
+from aioinfer.api.rate_limit import TURNSTILE, RateLimiter
 from aioinfer.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class HttpServer:
         app.on_response_prepare.append(cors.mark_response)
         app[FRONTEND] = frontend
         app[ADMISSION] = Admission(frontend)
-        app[TURNSTILE] = Turnstile()
+        app[TURNSTILE] = RateLimiter()
         app[STARTED] = int(time.time())
         app.router.add_post("/v1/completions", completions.create_completion)
         app.router.add_post("/v1/chat/completions", chat.create_chat_completion)

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from aioinfer.config import Config
-from aioinfer.engine.generation import Choice, Generation, TokenLogprob
 from aioinfer.engine.metrics import EngineMetrics
+from aioinfer.engine.output import Choice, Generation, TokenLogprob
 from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
+from aioinfer.ipc.plan import StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import StepResult
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput
 

@@ -21,21 +21,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, ModelConfig
 from aioinfer.engine.engine import Engine
-from aioinfer.engine.generation import Choice, Generation
-from aioinfer.engine.generation_defaults import GenerationDefaults
 from aioinfer.engine.metrics import LoopLag
+from aioinfer.engine.output import Choice, Generation
 from aioinfer.engine.router import Router
-from aioinfer.engine.tokenizer import Tokenizer
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
 from aioinfer.models.architecture import Architecture
-from aioinfer.models.source import resolve_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
 from aioinfer.scheduler.request import ForkGroup, Request
+from aioinfer.text.generation_defaults import GenerationDefaults
+from aioinfer.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 #: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms at

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aioinfer.engine.step_log import StepLog
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
 #: Upper bounds of buckets in seconds: of what lasts about as long as a step, of a part of a turn,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 
 #: Steps that are kept: a little more than a page shows.
 LOG_LENGTH = 128

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from aioinfer.config import Config
 from aioinfer.errors import AioinferError, EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 
 
 class InlineExecutor:

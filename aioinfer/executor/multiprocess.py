@@ -36,9 +36,9 @@ from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
-from aioinfer.executor.heartbeat import Heartbeat, Pulse
-from aioinfer.executor.ring import Ring, RingFullError
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.ipc.heartbeat import Heartbeat, Pulse
+from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.ring import Ring, RingFullError
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
@@ -282,7 +282,7 @@ class MultiprocessExecutor:
         """
         self._reports.append(report)
         is_everybodys = len({report.rank for report in self._reports}) == self._size
-        if is_everybodys or (report.error is not None and not report.in_exchange):
+        if is_everybodys or (report.error is not None and not report.in_collective):
             self._judge()
         elif self._verdict is None:
             self._verdict = self._loop.call_later(_GRACE_S, self._judge)
@@ -290,7 +290,7 @@ class MultiprocessExecutor:
     def _judge(self) -> None:
         """Fails with the error that was first; one that did not arise in an exchange comes before
         those that did."""
-        report = min(self._reports, key=lambda report: (report.in_exchange, report.at_ns))
+        report = min(self._reports, key=lambda report: (report.in_collective, report.at_ns))
         self._fail(report.error or EngineDeadError(f"worker {report.rank} failed:\n{report.trace}"))
 
     def _take_death(self, rank: int) -> None:
@@ -306,7 +306,7 @@ class MultiprocessExecutor:
                 break
         if any(report.rank == rank for report in self._reports):
             return
-        if not all(report.in_exchange for report in self._reports):
+        if not all(report.in_collective for report in self._reports):
             self._judge()  # the error of another rank came before
             return
         how = (

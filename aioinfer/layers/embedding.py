@@ -15,30 +15,30 @@ class Vocabulary:
 
     Attributes:
         vocab_size: of all ranks together.
-        share: rows of each rank's weights, with padding.
-        start, held: this rank's first token id, and how many it holds.
+        shard_size: rows of each rank's weights, with padding.
+        start, local_size: this rank's first token id, and how many it holds.
     """
 
     def __init__(self, vocab_size: int, group: ParallelGroup):
         self.vocab_size = vocab_size
         self.group = group
-        self.share = -(-vocab_size // group.size)
-        self.start = min(group.rank * self.share, vocab_size)
-        self.held = self.held_by(group.rank)
+        self.shard_size = -(-vocab_size // group.size)
+        self.start = min(group.rank * self.shard_size, vocab_size)
+        self.local_size = self.local_size_of(group.rank)
 
-    def held_by(self, rank: int) -> int:
+    def local_size_of(self, rank: int) -> int:
         """Returns how many token ids a rank holds; the last ranks may hold none of a small
         vocabulary."""
-        return max(0, min(self.share, self.vocab_size - rank * self.share))
+        return max(0, min(self.shard_size, self.vocab_size - rank * self.shard_size))
 
     def rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a weight [share, hidden_size] of zeros."""
-        return torch.zeros(self.share, hidden_size, dtype=dtype, device=device)
+        return torch.zeros(self.shard_size, hidden_size, dtype=dtype, device=device)
 
     def target(self, weight: torch.Tensor) -> Target:
         """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding
         stays zero."""
-        return Target(weight[: self.held], 0, self.start, self.vocab_size)
+        return Target(weight[: self.local_size], 0, self.start, self.vocab_size)
 
 
 class Embedding:
@@ -55,9 +55,9 @@ class Embedding:
         if vocabulary.group.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - vocabulary.start
-        foreign = (local < 0) | (local >= vocabulary.share)
-        embedded = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return vocabulary.group.all_reduce(embedded.masked_fill_(foreign.unsqueeze(-1), 0))
+        out_of_shard = (local < 0) | (local >= vocabulary.shard_size)
+        embedded = F.embedding(local.masked_fill(out_of_shard, 0), self.weight)
+        return vocabulary.group.all_reduce(embedded.masked_fill_(out_of_shard.unsqueeze(-1), 0))
 
 
 class LMHead:
@@ -83,4 +83,4 @@ class LMHead:
         else:
             assert self.weight is not None
             logits = F.linear(hidden, self.weight)
-        return logits[:, : self._vocabulary.held].float()
+        return logits[:, : self._vocabulary.local_size].float()

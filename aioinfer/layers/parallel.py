@@ -17,7 +17,7 @@ import torch.distributed as dist
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.mailbox import PeerBuffer
+    from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
 
 _CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ class ParallelGroup:
         dist.all_gather(parts, values.contiguous())
         return torch.cat(parts, dim=-1)
 
-    def peer_buffer(self, nbytes: int) -> PeerBuffer:
+    def symmetric_buffer(self, nbytes: int) -> SymmetricBuffer:
         """Returns zeroed memory on each rank's GPU that all ranks can read and write. Every rank
         has to call it, in the same order.
 
@@ -79,7 +79,7 @@ class ParallelGroup:
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        from aioinfer.kernels.mailbox import PeerBuffer
+        from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
         world = dist.group.WORLD
         assert world is not None
@@ -92,7 +92,7 @@ class ParallelGroup:
         parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
         torch.cuda.synchronize(self._device)
         dist.barrier(device_ids=[self._device.index])  # before anybody writes, all are zero
-        return PeerBuffer(
+        return SymmetricBuffer(
             memory,
             torch.tensor([part.data_ptr() for part in parts], device=self._device),
             self.rank,

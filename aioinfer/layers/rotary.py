@@ -33,17 +33,17 @@ class RotaryTable:
         return torch.cat((self._cos, self._sin), dim=-1)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what `rotate` takes for positions int64 [T], each [T, 1, head_size]; once a step,
-        for all layers.
+        """Returns what `apply_rope` takes for positions int64 [T], each [T, 1, head_size]; once a
+        step, for all layers.
 
         Both halves of a head turn by the same angles; the sines of the first are negative, so that
-        `rotate` only adds.
+        `apply_rope` only adds.
         """
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Returns x [T, heads, head_size] turned: channel i and channel i + head_size / 2 are a pair
     (GPT-NeoX's order)."""
     wide = x.float()

@@ -18,7 +18,7 @@ from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.linear import Linear, RowParallelLinear, Target
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.rotary import RotaryTable, rotate
+from aioinfer.layers.rotary import RotaryTable, apply_rope
 from aioinfer.models.architecture import Architecture
 
 NamedTargets = Iterator[tuple[str, Target]]
@@ -78,7 +78,7 @@ class Attention:
                 (self.query_norm(qkv[:, :heads]), self.key_norm(qkv[:, heads : heads + kv_heads])),
                 dim=1,
             )
-        turned = rotate(turned, *angles)
+        turned = apply_rope(turned, *angles)
         attended = self.attend(turned[:, :heads], turned[:, heads:], values, cache, metadata)
         return self.output(attended.flatten(1))
 

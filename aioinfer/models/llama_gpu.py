@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.kernels.activation import GATE_RUN, silu_mul
-from aioinfer.kernels.all_reduce import Exchange
+from aioinfer.kernels.all_reduce import AllReduce
 from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.gated_product import TILE_TIMES, gated_product, interleave, pays
 from aioinfer.kernels.gated_product import supports as supports_gated_product
@@ -46,7 +46,7 @@ SKINNY_ROWS = 8
 
 
 @dataclass(slots=True)
-class ChosenRows:
+class SampledRows:
     """The rows of a step whose next token is wanted. S rows, in any order.
 
     Attributes:
@@ -59,7 +59,7 @@ class ChosenRows:
     block_tables: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: StepInputs, rows: torch.Tensor, last: torch.Tensor) -> ChosenRows:
+    def of(cls, inputs: StepInputs, rows: torch.Tensor, last: torch.Tensor) -> SampledRows:
         """Returns `rows` (int32 [S]) of a step whose inputs are prepared."""
         return cls(
             last, inputs.seq_lens.index_select(0, rows), inputs.block_tables.index_select(0, rows)
@@ -83,7 +83,7 @@ class GpuStep:
     inputs: StepInputs
     num_decodes: int | None
     prefill: PrefillPlan | None = None
-    chosen: ChosenRows | None = None
+    chosen: SampledRows | None = None
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class GpuLlama:
         kv: torch.Tensor,
         *,
         dependent_launch: bool,
-        exchange: Exchange | None = None,
+        exchange: AllReduce | None = None,
         programs: int | None = None,
     ):
         self.model = model
@@ -173,7 +173,7 @@ class GpuLlama:
         self,
         inputs: StepInputs,
         num_decodes: int,
-        chosen: ChosenRows | None = None,
+        chosen: SampledRows | None = None,
         prefill: PrefillPlan | None = None,
     ) -> GpuStep:
         """Divides a step's attention among programs, on the GPU. To be called once its inputs are
@@ -238,7 +238,7 @@ class GpuLlama:
             )
         else:
             scores = torch.mm(self._norm(hidden, norm), head.t(), out=out)
-        return scores[:, : self.model.vocabulary.held]
+        return scores[:, : self.model.vocabulary.local_size]
 
     def _embed(self, input_ids: torch.Tensor, out: torch.Tensor | None) -> Residual:
         """Returns the embeddings of input_ids int32 [T], in `out` if it is given."""
@@ -286,7 +286,7 @@ class GpuLlama:
         self._add_product(residual, gated, layer.mlp.down, norm)
 
     def _last_attention(
-        self, layer: Layer, residual: Residual, cache: KVCache, step: GpuStep, chosen: ChosenRows
+        self, layer: Layer, residual: Residual, cache: KVCache, step: GpuStep, chosen: SampledRows
     ) -> Residual:
         """Returns what the last layer's attention makes of the residual stream for the chosen rows:
         [S, hidden_size].
@@ -374,7 +374,7 @@ class GpuLlama:
 
     def _exchange_product(
         self,
-        exchange: Exchange,
+        exchange: AllReduce,
         residual: Residual,
         x: torch.Tensor,
         linear: Linear,

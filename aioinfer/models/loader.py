@@ -69,15 +69,15 @@ def _load_safetensors(
     file_of = _locate_tensors(folder)
     missing = [name for name, _ in targets if name not in file_of]
     wanted = {name for name, _ in targets}
-    foreign = [
+    unknown = [
         name
         for name in file_of
         if name not in wanted and not name.endswith(_COMPUTED) and name != "lm_head.weight"
     ]
-    if missing or foreign:
+    if missing or unknown:
         listed = [
             f"{len(names)} {kind} ({_first(names)})"
-            for kind, names in (("missing", missing), ("unknown", foreign))
+            for kind, names in (("missing", missing), ("unknown", unknown))
             if names
         ]
         raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")

@@ -32,9 +32,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.block_pool import BlockPool
-from aioinfer.scheduler.draft import PlanDraft
-from aioinfer.scheduler.plan import StepPlan, StepResult
+from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import Request, Status
 
@@ -162,17 +162,17 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
-        draft = PlanDraft(self._step_id, self.limits.token_budget, self._prefill_allowance())
-        preempted = self._plan_running(draft)
+        builder = PlanBuilder(self._step_id, self.limits.token_budget, self._prefill_allowance())
+        preempted = self._plan_running(builder)
         # what was preempted here must not come back before its posted results have
         if not preempted:
-            self._plan_waiting(draft)
-        if draft.is_empty:
+            self._plan_waiting(builder)
+        if builder.is_empty:
             return None
-        self._posted.append((self._step_id, draft.sampled_requests))
+        self._posted.append((self._step_id, builder.sampled_requests))
         self._step_id += 1
         self.stats.steps += 1
-        return draft.to_plan()
+        return builder.to_plan()
 
     def _prefill_allowance(self) -> int:
         """Prefill tokens that this step may compute: decodes have the first call on the budget."""
@@ -180,7 +180,7 @@ class Scheduler:
         left = max(0, self.limits.token_budget - decodes)
         return min(left, self.limits.prefill_cap) if decodes else left
 
-    def _plan_running(self, draft: PlanDraft) -> bool:
+    def _plan_running(self, builder: PlanBuilder) -> bool:
         """Plans the next tokens of the running requests, oldest first.
 
         Returns whether any was preempted.
@@ -194,7 +194,7 @@ class Scheduler:
             start, total = request.num_computed, request.total
             if total >= request.max_len:
                 continue  # its last token is chosen and on its way
-            tokens = draft.grant(total - start)
+            tokens = builder.grant(total - start)
             if not tokens:
                 continue
             missing = -((len(request.blocks) * block_size - start - tokens) // block_size)
@@ -203,27 +203,27 @@ class Scheduler:
                     preempted = True
                     if not self._preempt_for(request, missing):
                         break
-                draft.grow_table(request, self.pool.allocate(missing))
-            self._plan_row(draft, request, tokens)
+                builder.grow_table(request, self.pool.allocate(missing))
+            self._plan_row(builder, request, tokens)
         return preempted
 
-    def _plan_row(self, draft: PlanDraft, request: Request, tokens: int) -> None:
+    def _plan_row(self, builder: PlanBuilder, request: Request, tokens: int) -> None:
         """Gives a request `tokens` tokens of this step; its blocks are in place."""
         start = request.num_computed
         end = start + tokens
         samples = end == request.total
-        draft.add_row(request, start, tokens, samples)
+        builder.add_row(request, start, tokens, samples)
         request.num_computed = end
         if tokens > 1 or end <= request.prompt_len:
             self._num_prefill_tokens -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
             self._commit_full_blocks(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
-                request.prefill_step = draft.step_id
+                request.prefill_step = builder.step_id
         if samples:
             request.total += 1
 
-    def _plan_waiting(self, draft: PlanDraft) -> None:
+    def _plan_waiting(self, builder: PlanBuilder) -> None:
         """Admits waiting requests in order, while slots, budget and blocks last.
 
         Nobody overtakes the first that does not fit.
@@ -232,15 +232,15 @@ class Scheduler:
         while (
             self._waiting
             and self._free_slots
-            and draft.prefill_left > 0
-            and draft.num_admitted_tokens < MAX_ADMITTED_TOKENS
+            and builder.prefill_left > 0
+            and builder.num_admitted_tokens < MAX_ADMITTED_TOKENS
         ):
             request = self._waiting[0]
             if request.status is Status.FINISHED:
                 heapq.heappop(self._waiting)
-            elif self._awaits_leader(request, draft.step_id):
+            elif self._awaits_leader(request, builder.step_id):
                 held_back.append(heapq.heappop(self._waiting))
-            elif not self._admit(draft, request):
+            elif not self._admit(builder, request):
                 break
         for request in held_back:
             heapq.heappush(self._waiting, request)
@@ -255,7 +255,7 @@ class Scheduler:
             and not 0 <= leader.prefill_step < step_id
         )
 
-    def _admit(self, draft: PlanDraft, request: Request) -> bool:
+    def _admit(self, builder: PlanBuilder, request: Request) -> bool:
         """Gives the first waiting request a slot, shared blocks and its first tokens, if its known
         tokens fit."""
         if request.num_pending:
@@ -269,15 +269,15 @@ class Scheduler:
         heapq.heappop(self._waiting)
         self._count_out(request)
         self.pool.share(shared)
-        tokens = draft.grant(request.total - computed, prefill=True)
+        tokens = builder.grant(request.total - computed, prefill=True)
         fresh = self.pool.allocate(self._blocks_for(computed + tokens) - len(shared))
         if copied is not None and computed % block_size:
-            draft.copy_block(copied, fresh[0])
+            builder.copy_block(copied, fresh[0])
         self._enter_slot(request, shared, computed)
-        draft.admit(request)
-        draft.grow_table(request, shared, known=True)
-        draft.grow_table(request, fresh)
-        self._plan_row(draft, request, tokens)
+        builder.admit(request)
+        builder.grow_table(request, shared, known=True)
+        builder.grow_table(request, fresh)
+        self._plan_row(builder, request, tokens)
         return True
 
     def _shareable_blocks(self, request: Request) -> tuple[list[int], int | None]:

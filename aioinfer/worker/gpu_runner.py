@@ -19,16 +19,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aioinfer.kernels.logprobs import MAX_TOP, share_logprobs, token_logprobs
-from aioinfer.kernels.mailbox import Mailboxes
+from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
+from aioinfer.kernels.logprobs import MAX_TOP, shard_logprobs, token_logprobs
 from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalties
 from aioinfer.kernels.prepare import StepInputs, append_tokens, prepare_inputs
-from aioinfer.kernels.sampling import SamplingState, Share, sample_tokens
+from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
 from aioinfer.kernels.slots import RECORD_FIELDS, SlotTensors, admit_requests, grow_tables
-from aioinfer.models.llama_gpu import SKINNY_ROWS, ChosenRows, GpuLlama, GpuStep, Residual
-from aioinfer.scheduler.plan import I32, Admission, StepPlan, StepResult
-from aioinfer.worker.graphs import GraphLadder, decode_sizes, mixed_sizes
-from aioinfer.worker.shares import merge_logprobs
+from aioinfer.kernels.symmetric_memory import LLBuffers
+from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama, GpuStep, Residual, SampledRows
+from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
 from aioinfer.worker.slots import (
     BANNED,
     BIASED,
@@ -39,6 +38,7 @@ from aioinfer.worker.slots import (
     numbers_of,
 )
 from aioinfer.worker.staging import TURNS, Staging
+from aioinfer.worker.vocab_parallel import merge_logprobs
 
 #: What input preparation is told at least of a mixed step's longest row, so that it has two
 #: compiled variants: this and decodes.
@@ -177,7 +177,7 @@ class GpuModelRunner:
             rows, max(max_tokens, rows), slots.block_table.shape[1], device
         )
         self._vocabulary = model.model.vocabulary
-        self._logits = torch.empty(rows, self._vocabulary.share, dtype=kv.dtype, device=device)
+        self._logits = torch.empty(rows, self._vocabulary.shard_size, dtype=kv.dtype, device=device)
         self._results = torch.zeros(TURNS, rows, dtype=torch.int32, device=device)
         self._host_results = torch.zeros(
             TURNS, rows, dtype=torch.int32, pin_memory=device.type == "cuda"
@@ -188,20 +188,20 @@ class GpuModelRunner:
         self._share = self._share_vocabulary(rows)
         self._copies = torch.cuda.Stream(device)
         self._prefill = model.make_prefill_plan(rows, len(self._inputs.input_ids))
-        self._decode_graphs = GraphLadder()
-        self._mixed_graphs = GraphLadder()
+        self._decode_graphs = CudaGraphs()
+        self._mixed_graphs = CudaGraphs()
         self._stream = torch.empty(
             0, model.model.embedding.weight.shape[1], dtype=kv.dtype, device=device
         )
 
-    def _share_vocabulary(self, rows: int) -> Share | None:
+    def _share_vocabulary(self, rows: int) -> VocabShard | None:
         """Returns what choosing tokens together takes, for steps of up to `rows` rows; None for one
         rank."""
         vocabulary, group = self._vocabulary, self._vocabulary.group
         if group.size == 1:
             return None
-        mailboxes = Mailboxes(group.peer_buffer(Mailboxes.nbytes(rows, group.size)))
-        return Share(vocabulary.start, vocabulary.vocab_size, mailboxes)
+        ll_buffers = LLBuffers(group.symmetric_buffer(LLBuffers.nbytes(rows, group.size)))
+        return VocabShard(vocabulary.start, vocabulary.vocab_size, ll_buffers)
 
     # ---------------------------------------------------------------- steps
 
@@ -236,7 +236,7 @@ class GpuModelRunner:
         self._plan.fill(plan, turn, self._staging.host_buffer(len(self._plan.device)))
         self._decode_graphs.replay(self._decode_graphs.fit(rows))
         positions = plan.starts + plan.lengths
-        if not self.slots.current_wishes(plan.slots, positions).max() & (
+        if not self.slots.current_flags(plan.slots, positions).max() & (
             BIASED | BANNED | PENALIZED | LOGPROBS
         ):
             return rows, ()
@@ -247,8 +247,8 @@ class GpuModelRunner:
             plan.slots,
             positions,
         )
-        return rows, self._choose(
-            self._logits[:rows, : self._vocabulary.held], sampling, self._plan.turn
+        return rows, self._sample(
+            self._logits[:rows, : self._vocabulary.local_size], sampling, self._plan.turn
         )
 
     def _launch(self, plan: StepPlan, turn: int) -> tuple[int, tuple[torch.Tensor, ...]]:
@@ -291,7 +291,7 @@ class GpuModelRunner:
         sampling_rows = SamplingRows(
             chosen_rows[0], chosen_rows[1], chosen_rows[2], sampling_slots, sampling_positions
         )
-        return len(sampling), self._choose(logits, sampling_rows, turn_there)
+        return len(sampling), self._sample(logits, sampling_rows, turn_there)
 
     def _update_slots(
         self,
@@ -334,7 +334,7 @@ class GpuModelRunner:
             slot_ids, starts, lengths, size or num_tokens, max_length=max(_MIXED_ROW, longest)
         )
         inputs = self._views(num_tokens, len(slot_ids))
-        step = self.model.plan(inputs, num_decodes, ChosenRows.of(inputs, *chosen), self._prefill)
+        step = self.model.plan(inputs, num_decodes, SampledRows.of(inputs, *chosen), self._prefill)
         if not size:
             return self.model.forward(step)
         self._mixed_graphs.replay(size)
@@ -375,7 +375,7 @@ class GpuModelRunner:
 
     # ---------------------------------------------------------------- choosing tokens
 
-    def _choose(
+    def _sample(
         self, logits: torch.Tensor, rows: SamplingRows, turn: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Chooses a token for each row of `logits` [S, held], enters it in its slot and in the
@@ -385,8 +385,8 @@ class GpuModelRunner:
         adjustment.
         """
         slots = self.slots
-        wishes = slots.current_wishes(rows.host_slots, rows.host_positions)
-        wanted = int(np.bitwise_or.reduce(wishes, initial=0))
+        sampling_flags = slots.current_flags(rows.host_slots, rows.host_positions)
+        wanted = int(np.bitwise_or.reduce(sampling_flags, initial=0))
         adjusted = logits
         if wanted & (BIASED | BANNED | PENALIZED):
             adjusted = logits.to(torch.float32, copy=True)
@@ -409,7 +409,7 @@ class GpuModelRunner:
             )
         if not wanted & LOGPROBS:
             return ()
-        asking = torch.from_numpy((wishes & LOGPROBS).astype(np.int32)).to(
+        asking = torch.from_numpy((sampling_flags & LOGPROBS).astype(np.int32)).to(
             logits.device, non_blocking=True
         )
         most = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
@@ -417,13 +417,13 @@ class GpuModelRunner:
         if self._share is None:
             own, top_tokens, top_logprobs = token_logprobs(logits, tokens, asking, top)
         else:
-            found = share_logprobs(logits, tokens, asking, top, self._vocabulary.start)
+            found = shard_logprobs(logits, tokens, asking, top, self._vocabulary.start)
             own, top_tokens, top_logprobs = merge_logprobs(self._vocabulary, found, top)
         return own, top_tokens[:, :most].contiguous(), top_logprobs[:, :most].contiguous()
 
     def _adjust(self, logits: torch.Tensor, rows: SamplingRows, wanted: int) -> None:
         """Applies biases, bans and penalties to logits [S, held], in place."""
-        slots, first, held = self.slots, self._vocabulary.start, self._vocabulary.held
+        slots, first, held = self.slots, self._vocabulary.start, self._vocabulary.local_size
         if wanted & BIASED:
             add_biases(logits, rows.slots, slots.bias.ids, slots.bias.values, first=first)
         if wanted & BANNED:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.layers.attention import AttentionMetadata, KVCache
 from aioinfer.models.registry import CausalLM
-from aioinfer.scheduler.plan import StepPlan, StepResult
 from aioinfer.worker.sampler import Sampled, sample
 from aioinfer.worker.slots import Slots
 
@@ -88,7 +88,7 @@ class ModelRunner:
         hidden = self.model.forward(
             inputs.input_ids, inputs.positions, self._caches, inputs.metadata
         )
-        sampled = self._choose(plan, hidden)
+        sampled = self._sample(plan, hidden)
         return PendingResult(plan.step_id, sampled, time.perf_counter_ns() - began)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
@@ -100,7 +100,7 @@ class ModelRunner:
             )
             self.kv.index_copy_(2, targets, self.kv.index_select(2, sources))
 
-    def _choose(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
+    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
         """Chooses a token for each sampling row from the hidden states [T, hidden_size], and enters
         them in the slots."""
         sampling = np.flatnonzero(plan.samples)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
-from aioinfer.executor.heartbeat import Heartbeat
-from aioinfer.executor.ring import Ring
-from aioinfer.scheduler.plan import StepPlan
+from aioinfer.ipc.heartbeat import Heartbeat
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.ring import Ring
 
 if TYPE_CHECKING:
     from aioinfer.worker.worker import Pending, Worker
@@ -70,7 +70,7 @@ class FailureReport:
         error: the error itself, if it is meant for the user.
         trace: its traceback as text.
         at_ns: when it was caught, of `time.monotonic_ns`.
-        in_exchange: whether it arose while exchanging with other ranks. It is then most often the
+        in_collective: whether it arose while exchanging with other ranks. It is then most often the
             end of another rank.
     """
 
@@ -78,7 +78,7 @@ class FailureReport:
     error: AioinferError | None
     trace: str
     at_ns: int
-    in_exchange: bool
+    in_collective: bool
 
 
 def main(spec: WorkerSpec) -> None:
@@ -108,21 +108,21 @@ def _report_failure(spec: WorkerSpec, error: Exception) -> None:
             (
                 "failed",
                 FailureReport(
-                    spec.rank, known, traceback.format_exc(), at_ns, _arose_in_exchange(error)
+                    spec.rank, known, traceback.format_exc(), at_ns, _arose_in_collective(error)
                 ),
             )
         )
     os._exit(1)
 
 
-def _arose_in_exchange(error: BaseException) -> bool:
+def _arose_in_collective(error: BaseException) -> bool:
     """Whether an error, or the one that it was raised from, came out of torch's collectives."""
     modules = [
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     if any(module.startswith("torch.distributed") for module in modules):
         return True
-    return error.__cause__ is not None and _arose_in_exchange(error.__cause__)
+    return error.__cause__ is not None and _arose_in_collective(error.__cause__)
 
 
 def _die_with_parent(lifeline: Connection) -> None:
@@ -208,9 +208,9 @@ def _join_group(spec: WorkerSpec) -> Any:
         return ParallelGroup.single()
     from torch.distributed import TCPStore
 
-    from aioinfer.worker.worker import choose_device
+    from aioinfer.worker.worker import select_device
 
     store = TCPStore("127.0.0.1", spec.store_port, is_master=False)
     return ParallelGroup.connect(
-        spec.rank, spec.size, store, choose_device(spec.config, spec.rank, spec.engine)
+        spec.rank, spec.size, store, select_device(spec.config, spec.rank, spec.engine)
     )

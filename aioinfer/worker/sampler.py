@@ -38,16 +38,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.ipc.plan import F32, I32
 from aioinfer.layers.embedding import Vocabulary
-from aioinfer.scheduler.plan import F32, I32
-from aioinfer.worker.shares import (
-    CANDIDATES,
-    MORE,
-    Candidates,
-    gather,
-    keep_candidates,
-    merge_logprobs,
-)
 from aioinfer.worker.slots import (
     BANNED,
     BIASED,
@@ -58,6 +50,14 @@ from aioinfer.worker.slots import (
     RANDOM,
     LogitBiases,
     Slots,
+)
+from aioinfer.worker.vocab_parallel import (
+    CANDIDATES,
+    MORE,
+    Candidates,
+    gather,
+    keep_candidates,
+    merge_logprobs,
 )
 
 U32 = npt.NDArray[np.uint32]
@@ -109,28 +109,38 @@ def sample(
             this, and returns the same.
     """
     shared = vocabulary if vocabulary is not None and vocabulary.group.size > 1 else None
-    wishes = slots.current_wishes(slot_ids, positions)
-    wanted = int(np.bitwise_or.reduce(wishes, initial=0))
+    sampling_flags = slots.current_flags(slot_ids, positions)
+    wanted = int(np.bitwise_or.reduce(sampling_flags, initial=0))
     adjusted = logits
     if wanted & (BIASED | BANNED | PENALIZED):
         adjusted = logits.clone() if wanted & LOGPROBS else logits
         adjust_logits(
-            adjusted, slots, wishes, slot_ids, positions, 0 if shared is None else shared.start
+            adjusted,
+            slots,
+            sampling_flags,
+            slot_ids,
+            positions,
+            0 if shared is None else shared.start,
         )
     scores = adjusted.cpu().numpy()
     if shared is not None:
-        chosen = _choose_together(scores, slots, wishes, slot_ids, positions, shared)
+        chosen = _sample_vocab_parallel(scores, slots, sampling_flags, slot_ids, positions, shared)
     elif not wanted & RANDOM:
         chosen = _argmax(scores)
     else:
         chosen = np.empty(len(scores), np.int32)
-        greedy, drawn = np.flatnonzero(~wishes & RANDOM), np.flatnonzero(wishes & RANDOM)
+        greedy, drawn = (
+            np.flatnonzero(~sampling_flags & RANDOM),
+            np.flatnonzero(sampling_flags & RANDOM),
+        )
         if len(greedy):
             chosen[greedy] = _argmax(scores[greedy])
-        chosen[drawn] = _draw(scores, drawn, slots, wishes, slot_ids[drawn], positions[drawn])
+        chosen[drawn] = _draw(
+            scores, drawn, slots, sampling_flags, slot_ids[drawn], positions[drawn]
+        )
     tokens = torch.from_numpy(chosen).to(logits.device)
     if wanted & LOGPROBS:
-        asking = np.flatnonzero(wishes & LOGPROBS)
+        asking = np.flatnonzero(sampling_flags & LOGPROBS)
         return _with_logprobs(
             tokens, logits, asking, int(slots.num_logprobs[slot_ids].max()), shared
         )
@@ -193,7 +203,7 @@ def _argmax(scores: F32) -> npt.NDArray[np.int32]:
 def adjust_logits(
     logits: torch.Tensor,
     slots: Slots,
-    wishes: npt.NDArray[np.uint8],
+    sampling_flags: npt.NDArray[np.uint8],
     slot_ids: I32,
     positions: I32,
     first: int = 0,
@@ -207,10 +217,10 @@ def adjust_logits(
     if not logits.shape[1]:
         return
     for bit, biases in ((BIASED, slots.bias), (BANNED, slots.banned)):
-        rows = np.flatnonzero(wishes & bit)
+        rows = np.flatnonzero(sampling_flags & bit)
         if len(rows):
             _add_biases(logits, biases, rows, slot_ids[rows], first)
-    rows = np.flatnonzero(wishes & PENALIZED)
+    rows = np.flatnonzero(sampling_flags & PENALIZED)
     if len(rows):
         _penalize(logits, slots, rows, slot_ids[rows], positions[rows], first)
 
@@ -220,8 +230,8 @@ def _add_biases(
 ) -> None:
     at = torch.from_numpy(slot_ids).to(logits.device)
     ids, values = biases.ids[at] - first, biases.values[at]
-    foreign = (ids < 0) | (ids >= logits.shape[1])
-    ids, values = ids.masked_fill_(foreign, 0), values.masked_fill_(foreign, 0)
+    out_of_shard = (ids < 0) | (ids >= logits.shape[1])
+    ids, values = ids.masked_fill_(out_of_shard, 0), values.masked_fill_(out_of_shard, 0)
     logits.index_put_(
         (torch.from_numpy(rows).to(logits.device)[:, None], ids), values, accumulate=True
     )
@@ -302,7 +312,7 @@ def _draw(
     scores: F32,
     rows: npt.NDArray[Any],
     slots: Slots,
-    wishes: npt.NDArray[np.uint8],
+    sampling_flags: npt.NDArray[np.uint8],
     slot_ids: I32,
     positions: I32,
 ) -> npt.NDArray[np.int32]:
@@ -323,7 +333,7 @@ def _draw(
                 chosen[i] = -1
                 continue
             tokens = vocabulary
-            if wishes[row] & FILTERED:
+            if sampling_flags[row] & FILTERED:
                 kept = filter_tokens(scaled, largest, *draws.filters[i])
                 tokens, scaled = vocabulary[kept], scaled[kept]
             scaled += gumbel_noise(draws.key0[i], draws.key1[i], tokens)
@@ -331,10 +341,10 @@ def _draw(
     return chosen
 
 
-def _choose_together(
+def _sample_vocab_parallel(
     scores: F32,
     slots: Slots,
-    wishes: npt.NDArray[np.uint8],
+    sampling_flags: npt.NDArray[np.uint8],
     slot_ids: I32,
     positions: I32,
     vocabulary: Vocabulary,
@@ -342,12 +352,15 @@ def _choose_together(
     """Chooses a token for each row of `scores` float32 [S, held], together with the ranks that hold
     the others; returns int32 [S]."""
     chosen = np.empty(len(scores), np.int32)
-    plain, filtered = np.flatnonzero(~wishes & FILTERED), np.flatnonzero(wishes & FILTERED)
+    plain, filtered = (
+        np.flatnonzero(~sampling_flags & FILTERED),
+        np.flatnonzero(sampling_flags & FILTERED),
+    )
     with np.errstate(over="ignore", invalid="ignore"):
         if len(plain):
             found = _best_of_share(
                 scores[plain],
-                wishes[plain],
+                sampling_flags[plain],
                 _Draws.of(slots, slot_ids[plain], positions[plain]),
                 vocabulary.start,
             )
@@ -363,7 +376,7 @@ def _choose_together(
 
 
 def _best_of_share(
-    scores: F32, wishes: npt.NDArray[np.uint8], draws: _Draws, first: int
+    scores: F32, sampling_flags: npt.NDArray[np.uint8], draws: _Draws, first: int
 ) -> tuple[F32, npt.NDArray[np.int32]]:  # fmt: skip
     """Returns the best score of each row, noise included where it draws, and its token: float32 and
     int32 [n].
@@ -373,7 +386,7 @@ def _best_of_share(
     best, tokens = np.full(len(scores), -np.inf, np.float32), np.zeros(len(scores), np.int32)
     ids = np.arange(first, first + scores.shape[1], dtype=np.uint32)
     for i, scaled in enumerate(scores if len(ids) else ()):
-        if wishes[i] & RANDOM:
+        if sampling_flags[i] & RANDOM:
             scaled = scaled / draws.temperature[i]
             largest = scaled.max()
             if not math.isfinite(largest):
@@ -397,13 +410,13 @@ def _draw_filtered_together(
     chosen = np.full(len(scores), -1, np.int32)
     pending, count = list(range(len(scores))), CANDIDATES
     while pending:
-        found = Candidates.empty(len(pending), min(count, vocabulary.share))
+        found = Candidates.empty(len(pending), min(count, vocabulary.shard_size))
         for at, i in enumerate(pending):
             found.find(at, scores[i] / draws.temperature[i], vocabulary.start, draws.filters[i][1])
         values, tokens, largest, mass = gather(
             group, device, found.values, found.tokens, found.largest, found.mass
         )
-        complete = np.array([vocabulary.held_by(rank) <= count for rank in range(group.size)])
+        complete = np.array([vocabulary.local_size_of(rank) <= count for rank in range(group.size)])
         unsettled = []
         for at, i in enumerate(pending):
             if not math.isfinite(largest[:, at].max()):
@@ -498,7 +511,7 @@ def _shared_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns what `merge_logprobs` does, for logits `wanted` float32 [n, held] and the chosen
     tokens int64 [n]."""
-    held, start = vocabulary.held, vocabulary.start
+    held, start = vocabulary.local_size, vocabulary.start
     padded = torch.nn.functional.pad(wanted, (0, 1), value=-math.inf)  # for the tokens of others
     column = torch.where((chosen >= start) & (chosen < start + held), chosen - start, held)
     top = min(most, vocabulary.vocab_size)

@@ -6,8 +6,8 @@ after that only its block table and its tokens grow, and the tokens are written 
 nothing comes back from the host. (Request state in fixed slots of the GPU is the idea of vLLM's
 second model runner.)
 
-On the host there is only what decides which work a step has: `wishes`, `num_logprobs` and a copy of
-`banned_until`.
+On the host there is only what decides which work a step has: `sampling_flags`, `num_logprobs` and a
+copy of `banned_until`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import I32, Admission, StepPlan
 
-# What a request asks of the sampler beyond the likeliest token; bits of `Slots.wishes`.
+# What a request asks of the sampler beyond the likeliest token; bits of `Slots.sampling_flags`.
 RANDOM = 1  # a temperature above 0
 FILTERED = 2  # top-k, top-p or min-p, at a temperature above 0
 BIASED = 4  # a logit bias
@@ -127,7 +127,7 @@ class Slots:
         bias: the logit biases. banned: the tokens banned before min_tokens, biased by minus
             infinity.
         occurrences: what penalties count.
-        wishes: uint8 [S] on the host, which of the bits above apply to the slot.
+        sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
         num_logprobs: int32 [S] on the host, how many of the likeliest tokens to report.
     """
 
@@ -157,7 +157,7 @@ class Slots:
         self.bias = LogitBiases(max_num_seqs, device)
         self.banned = LogitBiases(max_num_seqs, device)
         self.occurrences = Occurrences(max_num_seqs, vocab_size, device)
-        self.wishes = np.zeros(max_num_seqs, np.uint8)
+        self.sampling_flags = np.zeros(max_num_seqs, np.uint8)
         self._banned_until = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
 
@@ -177,23 +177,23 @@ class Slots:
         tokens = tokens.clamp(min=0)
         slots = self._upload(slot_ids).long()
         self.tokens[slots, self._upload(positions).long()] = tokens
-        penalized = np.flatnonzero(self.wishes[slot_ids] & PENALIZED)
+        penalized = np.flatnonzero(self.sampling_flags[slot_ids] & PENALIZED)
         if len(penalized):
             rows = self._upload(penalized)
             self.occurrences.add(slots[rows], tokens[rows].long())
 
-    def current_wishes(self, slot_ids: I32, positions: I32) -> npt.NDArray[np.uint8]:
-        """Returns the wishes (uint8 [n]) that bear on the choice of the tokens at `positions` of
-        `slot_ids`."""
-        wishes = self.wishes[slot_ids]
-        wishes[positions >= self._banned_until[slot_ids]] &= ~np.uint8(BANNED)
-        return wishes
+    def current_flags(self, slot_ids: I32, positions: I32) -> npt.NDArray[np.uint8]:
+        """Returns the sampling_flags (uint8 [n]) that bear on the choice of the tokens at
+        `positions` of `slot_ids`."""
+        sampling_flags = self.sampling_flags[slot_ids]
+        sampling_flags[positions >= self._banned_until[slot_ids]] &= ~np.uint8(BANNED)
+        return sampling_flags
 
     def reset(self) -> None:
         """Forgets everything, as if no request had ever been admitted."""
         for tensor in (self.tokens, self.block_table, self.seeds, self.integers, self.numbers):
             tensor.zero_()
-        for array in (self.wishes, self._banned_until, self.num_logprobs):
+        for array in (self.sampling_flags, self._banned_until, self.num_logprobs):
             array.fill(0)
         slots, vocab_size = len(self.tokens), self.occurrences.rows.shape[1]
         self.bias = LogitBiases(slots, self.device)
@@ -225,7 +225,9 @@ class Slots:
             )
         else:
             self.occurrences.stop(slot)
-        self.wishes[slot] = _wishes(params) | BANNED * bool(admission.banned_until_min_tokens)
+        self.sampling_flags[slot] = _flags_of(params) | BANNED * bool(
+            admission.banned_until_min_tokens
+        )
         self._banned_until[slot] = banned_until(admission)
         self.num_logprobs[slot] = params.logprobs or 0
 
@@ -251,7 +253,7 @@ def numbers_of(params: SamplingParams) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _wishes(params: SamplingParams) -> int:
+def _flags_of(params: SamplingParams) -> int:
     """Returns the bits of a request's parameters, `BANNED` apart."""
     filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     return (

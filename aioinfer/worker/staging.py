@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from aioinfer.scheduler.plan import I32
+from aioinfer.ipc.plan import I32
 
 #: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
 #: prepared, one is being read.

@@ -19,19 +19,19 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
 from aioinfer.models.llama import LlamaModel
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import Admission, StepPlan
 from aioinfer.worker.memory import available_bytes, count_blocks, make_kv
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.all_reduce import Exchange
+    from aioinfer.kernels.all_reduce import AllReduce
     from aioinfer.worker.compilation import CompilationWatch
     from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
 
@@ -93,10 +93,10 @@ class Worker:
         self._config = config
         self._folder = folder
         self._group = group
-        self.device = choose_device(config, group.rank, engine)
+        self.device = select_device(config, group.rank, engine)
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: AllReduce | None = None
         self.block_size = config.cache.block_size or (
             CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE
         )
@@ -124,7 +124,7 @@ class Worker:
         arch = Architecture.load(self._folder)
         self._arch = arch
         self._vocab_size = arch.vocab_size
-        self._dtype, dtype_text = choose_dtype(config.model.dtype, arch.dtype, self.device)
+        self._dtype, dtype_text = select_dtype(config.model.dtype, arch.dtype, self.device)
         self._model = build_model(arch, self._group, self._dtype, self.device)
         load_weights(
             self._model, self._folder, config.model.load_format, config.model.seed, on_progress
@@ -188,7 +188,7 @@ class Worker:
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), runner.kv.shape[2])
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        wishes = SamplingParams(
+        sampling_flags = SamplingParams(
             top_k=5,
             top_p=0.9,
             repetition_penalty=1.1,
@@ -204,7 +204,7 @@ class Worker:
                 1,
                 np.zeros(prompt_len, np.int32),
                 prompt_len,
-                wishes,
+                sampling_flags,
                 seed=0,
                 banned_until_min_tokens=(1,),
             ),
@@ -243,20 +243,20 @@ class Worker:
             return ModelRunner(self._model, kv, slots)
         is_hopper = torch.cuda.get_device_capability(self.device)[0] >= 9
         model = GpuLlama(
-            self._model, kv, dependent_launch=is_hopper, exchange=self._join_exchange()
+            self._model, kv, dependent_launch=is_hopper, exchange=self._make_all_reduce()
         )
         return GpuModelRunner(model, kv, slots, self._config.scheduler.max_num_batched_tokens)
 
-    def _join_exchange(self) -> Exchange | None:
+    def _make_all_reduce(self) -> AllReduce | None:
         """Returns the sums over the ranks, made at the first call, or None for one rank."""
         if self._group.size > 1 and self._exchange is None:
-            from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+            from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 
             limits, hidden = self._config.scheduler, self._arch.hidden_size
             longest = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-            layout = ExchangeLayout.of(self._group.size, longest, hidden, self._dtype)
-            self._exchange = Exchange(
-                self._group.peer_buffer(layout.nbytes), layout, hidden, self._dtype
+            layout = AllReduceLayout.of(self._group.size, longest, hidden, self._dtype)
+            self._exchange = AllReduce(
+                self._group.symmetric_buffer(layout.nbytes), layout, hidden, self._dtype
             )
         return self._exchange
 
@@ -312,7 +312,7 @@ def _make_plan(
     )  # fmt: skip
 
 
-def choose_device(config: Config, rank: int, engine: int = 0) -> torch.device:
+def select_device(config: Config, rank: int, engine: int = 0) -> torch.device:
     """Returns the device of an engine's rank.
 
     Raises `ConfigError` if it should be a GPU and there are too few.
@@ -338,7 +338,7 @@ def choose_device(config: Config, rank: int, engine: int = 0) -> torch.device:
     return torch.device("cuda", engine * size + rank)
 
 
-def choose_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
+def select_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     """Returns the dtype of weights and arithmetic, and how to call it in the start-up table.
 
     Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as

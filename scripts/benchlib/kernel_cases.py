@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from aioinfer.kernels.activation import silu_mul
@@ -195,11 +196,9 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                 plan_prefill(plan, starts, lens, 0, len(q))
                 arguments = (q, k, v, tables, starts, lens, out, plan)
                 if config is None:
-                    run: Callable[[], None] = lambda a=arguments, w=wants: launch_prefill_hopper(
-                        *a, **w
-                    )  # noqa: E731
+                    run = partial(launch_prefill_hopper, *arguments, **wants)
                 else:
-                    run = lambda a=arguments, c=config, w=wants: launch_prefill(*a, config=c, **w)  # noqa: E731
+                    run = partial(launch_prefill, *arguments, config=config, **wants)
 
                 def check(q=q, out=out, k=k, v=v, tables=tables, tokens=tokens, keys=keys) -> float:
                     return attention_check(q, out, k, v, tables, tokens, keys)

@@ -21,9 +21,9 @@ from openai import OpenAI
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.api.server import HttpServer
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
 from aioinfer.llm import Output
-from aioinfer.models.source import resolve_model
 from tests.functional.prompts import CONVERSATIONS, PROMPTS
 from tests.functional.reference import Reference
 

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
-from aioinfer.engine.detokenizer import Detokenizer
 from aioinfer.engine.frontend import Frontend
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.detokenizer import Detokenizer
 from tests.functional.conftest import SMOLLM2, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -49,7 +49,7 @@ def test_ranks_that_are_out_of_step_choose_the_same_tokens(tmp_path: Path, size:
     prompts = [
         [choice.randrange(3, VOCAB_SIZE) for _ in range(choice.randint(1, 60))] for _ in range(6)
     ]
-    wishes = [
+    sampling_flags = [
         {"temperature": 0.0},
         {
             "temperature": 0.9,
@@ -69,7 +69,7 @@ def test_ranks_that_are_out_of_step_choose_the_same_tokens(tmp_path: Path, size:
         },
     ]
     params = [
-        SamplingParams(max_tokens=16, ignore_eos=True, **wishes[i % len(wishes)])
+        SamplingParams(max_tokens=16, ignore_eos=True, **sampling_flags[i % len(sampling_flags)])
         for i in range(len(prompts))
     ]
     settings = {

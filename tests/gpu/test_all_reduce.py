@@ -59,13 +59,13 @@ def join(rank: int, size: int, folder: Path) -> ParallelGroup:
 
 
 def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
-    from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+    from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
     from aioinfer.kernels.norm import rms_norm_reference
 
     group = join(rank, size, folder)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)):
-        layout = ExchangeLayout.of(size, MAX_ROWS, HIDDEN, dtype)
-        exchange = Exchange(group.peer_buffer(layout.nbytes), layout, HIDDEN, dtype)
+        layout = AllReduceLayout.of(size, MAX_ROWS, HIDDEN, dtype)
+        exchange = AllReduce(group.symmetric_buffer(layout.nbytes), layout, HIDDEN, dtype)
         weight = torch.rand(HIDDEN, device="cuda").to(dtype)
         dist.broadcast(weight, 0)
         for number, rows in enumerate(ROWS):
@@ -100,11 +100,11 @@ def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
 def come_late(rank: int, size: int, folder: Path) -> None:
     """Rounds of both kinds after random waits on the GPU; numbers are small integers, so that sums
     are exact."""
-    from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
+    from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 
     group = join(rank, size, folder)
-    layout = ExchangeLayout.of(size, LATE_ROWS, HIDDEN, torch.bfloat16)
-    exchange = Exchange(group.peer_buffer(layout.nbytes), layout, HIDDEN, torch.bfloat16)
+    layout = AllReduceLayout.of(size, LATE_ROWS, HIDDEN, torch.bfloat16)
+    exchange = AllReduce(group.symmetric_buffer(layout.nbytes), layout, HIDDEN, torch.bfloat16)
     # the same rows everywhere, other waits
     rounds, waits = random.Random(0), random.Random(rank + 1)
     pattern = torch.arange(HIDDEN + 256 + CHECKED, device="cuda").remainder(13).to(torch.bfloat16)

@@ -23,11 +23,11 @@ from random_models import random_model
 from transformers import AutoModelForCausalLM
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
-from aioinfer.engine.generation import TokenLogprob
+from aioinfer.engine.output import TokenLogprob
 from aioinfer.errors import ConfigError
 from aioinfer.llm import Output
-from aioinfer.models.source import resolve_model
 from tests.functional.prompts import PROMPTS
 from tests.functional.reference import Reference
 
@@ -357,12 +357,14 @@ Choices = dict[str, list[Output]]
 
 def choices_of(llm: LLM, prompts: list[list[int]]) -> Choices:
     """Returns the outputs for the prompts with every wish and without, all in one batch."""
-    wishes = {"none": SHORT} | WISHES
+    sampling_flags = {"none": SHORT} | WISHES
     outputs = llm.generate(
-        prompts * len(wishes), [params for params in wishes.values() for _ in prompts]
+        prompts * len(sampling_flags),
+        [params for params in sampling_flags.values() for _ in prompts],
     )
     return {
-        name: outputs[i * len(prompts) : (i + 1) * len(prompts)] for i, name in enumerate(wishes)
+        name: outputs[i * len(prompts) : (i + 1) * len(prompts)]
+        for i, name in enumerate(sampling_flags)
     }
 
 

@@ -425,15 +425,15 @@ def test_penalties() -> None:
         penalties.count_occurrences(
             torch.tensor(ids, dtype=torch.int32, device=DEVICE), len(ids) // 2, occurrences[row]
         )
-    wishes = [1.3, 0.8, 1.0], [0.5, -0.5, 0.0], [0.25, 1.0, -2.0]
+    sampling_flags = [1.3, 0.8, 1.0], [0.5, -0.5, 0.0], [0.25, 1.0, -2.0]
     logits, rows = (
         torch.randn(3, 1000, device=DEVICE),
         torch.arange(3, dtype=torch.int32, device=DEVICE),
     )
     expected = penalties.penalties_reference(
-        logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *wishes
+        logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *sampling_flags
     )
     penalties.apply_penalties(
-        logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in wishes)
+        logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in sampling_flags)
     )
     torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)

@@ -18,7 +18,7 @@ from random_models import FIRST_CHARACTER, random_model
 from aioinfer import SamplingParams
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.generation import Generation
+from aioinfer.engine.output import Generation
 from aioinfer.executor.inline import InlineExecutor
 
 REQUESTS = 10_000
@@ -90,26 +90,26 @@ def random_params(rng: random.Random) -> SamplingParams:
 def random_wishes(count: int, rng: random.Random) -> list[Wish]:
     """Returns requests of which some begin alike, every fiftieth the canary."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(20)]
-    wishes = []
+    sampling_flags = []
     for index in range(count):
         length = rng.randint(1, 200)
         stem = rng.choice(stems) if rng.random() < 0.3 else []
         prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
-        wishes.append(
+        sampling_flags.append(
             Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
         )
-    return wishes
+    return sampling_flags
 
 
 async def run_clients(
-    frontend: Frontend, wishes: list[Wish], rng: random.Random
+    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
 ) -> list[Generation]:
-    """Serves the wishes to `CLIENTS` clients and returns the generations, all ended.
+    """Serves the sampling_flags to `CLIENTS` clients and returns the generations, all ended.
 
     With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the
     middle of its prompt, between two tokens, or after a preemption.
     """
-    queue = iter(wishes)
+    queue = iter(sampling_flags)
     generations: list[Generation] = []
     doomed: list[Generation] = []
 
@@ -162,7 +162,7 @@ def check_ends(generations: list[Generation]) -> Counter[str]:
 
 
 async def measure_round(
-    frontend: Frontend, wishes: list[Wish], rng: random.Random
+    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
 ) -> tuple[Counter[str], set[tuple[int, ...]], int]:
     """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU
     memory in use when it is over, apart from `bytes_by_demand`.
@@ -170,7 +170,7 @@ async def measure_round(
     The canary goes last and alone, so that what the worker keeps of its last step is the same after
     every round.
     """
-    generations = await run_clients(frontend, wishes, rng)
+    generations = await run_clients(frontend, sampling_flags, rng)
     await come_to_rest(frontend)
     generations += await run_clients(frontend, [CANARY], rng)
     await come_to_rest(frontend)
@@ -211,7 +211,7 @@ async def serve_load(
         "scheduler.max_num_batched_tokens": 512,
     }
     rng = random.Random(dtype)
-    wishes = random_wishes(requests, rng)
+    sampling_flags = random_wishes(requests, rng)
     frontend = await Frontend.launch(load_config(None, settings))
     try:
         reasons: Counter[str] = Counter()
@@ -219,7 +219,7 @@ async def serve_load(
         memory: list[int] = []
         for first in range(0, requests, requests // ROUNDS):
             counted, seen, used = await measure_round(
-                frontend, wishes[first : first + requests // ROUNDS], rng
+                frontend, sampling_flags[first : first + requests // ROUNDS], rng
             )
             reasons += counted
             texts |= seen

@@ -12,11 +12,11 @@ import torch
 from random_models import random_model
 
 from aioinfer.config import load_config
+from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import Admission, StepPlan
+from aioinfer.worker.cuda_graphs import CudaGraphs
 from aioinfer.worker.gpu_runner import GpuModelRunner
-from aioinfer.worker.graphs import GraphLadder
 from aioinfer.worker.worker import Worker
 
 VOCAB_SIZE = 1024
@@ -96,7 +96,7 @@ def test_graphs_compute_what_launches_do(
 ) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=head_dim, num_hidden_layers=3)
     worker, runner = start(tmp_path, dtype)
-    graphs, none = runner._mixed_graphs, GraphLadder()
+    graphs, none = runner._mixed_graphs, CudaGraphs()
     choice = random.Random(0)
     admit(worker, choice)
     computed, sizes = [0] * SLOTS, set()

@@ -124,8 +124,8 @@ def attention(case: AttentionCase) -> Pair:
 
 
 def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[Pair]:
-    """Runs decodes that norm, rotate and cache by themselves: the output, and the caches, beside
-    one step after the other."""
+    """Runs decodes that norm, apply_rope and cache by themselves: the output, and the caches,
+    beside one step after the other."""
     device, dtype, heads = case.device, case.dtype, case.q_heads + 2 * case.kv_heads
     lens = torch.tensor([keys for _, keys in case.rows], dtype=torch.int32, device=device)
     width = max(1, -(-int(lens.max()) // case.block_size))

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from aioinfer.kernels.mailbox import PeerBuffer
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from torch import multiprocessing
 
 
@@ -40,5 +40,6 @@ def _run(
     torch.set_num_threads(1)
     addresses = torch.tensor([part.data_ptr() for part in parts])
     torch.save(
-        work(PeerBuffer(parts[rank], addresses, rank, len(parts)), *arguments), folder / str(rank)
+        work(SymmetricBuffer(parts[rank], addresses, rank, len(parts)), *arguments),
+        folder / str(rank),
     )

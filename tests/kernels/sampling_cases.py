@@ -15,11 +15,11 @@ from aioinfer.worker.sampler import filter_tokens, gumbel_keys, gumbel_noise, un
 
 
 def make_state(slots: int, device: str) -> SamplingState:
-    """Returns wishes of every kind, for `slots` slots."""
+    """Returns sampling_flags of every kind, for `slots` slots."""
     rng = np.random.default_rng()
     choose = lambda *values: torch.from_numpy(rng.choice(np.array(values, np.float32), slots)).to(
         device
-    )  # noqa: E731
+    )
     return SamplingState(
         seeds=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, slots, np.int64)).to(device),
         temperature=choose(0.0, 0.6, 1.0, 1.4),
@@ -47,11 +47,11 @@ def allowed_tokens(
         return {int(scaled.argmax())}, int(scaled.argmax())
     keys = gumbel_keys(state.seeds[slot : slot + 1].cpu().numpy(), np.array([position], np.int32))
     scores = scaled + gumbel_noise(keys[0], keys[1], np.arange(len(scaled), dtype=np.uint32))
-    wishes = int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot])
+    sampling_flags = int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot])
     allowed = set()
     for loosened in (0.0, slack, -slack):
-        top_p = wishes[1] if wishes[1] == 1 else wishes[1] + loosened * 0.1
-        kept = filter_tokens(scaled, largest, wishes[0], top_p, wishes[2])
+        top_p = sampling_flags[1] if sampling_flags[1] == 1 else sampling_flags[1] + loosened * 0.1
+        kept = filter_tokens(scaled, largest, sampling_flags[0], top_p, sampling_flags[2])
         best = scores[kept].max()
         allowed |= set(kept[scores[kept] >= best - slack].tolist())
         if loosened == 0.0:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout, exchange_reference
-from aioinfer.kernels.mailbox import PeerBuffer
+from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout, all_reduce_reference
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
 from tests.kernels.peer_processes import run_ranks
 
@@ -32,14 +32,14 @@ def inputs(
 
 
 def exchange_all(
-    peers: PeerBuffer,
-    layout: ExchangeLayout,
+    peers: SymmetricBuffer,
+    layout: AllReduceLayout,
     calls: list[tuple[int, bool, bool]],
     dtype: torch.dtype,
 ) -> list[Any]:
     """Does the calls (rows, is_first, normed) one after the other, at random moments; returns
     (residual, normed) of each."""
-    exchange = Exchange(peers, layout, HIDDEN, dtype)
+    exchange = AllReduce(peers, layout, HIDDEN, dtype)
     choice, results = random.Random(peers.rank), []
     for number, (rows, is_first, normed) in enumerate(calls):
         partials, residual, weight = inputs(number, rows, peers.size, dtype)
@@ -59,7 +59,7 @@ def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, pro
     choice = random.Random(size)
     lengths = [1, 2, 1, PUSHED_ROWS + 1, 3, MAX_ROWS, PUSHED_ROWS + 6, 0, 4, 1]
     calls = [(rows, choice.random() < 0.3, choice.random() < 0.7) for rows in lengths]
-    layout = ExchangeLayout.of(
+    layout = AllReduceLayout.of(
         size, MAX_ROWS, HIDDEN, dtype, pushed_rows=PUSHED_ROWS, programs=programs
     )
     ranks = run_ranks(size, layout.nbytes, exchange_all, layout, calls, dtype)
@@ -69,7 +69,7 @@ def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, pro
         partials, residual, weight = (
             t if isinstance(t, list) else t.double() for t in inputs(number, rows, size, dtype)
         )
-        total, norm = exchange_reference(
+        total, norm = all_reduce_reference(
             [p.double() for p in partials], residual * (not is_first), weight, EPS
         )
         got_total, got_norm = ranks[0][number]
@@ -90,10 +90,10 @@ def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, pro
 
 
 def test_products_that_lie_elsewhere_are_refused() -> None:
-    layout = ExchangeLayout.of(2, 4, HIDDEN, torch.float32)
+    layout = AllReduceLayout.of(2, 4, HIDDEN, torch.float32)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    exchange = Exchange(
-        PeerBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2),
+    exchange = AllReduce(
+        SymmetricBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2),
         layout,
         HIDDEN,
         torch.float32,

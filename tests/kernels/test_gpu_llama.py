@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.all_reduce import Exchange, ExchangeLayout
-from aioinfer.kernels.mailbox import PeerBuffer
+from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 from aioinfer.kernels.prepare import StepInputs
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
 from aioinfer.layers.attention import AttentionMetadata, KVCache
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama_gpu import ChosenRows, GpuLlama, GpuStep, Residual
+from aioinfer.models.llama_gpu import GpuLlama, GpuStep, Residual, SampledRows
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from tests.kernels.peer_processes import run_ranks
@@ -118,7 +118,7 @@ def test_the_last_layer_for_chosen_rows(family: str, rows: list[int], tmp_path: 
             starts, lengths, torch.randint(0, 100, (sum(lengths),), dtype=torch.int32)
         )
         last = (metadata.query_starts[1:] - 1)[rows].int()
-        chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
+        chosen = SampledRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
         expected = whole.forward(whole.plan(inputs, metadata.num_decodes))[last]
         torch.testing.assert_close(
             gpu.forward(gpu.plan(inputs, num_decodes, chosen)), expected, rtol=1e-4, atol=1e-4
@@ -153,7 +153,7 @@ def test_what_graphs_hold(tmp_path: Path) -> None:
         step = gpu.plan(
             inputs,
             num_decodes,
-            ChosenRows.of(inputs, torch.arange(3, dtype=torch.int32), last),
+            SampledRows.of(inputs, torch.arange(3, dtype=torch.int32), last),
             prefill,
         )
         stream = torch.full((len(padded.input_ids), 128), torch.nan)
@@ -168,7 +168,7 @@ def test_what_graphs_hold(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def rank_states(peers: PeerBuffer, folder: Path, pushed_rows: int) -> list[torch.Tensor]:
+def rank_states(peers: SymmetricBuffer, folder: Path, pushed_rows: int) -> list[torch.Tensor]:
     """Returns the hidden states of a prefill and two mixed steps on this rank."""
     arch = Architecture.load(folder)
     model = build_model(arch, ParallelGroup(peers.rank, peers.size), torch.float32, CPU)
@@ -176,7 +176,9 @@ def rank_states(peers: PeerBuffer, folder: Path, pushed_rows: int) -> list[torch
     kv = torch.zeros(2, arch.num_layers, 6, BLOCK_SIZE, model.num_kv_heads, 64)
     exchange = None
     if peers.size > 1:
-        exchange = Exchange(peers, exchange_layout(peers.size, pushed_rows), HIDDEN, torch.float32)
+        exchange = AllReduce(
+            peers, all_reduce_layout(peers.size, pushed_rows), HIDDEN, torch.float32
+        )
     gpu = GpuLlama(model, kv, dependent_launch=False, exchange=exchange, programs=3)
     states = []
     for starts, lengths in (
@@ -194,13 +196,13 @@ def rank_states(peers: PeerBuffer, folder: Path, pushed_rows: int) -> list[torch
         metadata, inputs = step_inputs(starts, lengths, ids)
         rows = [0, 1, 2] if metadata.num_decodes else [2, 1]
         last = (metadata.query_starts[1:] - 1)[rows].int()
-        chosen = ChosenRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
+        chosen = SampledRows.of(inputs, torch.tensor(rows, dtype=torch.int32), last)
         states.append(gpu.forward(gpu.plan(inputs, metadata.num_decodes, chosen)))
     return states
 
 
-def exchange_layout(size: int, pushed_rows: int) -> ExchangeLayout:
-    return ExchangeLayout.of(size, 32, HIDDEN, torch.float32, pushed_rows=pushed_rows)
+def all_reduce_layout(size: int, pushed_rows: int) -> AllReduceLayout:
+    return AllReduceLayout.of(size, 32, HIDDEN, torch.float32, pushed_rows=pushed_rows)
 
 
 @pytest.mark.parametrize(("family", "kv_heads", "pushed_rows"), [("qwen3", 2, 4), ("llama", 1, 64)])
@@ -213,9 +215,11 @@ def test_two_ranks_over_peer_memory(
     tiny_model(family, tmp_path, vocab_size=101, hidden_size=HIDDEN, **heads, **extra)
     memory = torch.zeros(0, dtype=torch.uint8)
     expected = rank_states(
-        PeerBuffer(memory, torch.zeros(1, dtype=torch.int64), 0, 1), tmp_path, pushed_rows
+        SymmetricBuffer(memory, torch.zeros(1, dtype=torch.int64), 0, 1), tmp_path, pushed_rows
     )
-    ranks = run_ranks(2, exchange_layout(2, pushed_rows).nbytes, rank_states, tmp_path, pushed_rows)
+    ranks = run_ranks(
+        2, all_reduce_layout(2, pushed_rows).nbytes, rank_states, tmp_path, pushed_rows
+    )
     for states in ranks:
         for state, of_first, of_one in zip(states, ranks[0], expected, strict=True):
             torch.testing.assert_close(state, of_one, rtol=1e-4, atol=1e-4)

@@ -1,6 +1,6 @@
 """Writes the tokenizer that a GGUF file describes as a folder in Hugging Face's layout.
 
-`aioinfer.models.gguf` calls it when it converts a GGUF file; afterwards the folder is like any
+`aioinfer.checkpoint.gguf` calls it when it converts a GGUF file; afterwards the folder is like any
 other. A GGUF file holds the vocabulary, the merges and a name for the pre-tokenizer; what the name
 means is llama.cpp's knowledge (`llama-vocab.cpp`), of which `_PRE_TOKENIZERS` holds the part for
 the supported model families.
@@ -17,9 +17,9 @@ from typing import Any
 import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from aioinfer.engine.sentencepiece_bpe import Pieces, add_bos_eos, add_special_pieces
-from aioinfer.engine.sentencepiece_bpe import build as build_sentencepiece
 from aioinfer.errors import ConfigError
+from aioinfer.text.sentencepiece_bpe import Pieces, add_bos_eos, add_special_pieces
+from aioinfer.text.sentencepiece_bpe import build as build_sentencepiece
 
 
 @dataclass(frozen=True, slots=True)

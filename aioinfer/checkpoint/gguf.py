@@ -58,7 +58,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     Raises:
         ConfigError: the file is not a GGUF file, or holds a model that is not supported.
     """
-    from aioinfer.engine.gguf_tokenizer import write_tokenizer
+    from aioinfer.text.gguf_tokenizer import write_tokenizer
 
     try:
         reader = gguf.GGUFReader(file)

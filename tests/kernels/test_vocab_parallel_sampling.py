@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from aioinfer.kernels import logprobs, penalties, sampling
-from aioinfer.kernels.mailbox import Mailboxes, PeerBuffer
-from aioinfer.kernels.sampling import SamplingState, Share, sample_tokens
+from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
+from aioinfer.kernels.symmetric_memory import LLBuffers, SymmetricBuffer
 from sampling_cases import allowed_tokens, make_state
 
 from aioinfer.layers.embedding import Vocabulary
@@ -21,7 +21,7 @@ from aioinfer.models.architecture import Architecture
 from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
-from aioinfer.worker.shares import merge_logprobs
+from aioinfer.worker.vocab_parallel import merge_logprobs
 from tests.kernels.peer_processes import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -55,13 +55,13 @@ class GatheringGroup(ParallelGroup):
 
 
 def sample_all(
-    peers: PeerBuffer, calls: list[Call], state: SamplingState, epoch: int = 0
+    peers: SymmetricBuffer, calls: list[Call], state: SamplingState, epoch: int = 0
 ) -> list[list[int]]:
     """Chooses from a rank's columns of the logits of each call, at random moments; begins after
     `epoch` exchanges of each row."""
     sampling.CHUNK = CHUNK
-    mailboxes, choice = Mailboxes(peers), random.Random(peers.rank)
-    mailboxes.epochs.fill_(epoch)
+    ll_buffers, choice = LLBuffers(peers), random.Random(peers.rank)
+    ll_buffers.epochs.fill_(epoch)
     results = []
     for logits, slots, positions in calls:
         vocab_size = logits.shape[1]
@@ -75,7 +75,7 @@ def sample_all(
         time.sleep(choice.choice([0, 0, 0.05]))
         results.append(
             sample_tokens(
-                mine, slots, positions, state, share=Share(first, vocab_size, mailboxes)
+                mine, slots, positions, state, share=VocabShard(first, vocab_size, ll_buffers)
             ).tolist()
         )
     return results
@@ -85,7 +85,7 @@ def sample_together(
     size: int, calls: list[Call], state: SamplingState, epoch: int = 0
 ) -> list[list[int]]:
     """Returns what `size` ranks agree on."""
-    ranks = run_ranks(size, Mailboxes.nbytes(ROWS, size), sample_all, calls, state, epoch)
+    ranks = run_ranks(size, LLBuffers.nbytes(ROWS, size), sample_all, calls, state, epoch)
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]
 
@@ -164,9 +164,11 @@ def test_many_rounds_through_the_same_mailboxes() -> None:
 
 
 def test_more_rows_than_mailboxes_are_refused() -> None:
-    memory = torch.zeros(Mailboxes.nbytes(2, 2), dtype=torch.uint8)
-    share = Share(0, 20, Mailboxes(PeerBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2)))
-    with pytest.raises(ValueError, match="3 rows of logits, and mailboxes for 2"):
+    memory = torch.zeros(LLBuffers.nbytes(2, 2), dtype=torch.uint8)
+    share = VocabShard(
+        0, 20, LLBuffers(SymmetricBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2))
+    )
+    with pytest.raises(ValueError, match="3 rows of logits, and ll_buffers for 2"):
         sample_tokens(*make_call(10, 4, rows=3), make_state(4, "cpu"), share=share)
 
 
@@ -180,7 +182,7 @@ def test_log_probabilities_of_shares_make_those_of_the_whole() -> None:
     whole = logprobs.token_logprobs(logits, chosen, wanted, 20)
     group = GatheringGroup(2)
     for rank, first in enumerate((0, 51)):
-        group.found[rank] = logprobs.share_logprobs(
+        group.found[rank] = logprobs.shard_logprobs(
             logits[:, first : first + 51], chosen, wanted, 20, first
         )
     merged = merge_logprobs(Vocabulary(101, group), group.found[0], 20)
@@ -210,7 +212,7 @@ def test_each_rank_scores_its_own_tokens(rows: int, tmp_path: Path) -> None:
         model = build_model(arch, ParallelGroup(rank, size), torch.float32, torch.device("cpu"))
         load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
         kv = torch.zeros(2, arch.num_layers, 1, 16, model.num_kv_heads, 64)
-        out = torch.full((rows, model.vocabulary.share), math.nan)
+        out = torch.full((rows, model.vocabulary.shard_size), math.nan)
         logits = GpuLlama(model, kv, dependent_launch=False, programs=1).logits(hidden, out)
         assert torch.equal(logits, out[:, : logits.shape[1]])
         parts.append(logits)

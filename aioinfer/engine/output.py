@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from aioinfer.engine.detokenizer import Detokenizer
-from aioinfer.engine.stops import StopStrings
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request, Status
+from aioinfer.text.detokenizer import Detokenizer
+from aioinfer.text.stops import StopStrings
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.plan import Admission, StepPlan
 from aioinfer.worker.sampler import filter_tokens, sample
-from aioinfer.worker.shares import Candidates, keep_candidates
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.vocab_parallel import Candidates, keep_candidates
 from tests.rank_processes import run_ranks
 
 NONE = np.empty(0, np.int32)
@@ -105,7 +105,7 @@ def choose(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]:
     logits = (
         case.logits
         if vocabulary is None
-        else case.logits[:, vocabulary.start : vocabulary.start + vocabulary.held]
+        else case.logits[:, vocabulary.start : vocabulary.start + vocabulary.local_size]
     )
     positions = np.full(rows, len(PROMPT) if vocab_size == VOCAB else 1, np.int32)
     sampled = sample(logits.clone(), slots, np.arange(rows, dtype=np.int32), positions, vocabulary)

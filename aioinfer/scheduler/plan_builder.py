@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aioinfer.scheduler.plan import I32, Admission, StepPlan
+from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.scheduler.request import Request
 
 
-class PlanDraft:
+class PlanBuilder:
     """Collects the rows of one step for the scheduler.
 
     Decode rows and longer ones are kept apart, as the plan wants them.

@@ -21,7 +21,7 @@ import tokenizers
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aioinfer.engine.tokenizer import Tokenizer
+    from aioinfer.text.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: A character's tail that a later token could complete is at most three bytes, hence within so many

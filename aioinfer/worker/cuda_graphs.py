@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class GraphLadder:
+class CudaGraphs:
     """Graphs by size. Empty, it fits nothing.
 
     Attributes:

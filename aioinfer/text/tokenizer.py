@@ -14,11 +14,11 @@ from typing import Any
 
 import tokenizers
 
-from aioinfer.engine import sentencepiece_bpe
-from aioinfer.engine.chat_template import ChatTemplate
-from aioinfer.engine.detokenizer import DecodeRules, Detokenizer, TokenBytes
-from aioinfer.engine.json_file import read_json
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.text import sentencepiece_bpe
+from aioinfer.text.chat_template import ChatTemplate
+from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
+from aioinfer.text.json_file import read_json
 
 
 class Tokenizer:

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.ipc.plan import F32, I32
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.scheduler.plan import F32, I32
 
 F64 = npt.NDArray[np.float64]
 
@@ -176,7 +176,7 @@ def merge_logprobs(
     columns = [
         rank * top + i
         for rank in range(group.size)
-        for i in range(min(top, vocabulary.held_by(rank)))
+        for i in range(min(top, vocabulary.local_size_of(rank)))
     ]
     if len(columns) < candidates.shape[1]:
         candidates, ids = candidates[:, columns], ids[:, columns]

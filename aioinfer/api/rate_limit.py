@@ -17,7 +17,7 @@ from aiohttp import web
 REQUESTS_A_TURN = 8
 
 
-class Turnstile:
+class RateLimiter:
     """Handlers `enter` before they begin to work; those beyond `REQUESTS_A_TURN` do so in later
     turns of the loop, in order."""
 
@@ -48,4 +48,4 @@ class Turnstile:
                 turn.set_result(None)
 
 
-TURNSTILE = web.AppKey("turnstile", Turnstile)
+TURNSTILE = web.AppKey("rate_limiter", RateLimiter)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.engine.json_file import read_json
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.json_file import read_json
 
 if TYPE_CHECKING:
-    from aioinfer.engine.tokenizer import Tokenizer
+    from aioinfer.text.tokenizer import Tokenizer
 
 #: The keys of `generation_config.json` that are sampling parameters, and what these are called
 #: here.

@@ -21,16 +21,18 @@ VOCAB_SIZE = 50_021  # no number of ranks divides it
 
 
 def choose_together(rank: int, size: int, folder: Path) -> None:
-    from aioinfer.kernels.mailbox import Mailboxes
-    from aioinfer.kernels.sampling import SamplingState, Share, sample_tokens
+    from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
+    from aioinfer.kernels.symmetric_memory import LLBuffers
     from sampling_cases import make_state
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     group = ParallelGroup.connect(rank, size, dist.FileStore(str(folder / "store"), size), device)
     vocabulary = Vocabulary(VOCAB_SIZE, group)
-    share = Share(
-        vocabulary.start, VOCAB_SIZE, Mailboxes(group.peer_buffer(Mailboxes.nbytes(ROWS, size)))
+    share = VocabShard(
+        vocabulary.start,
+        VOCAB_SIZE,
+        LLBuffers(group.symmetric_buffer(LLBuffers.nbytes(ROWS, size))),
     )
     state = make_state(SLOTS, "cuda")
     logits = torch.randn(ROWS, VOCAB_SIZE, device="cuda") * 3
@@ -46,7 +48,7 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
         dist.broadcast(tensor, 0)
     logits[::3] = logits[::3].round()  # equals
     logits[5, VOCAB_SIZE - 1] = logits[7, 0] = float("nan")
-    mine = logits[:, vocabulary.start : vocabulary.start + vocabulary.held]
+    mine = logits[:, vocabulary.start : vocabulary.start + vocabulary.local_size]
     together, alone = (torch.zeros(ROWS, dtype=torch.int32, device="cuda") for _ in range(2))
     sample_tokens(mine, slots, positions, state, share=share, out=together)
     sample_tokens(logits, slots, positions, state, out=alone)
@@ -62,7 +64,7 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
             torch.cuda._sleep(waits.randrange(200_000))  # cycles: up to 100 microseconds
         if number % 4:
             graph.replay()
-        else:  # few rows, one after the other: the same mailboxes
+        else:  # few rows, one after the other: the same ll_buffers
             for begin in range(0, ROWS, 75):
                 rows = slice(begin, begin + 75)
                 sample_tokens(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.engine.generation import Choice, Delta, Generation
-from aioinfer.engine.tokenizer import Tokenizer
+from aioinfer.engine.output import Choice, Delta, Generation
 from aioinfer.errors import GenerationError
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request, Status
+from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import qwen_folder
 
 

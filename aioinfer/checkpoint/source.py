@@ -76,7 +76,7 @@ def _converted(file: Path) -> Path:
     folder = root / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
-    from aioinfer.models.gguf import convert_gguf
+    from aioinfer.checkpoint.gguf import convert_gguf
 
     try:
         root.mkdir(parents=True, exist_ok=True)

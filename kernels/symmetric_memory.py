@@ -1,9 +1,9 @@
-"""Peer memory, what every rank of a host can read and write in every other's; and mailboxes in it,
+"""Peer memory, what every rank of a host can read and write in every other's; and ll_buffers in it,
 for programs that talk.
 
-Through a mailbox the programs of one row, one on each rank, tell each other a few numbers in the
-midst of a kernel: see `exchange`. `sampling` calls it; `all_reduce` has exchanges of its own, for
-whole rows. A number travels as one 8-byte word with the number of its exchange, the epoch, in the
+Through a ll_buffer the programs of one row, one on each rank, tell each other a few numbers in the
+midst of a kernel: see `all_gather`. `sampling` calls it; `all_reduce` has exchanges of its own, for
+whole rows. A number travels as one 8-byte word with the number of its all_gather, the epoch, in the
 upper half (the "LL" protocol of NCCL): a reader polls until it finds the epoch, so a word needs no
 flag and no fence.
 """
@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-#: Numbers of 32 bits that an exchange carries from each rank.
+#: Numbers of 32 bits that an all_gather carries from each rank.
 NUMBERS = 4
 _NUMBERS = tl.constexpr(NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
-class PeerBuffer:
+class SymmetricBuffer:
     """Memory of the same size on every rank, open to all of them.
 
     Attributes:
@@ -39,19 +39,19 @@ class PeerBuffer:
     size: int
 
 
-class Mailboxes:
-    """A mailbox for each row, on every rank. Used by one stream at a time, in the same order on
+class LLBuffers:
+    """A ll_buffer for each row, on every rank. Used by one stream at a time, in the same order on
     every rank.
 
     Attributes:
-        addresses: int64 [size], as in `PeerBuffer`; there lie int64 words [rows, 2, size, NUMBERS],
-            by sender.
+        addresses: int64 [size], as in `SymmetricBuffer`; there lie int64 words [rows, 2, size,
+            NUMBERS], by sender.
         epochs: int32 [rows], how many exchanges each row has had. They wrap around harmlessly: no
             word is older than two exchanges.
         rank, size: this rank, and how many there are.
     """
 
-    def __init__(self, peers: PeerBuffer):
+    def __init__(self, peers: SymmetricBuffer):
         """Takes peer memory of `nbytes(rows, size)`, zeroed on every rank."""
         self._peers = peers  # keeps the memory
         self.addresses = peers.addresses
@@ -62,7 +62,7 @@ class Mailboxes:
 
     @staticmethod
     def nbytes(rows: int, size: int) -> int:
-        """Returns how much peer memory the mailboxes of `rows` rows take on each of `size`
+        """Returns how much peer memory the ll_buffers of `rows` rows take on each of `size`
         ranks."""
         return rows * 2 * size * NUMBERS * 8
 
@@ -74,8 +74,8 @@ def is_rank(SIZE: tl.constexpr):
 
 
 @triton.jit
-def open_mailbox(addresses, epochs, row, rank, SIZE: tl.constexpr):
-    """Returns what `exchange` needs: pointers to where this rank's words go and to where the
+def open_ll_buffer(addresses, epochs, row, rank, SIZE: tl.constexpr):
+    """Returns what `all_gather` needs: pointers to where this rank's words go and to where the
     others' arrive, and the row's epoch.
 
     Both are [P, NUMBERS], of the ranks in order; P is the next power of two, and what is beyond the
@@ -94,17 +94,17 @@ def open_mailbox(addresses, epochs, row, rank, SIZE: tl.constexpr):
 
 
 @triton.jit
-def exchange(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr):
+def all_gather(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr):
     """Tells all ranks four numbers of this one, and returns theirs: int32 [P] four times, and the
     new epoch.
 
     Args:
-        to, here, epoch: of `open_mailbox`, or the epoch that the exchange before returned.
+        to, here, epoch: of `open_ll_buffer`, or the epoch that the all_gather before returned.
         first, second, third, fourth: int32 scalars.
 
-    A mailbox has two places for each word, used in turn. They suffice: exchange e + 2 overwrites
-    the words of e, and a rank begins it only when it has every rank's words of e + 1, each of which
-    was sent after that rank's program had read all of e.
+    A ll_buffer has two places for each word, used in turn. They suffice: all_gather e + 2
+    overwrites the words of e, and a rank begins it only when it has every rank's words of e + 1,
+    each of which was sent after that rank's program had read all of e.
 
     All programs of a row have to run at the same time. They do: a GPU starts the programs of a
     launch in order, so the first unfinished row runs on every rank.
@@ -116,8 +116,8 @@ def exchange(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr):
     )
     words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
     turn = (epoch & 1) * (SIZE * _NUMBERS)
-    # A warp may be behind, and still read what the exchange before has brought; the others wait for
-    # it here.
+    # A warp may be behind, and still read what the all_gather before has brought; the others wait
+    # for it here.
     tl.debug_barrier()
     once = is_rank(SIZE)[:, None] & (number >= 0)
     tl.atomic_xchg(to + turn, tl.broadcast_to(words, once.shape), once, sem="relaxed", scope="sys")
@@ -152,12 +152,12 @@ def as_floats(bits):
 def sum_of_ranks(to, here, epoch, x, SIZE: tl.constexpr):
     """Returns the sum of all ranks' x (a float32 scalar), the same bits on every rank, and the new
     epoch."""
-    bits, _, _, _, epoch = exchange(to, here, epoch, as_bits(x), 0, 0, 0, SIZE)
+    bits, _, _, _, epoch = all_gather(to, here, epoch, as_bits(x), 0, 0, 0, SIZE)
     return tl.sum(tl.where(is_rank(SIZE), as_floats(bits), 0.0)), epoch
 
 
 @triton.jit
 def max_of_ranks(to, here, epoch, x, SIZE: tl.constexpr):
     """Returns the largest of all ranks' x (a float32 scalar), and the new epoch."""
-    bits, _, _, _, epoch = exchange(to, here, epoch, as_bits(x), 0, 0, 0, SIZE)
+    bits, _, _, _, epoch = all_gather(to, here, epoch, as_bits(x), 0, 0, 0, SIZE)
     return tl.max(as_floats(bits)), epoch
