@@ -17,9 +17,10 @@ from aioinfer.worker.sampler import filter_tokens, gumbel_keys, gumbel_noise, un
 def make_state(slots: int, device: str) -> SamplingState:
     """Returns sampling_flags of every kind, for `slots` slots."""
     rng = np.random.default_rng()
-    choose = lambda *values: torch.from_numpy(rng.choice(np.array(values, np.float32), slots)).to(
-        device
-    )
+
+    def choose(*values: float) -> torch.Tensor:
+        return torch.from_numpy(rng.choice(np.array(values, np.float32), slots)).to(device)
+
     return SamplingState(
         seeds=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, slots, np.int64)).to(device),
         temperature=choose(0.0, 0.6, 1.0, 1.4),
