@@ -1,9 +1,9 @@
-"""What the layers of a model keep in the KV cache, and the groups of layers that share block tables.
+"""What the layers of a model keep in the KV cache, and which of them share block tables.
 
-A layer states its `KVSpec`. Layers with equal specifications form a group: the blocks of a group are
-numbered together, and a request has one block table a group (the scheme of vLLM's hybrid KV cache
-manager). The model makes the specifications, the worker allocates by them, and the scheduler plans
-with them; so they are plain data that crosses processes.
+A layer states its `KVSpec`. Layers with equal specifications form a group: the blocks of a group
+are numbered together, and a request has one block table a group (the scheme of vLLM's hybrid KV
+cache manager). The model makes the specifications, the worker allocates by them, and the scheduler
+plans with them; so they are plain data that crosses processes.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class KVGroup:
         return None if isinstance(self.spec, StateSpec) else self.spec.window
 
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Returns the bytes of a block of all layers together; of a state, of one request's states."""
+        """Returns the bytes of a block of all layers; of a state, of the states of one request."""
         if isinstance(self.spec, StateSpec):
             return len(self.layers) * self.spec.nbytes
         return len(self.layers) * block_size * self.spec.bytes_per_token(itemsize)
 
 
 def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
-    """Returns the groups of a model whose layer i keeps `specs[i]`, in the order of first layers."""
+    """Returns the groups of a model whose layer i keeps `specs[i]`, by their first layers."""
     layers: dict[KVSpec, list[int]] = {}
     for number, spec in enumerate(specs):
         layers.setdefault(spec, []).append(number)
