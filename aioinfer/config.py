@@ -141,6 +141,12 @@ class ParallelConfig:
         "shared out among all workers.",
         None,
     )
+    cuda_graphs: bool = key(
+        "Replay CUDA graphs of whole decode steps and of the layers of other steps. `false` "
+        "launches "
+        "every step kernel by kernel: for finding faults.",
+        True,
+    )
     step_timeout_s: float = key(
         "Seconds that a step may take before its workers count as hung.", 300.0
     )

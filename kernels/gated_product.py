@@ -1,7 +1,7 @@
 """The gated product of Llama's and Qwen's MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on
 Hopper GPUs, in Triton's Gluon dialect.
 
-Called by the MLP of the models on GPUs for the numbers of rows for which it `pays`, where
+Called by the MLP of the models on GPUs for the numbers of rows for which it `use_fused`, where
 `supports` says so; others take `skinny_linear` or cuBLAS and `silu_mul`. All of them read the
 weight in the order that `interleave` makes, which is the only one: eight rows of the gate, then the
 eight rows of the other projection that they meet, and so on. wgmma gives rows r and r + 8 of
@@ -68,7 +68,7 @@ class GatedConfig:
 #: and more of Qwen3-8B's weight, where the operations decide (with fewer the bytes of the weight
 #: do).
 TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
-SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `pays`
+SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `use_fused`
 
 
 def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
@@ -89,7 +89,7 @@ def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
     return -(-tokens // config.tokens) * -(-2 * features // (WEIGHT_ROWS * CONSUMERS.value))
 
 
-def pays(rows: int, weight: torch.Tensor) -> bool:
+def use_fused(rows: int, weight: torch.Tensor) -> bool:
     """Whether the kernel is faster than cuBLAS's product followed by `silu_mul`.
 
     As measured on an H200 for 9 rows and more of Qwen3-0.6B's weight (12 MB), and of Qwen3-8B's on

@@ -9,47 +9,58 @@ from pathlib import Path
 
 import torch
 
-from aioinfer.layers.attention import AttentionMetadata, KVCache
+from aioinfer.ipc.kv_spec import group_layers
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
+from aioinfer.layers.step import GroupInputs, HostRows, Step, StepInputs
+from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
-from aioinfer.models.registry import CausalLM, build_model
+from aioinfer.models.registry import build_model
+from aioinfer.worker.kv_tensors import KVTensors
 
 CPU = torch.device("cpu")
 
 
 def load_model(folder: Path, group: ParallelGroup, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """Returns this rank's share of the model, ready to use."""
-    model = build_model(Architecture.load(folder), group, dtype, CPU)
+    """Returns this rank's part of the model, ready to use."""
+    model = build_model(folder, Backend(CPU, dtype, group))
     load_weights(model, folder, "auto", 0, lambda done, total: None)
     model.finalize()
     return model
 
 
-def make_metadata(
-    tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], block_size: int
-) -> AttentionMetadata:
-    """Returns the metadata of a step in which row i computes `lengths[i]` tokens from `starts[i]`;
-    tables may be ragged."""
+def make_step(
+    tables: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    block_size: int,
+    input_ids: torch.Tensor,
+    num_groups: int = 1,
+) -> Step:
+    """Returns a step in which row i computes `lengths[i]` tokens from `starts[i]`; tables may be
+    ragged, and are the same for each KV group."""
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     slots = [
         table[position // block_size] * block_size + position % block_size
         for table, start, end in zip(tables, starts, ends, strict=True)
         for position in range(start, end)
     ]
+    positions = [
+        position for start, end in zip(starts, ends, strict=True) for position in range(start, end)
+    ]
     widest = max(map(len, tables))
-    longer = [row for row, length in enumerate(lengths) if length > 1]
-    return AttentionMetadata(
-        slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor(
-            [[*table, *[0] * (widest - len(table))] for table in tables], dtype=torch.int32
-        ),
+    padded = [[*table, *[0] * (widest - len(table))] for table in tables]
+    group = GroupInputs(torch.tensor(slots), torch.tensor(padded, dtype=torch.int32))
+    inputs = StepInputs(
+        input_ids=input_ids,
+        positions=torch.tensor(positions, dtype=torch.int32),
         query_starts=torch.tensor([0, *lengths]).cumsum(0).int(),
         seq_lens=torch.tensor(ends, dtype=torch.int32),
-        num_decodes=longer[0] if longer else len(lengths),
-        query_lens_cpu=list(lengths),
-        seq_lens_cpu=ends,
+        groups=(group,) * num_groups,
     )
+    longer = [row for row, length in enumerate(lengths) if length > 1]
+    num_decodes = longer[0] if longer else len(lengths)
+    return Step(inputs, num_decodes, host=HostRows(list(lengths), ends))
 
 
 class PagedModel:
@@ -65,17 +76,13 @@ class PagedModel:
     ):
         self.model = model
         self.block_size = block_size
-        shape = (
-            2,
-            model.num_layers,
-            num_tokens // block_size,
-            block_size,
-            model.num_kv_heads,
-            model.head_size,
-        )
-        keys, values = torch.full(shape, torch.nan, dtype=dtype)
-        self.caches = [KVCache(*pair) for pair in zip(keys, values, strict=True)]
-        self.free = list(range(shape[2]))
+        groups, num_blocks = group_layers(model.kv_specs), num_tokens // block_size
+        kv = KVTensors(groups, [num_blocks] * len(groups), block_size, dtype, CPU)
+        for tensor in kv.tensors:
+            tensor.fill_(torch.nan)
+        model.bind(groups, kv.tensors, 64, num_tokens)
+        self.num_groups = len(groups)
+        self.free = list(range(num_blocks))
         random.Random(1).shuffle(self.free)
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -95,17 +102,13 @@ class PagedModel:
             while len(table) * self.block_size < self.lengths[name]:
                 table.append(self.free.pop())
         lengths = [len(chunk) for chunk in chunks.values()]
-        metadata = make_metadata(
-            [self.tables[name] for name in chunks], starts, lengths, self.block_size
+        input_ids = torch.tensor(
+            [token for chunk in chunks.values() for token in chunk], dtype=torch.int32
         )
-        input_ids = torch.tensor([token for chunk in chunks.values() for token in chunk])
-        positions = torch.cat(
-            [
-                torch.arange(start, start + length)
-                for start, length in zip(starts, lengths, strict=True)
-            ]
-        )
-        logits = self.model.logits(self.model.forward(input_ids, positions, self.caches, metadata))
+        tables = [self.tables[name] for name in chunks]
+        step = make_step(tables, starts, lengths, self.block_size, input_ids, self.num_groups)
+        self.model.plan(step)
+        logits = self.model.logits(self.model.finish(step, self.model.begin(step)))
         return dict(zip(chunks, logits.split(lengths), strict=True))
 
     def run_at_random(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.models.architecture import Architecture
 
 from aioinfer.errors import ConfigError
-from aioinfer.models.architecture import Architecture
 from tests.tiny_models import tiny_model
 
 BASE = {

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from aioinfer.models.architecture import Architecture
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -20,7 +21,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aioinfer.checkpoint.gguf import convert_gguf
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
 from tests.paged_model import PagedModel, load_model
 from tests.real_tokenizers import smollm2_gguf
 from tests.tiny_models import tiny_model

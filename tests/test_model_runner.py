@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from aioinfer.models.architecture import Architecture
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import CausalLM, build_model
 from aioinfer.sampling_params import SamplingParams

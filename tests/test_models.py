@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
-from aioinfer.models.registry import CausalLM, build_model
+from aioinfer.models.decoder import CausalLM
+from aioinfer.models.registry import build_model
 from tests.paged_model import CPU, PagedModel, load_model
 from tests.tiny_models import tiny_model
 
@@ -170,6 +171,6 @@ def test_the_texts_make_a_difference(case: Case):
 
 
 def test_ranks_that_do_not_divide_the_model(tmp_path: Path):
-    arch = Architecture.load(tiny_model("llama", tmp_path))
+    folder = tiny_model("llama", tmp_path)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size = 3 .*these do: 1, 2, 4, 8"):
-        build_model(arch, ParallelGroup(0, 3), torch.float32, CPU)
+        build_model(folder, Backend(CPU, torch.float32, ParallelGroup(0, 3)))

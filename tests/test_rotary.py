@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.models.architecture import Architecture, Rope
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.rotary import RotaryTable, apply_rope, inverse_wavelengths
-from aioinfer.models.architecture import Architecture, Rope
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -19,8 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.rotary import inverse_wavelengths
-from aioinfer.models.architecture import Rope
+from aioinfer.layers.rotary import RopeConfig, inverse_wavelengths
 
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _TENSORS = {
@@ -144,7 +143,7 @@ def _read_llama3_rope(factors: np.ndarray, theta: float, file: Path) -> dict[str
     """Returns Llama 3's `rope_parameters`, if `factors` [head_size / 2], by which wavelengths are
     stretched, are what they come to."""
     scaling = {"factor": float(factors.max()), **_LLAMA3}
-    ropes = Rope(theta), Rope(theta, "llama3", scaling)
+    ropes = RopeConfig(theta), RopeConfig(theta, "llama3", scaling)
     plain, stretched = (inverse_wavelengths(rope, 2 * len(factors))[0].numpy() for rope in ropes)
     if not np.allclose(plain / stretched, factors, rtol=1e-3):
         raise ConfigError(

@@ -30,7 +30,7 @@ from aioinfer.engine.router import Router
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
-from aioinfer.models.architecture import Architecture
+from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
 from aioinfer.scheduler.request import ForkGroup, Request
@@ -160,7 +160,7 @@ class Frontend:
         )
         self.tokenizer = Tokenizer.load(tokenizer_folder, model.chat_template)
         self.defaults = GenerationDefaults.load(folder, self.tokenizer)
-        self.vocab_size = Architecture.load(folder).vocab_size
+        self.vocab_size = load_model_config(folder).vocab_size
 
     def is_healthy(self) -> bool:
         """Whether requests can be served."""
@@ -418,5 +418,5 @@ def _find_model(config: Config) -> Path:
     """Returns the model's folder, after a check that costs nothing yet: whether the workers can
     share the model."""
     folder = resolve_model(config.model)
-    Architecture.load(folder).check_tensor_parallel(config.parallel.tensor_parallel_size)
+    load_model_config(folder).check_tensor_parallel(config.parallel.tensor_parallel_size)
     return folder

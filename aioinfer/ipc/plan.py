@@ -99,6 +99,16 @@ class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
 
     @property
+    def table_rows(self) -> I32:
+        """int32 [growth], group * max_num_seqs + slot."""
+        return self.table_slots
+
+    @property
+    def copy_groups(self) -> I32:
+        """int32 [copies], the KV group of each copied block."""
+        return np.zeros_like(self.copy_sources)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return int(self.lengths.sum())

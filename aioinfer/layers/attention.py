@@ -1,301 +1,148 @@
-"""Paged attention: what a layer needs to know of a step, and the attention layer itself.
+"""The attention layer: norm, merged projection of queries, keys and values, rotary embeddings,
+attention over the paged KV cache, output projection, sum into the residual stream.
 
-The metadata is made once a step by the worker and read by every layer. On a CPU the layer computes
-in plain torch; on a GPU the Triton kernels of `kernels/` take its place behind the same call.
+With kernels, queries and keys are normed, rotated and cached by the attention kernels themselves
+(`kernel_attention`); otherwise all of it is plain torch (`torch_attention`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
+
+from aioinfer.ipc.kv_spec import AttentionSpec
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.rotary import RotaryTable, apply_rope
+from aioinfer.layers.step import Step
+from aioinfer.layers.torch_attention import TorchAttention
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_attention import AttentionPlans, KernelAttention
 
 
-@dataclass(slots=True)
-class KVCache:
-    """The KV cache of one layer of one rank.
-
-    Attributes:
-        keys, values: [num_blocks, block_size, num_kv_heads, head_size] in the cache's dtype.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-@dataclass(slots=True)
-class AttentionMetadata:
-    """Which tokens of a step attend to which KV blocks. R rows (requests), T tokens; decodes come
-    first.
-
-    Attributes:
-        slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset.
-        block_tables: int32 [R, max_blocks], the KV blocks of each row; entries past a row's length
-            may be any block.
-        query_starts: int32 [R + 1], the first token of each row.
-        seq_lens: int32 [R], tokens of each row that are in the cache once this step's are written.
-        num_decodes: how many rows, counted from the first, have exactly one token until one has
-            more.
-        query_lens_cpu: the tokens of each row, on the host.
-        seq_lens_cpu: `seq_lens`, on the host.
-        gathers: what the torch backend has worked out for the step, by sliding window.
-    """
-
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
-    query_starts: torch.Tensor
-    seq_lens: torch.Tensor
-    num_decodes: int
-    query_lens_cpu: list[int]
-    seq_lens_cpu: list[int]
-    gathers: dict[int | None, list[Gather]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Gather:
-    """Rows of a step that the torch backend computes together; made once a step for each window,
-    used by every layer.
-
-    Attributes:
-        first, count: the rows' tokens: `count` decodes, or the tokens of one row.
-        blocks: int64 [n], the KV blocks to bring together, or None if the step itself has all keys.
-        shape: (sequences, tokens of the longest) of what is brought together; (0, tokens) for the
-            tokens of one row.
-        mask: what may be attended to, to be added to the scores, or None for all (or plainly
-            causal).
-        padding: int64 [m], the positions of what is brought together that lie past their sequence's
-            end.
-    """
-
-    first: int
-    count: int
-    blocks: torch.Tensor | None
-    shape: tuple[int, int]
-    mask: torch.Tensor | None
-    padding: torch.Tensor | None = None
-
-
-class PagedAttention:
-    """Attention of a layer over its paged KV cache: writes the step's keys and values, then
-    attends.
-
-    This is the backend in plain torch. It brings a sequence's blocks together and calls torch's own
-    attention: decodes of about equal length in one call, every other row in a call of its own.
+class Attention:
+    """Attention of one layer on one rank. Made by `LayerMaker.attention`.
 
     Args:
-        num_heads, num_kv_heads, head_size: of this rank.
-        scale: of the scores.
-        sliding_window: how many tokens a token sees, itself included, or None for all.
+        shape: of this rank.
+        qkv: the merged projection: queries' heads, then keys', then values'.
+        output: the output projection.
+        rotary: the table of angles.
+        head_norms: of queries and keys, by head, or none.
+        norm: of the residual stream before the projection, or none.
+        post_norm: of what is added to the stream, or none.
+        residual_scale: multiplied with what is added to the stream.
+        backend: of the rank.
     """
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        scale: float,
-        sliding_window: int | None = None,
+        shape: AttentionShape,
+        qkv: ColumnParallelLinear,
+        output: RowParallelLinear,
+        rotary: RotaryTable,
+        *,
+        head_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
+        backend: Backend,
     ):
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.sliding_window = sliding_window
+        self.shape = shape
+        self.qkv, self.output = qkv, output
+        self._rotary = rotary
+        self._head_norms = head_norms
+        self._norm, self._post_norm = norm, post_norm
+        self._residual_scale = residual_scale
+        self._backend = backend
+        self._cache: KVCache | None = None
+        self._torch: TorchAttention | None = None
+        self._kernel: KernelAttention | None = None
 
-    def __call__(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Returns [T, num_heads, head_size].
+    @property
+    def kv_spec(self) -> AttentionSpec:
+        """What the layer keeps in the KV cache."""
+        return self.shape.kv_spec
+
+    def bind(self, cache: KVCache, group: int, plans: AttentionPlans | None) -> None:
+        """Gives the layer its KV cache, of the KV group `group`; with plans, for the kernels."""
+        self._cache = cache
+        if plans is None:
+            self._torch, self._kernel = TorchAttention(self.shape, group), None
+            return
+        from aioinfer.layers.kernel_attention import KernelAttention
+
+        self._kernel = KernelAttention(
+            self.shape,
+            group,
+            cache,
+            plans,
+            self._rotary.cos_sin,
+            self._head_norms,
+            pdl=self._backend.pdl,
+        )
+
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """Adds the attention of a step's tokens to the stream.
 
         Args:
-            queries: [T, num_heads, head_size]. keys, values: [T, num_kv_heads, head_size].
-            cache: the layer's; gets the step's keys and values.
-            metadata: the step's.
+            is_last: no later layer reads the stream: of a step with sampled rows, only theirs are
+                kept in it. Of the other tokens only keys and values will ever be read.
         """
-        cache.keys.flatten(0, 1).index_copy_(0, metadata.slot_mapping, keys)
-        cache.values.flatten(0, 1).index_copy_(0, metadata.slot_mapping, values)
-        gathers = metadata.gathers.get(self.sliding_window)
-        if gathers is None:
-            gathers = metadata.gathers[self.sliding_window] = plan_gathers(
-                metadata, cache.keys, self.sliding_window
-            )
-        if len(gathers) == 1:
-            return self._attend(queries, keys, values, cache, gathers[0])
-        output = torch.empty_like(queries)
-        for gather in gathers:
-            tokens = slice(gather.first, gather.first + gather.count)
-            output[tokens] = self._attend(
-                queries[tokens], keys[tokens], values[tokens], cache, gather
-            )
-        return output
-
-    def _attend(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        cache: KVCache,
-        gather: Gather,
-    ) -> torch.Tensor:
-        if gather.shape[0]:
-            return self._attend_decodes(queries, cache, gather)
-        return self._attend_row(queries, keys, values, cache, gather)
-
-    def _attend_decodes(
-        self, queries: torch.Tensor, cache: KVCache, gather: Gather
-    ) -> torch.Tensor:
-        """Attends one token of each of several sequences.
-
-        The heads that share a KV head stand in as its queries.
-        """
-        rows, length = gather.shape
-        assert gather.blocks is not None
-        grouped = queries.view(rows, self.num_kv_heads, -1, self.head_size)
-        all_keys, all_values = (
-            kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values)
-        )
-        # a former owner of the block may have left NaN there, which no mask hides
-        if gather.padding is not None:
-            all_keys.index_fill_(0, gather.padding, 0)
-            all_values.index_fill_(0, gather.padding, 0)
-        paged = (rows, -1, self.num_kv_heads, self.head_size)
-        attended = F.scaled_dot_product_attention(
-            grouped,
-            all_keys.view(paged)[:, :length].transpose(1, 2),
-            all_values.view(paged)[:, :length].transpose(1, 2),
-            attn_mask=gather.mask,
-            scale=self.scale,
-        )
-        return attended.reshape(queries.shape)
-
-    def _attend_row(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        cache: KVCache,
-        gather: Gather,
-    ) -> torch.Tensor:
-        """Attends the tokens of one sequence to everything of it that is in the cache."""
-        if gather.blocks is not None:
-            keys = cache.keys.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
-            values = cache.values.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
-            attn_mask=gather.mask,
-            is_causal=gather.mask is None and gather.count > 1,
-            scale=self.scale,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
-        return attended[0].transpose(0, 1)
-
-
-def plan_gathers(
-    metadata: AttentionMetadata, keys: torch.Tensor, window: int | None
-) -> list[Gather]:
-    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks,
-    block_size, ...].
-
-    What lies before the window of all of a row's tokens is not brought together: the row is as if
-    it began behind it.
-    """
-    decodes, block_size = metadata.num_decodes, keys.shape[1]
-    rows = zip(metadata.seq_lens_cpu, metadata.query_lens_cpu, strict=True)
-    skipped = [
-        0 if window is None else max(0, length - count - window + 1) // block_size
-        for length, count in rows
-    ]
-    lengths = [
-        length - blocks * block_size
-        for length, blocks in zip(metadata.seq_lens_cpu, skipped, strict=True)
-    ]
-    tables = metadata.block_tables
-    if any(skipped):
-        columns = torch.tensor(skipped)[:, None] + torch.arange(tables.shape[1])
-        tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).to(tables.device))
-    gathers = [
-        _gather_decodes(tables, first, lengths[first:last], keys, window)
-        for first, last in _alike(lengths[:decodes], block_size)
-    ]
-    first = decodes
-    for row in range(decodes, len(lengths)):
-        gathers.append(
-            _gather_row(
-                tables[row], first, metadata.query_lens_cpu[row], lengths[row], keys, window
-            )
-        )
-        first += metadata.query_lens_cpu[row]
-    return gathers
-
-
-def _alike(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
-    """Returns runs (first, last) of rows so that padding at most doubles what a run's rows hold on
-    average."""
-    runs: list[tuple[int, int]] = []
-    first = longest = held = 0
-    for row, length in enumerate(lengths):
-        blocks = -(-length // block_size)
-        longest_then, held_then = max(longest, blocks), held + blocks
-        if row > first and longest_then * (row + 1 - first) > 2 * held_then:
-            runs.append((first, row))
-            first, longest, held = row, blocks, blocks
+        sampled = step.sampled if is_last else None
+        if self._kernel is not None and sampled is not None:
+            self._kernel.plan_sampled(sampled)
+        qkv = self.qkv.of_normed(stream, self._norm)
+        if self._kernel is None:
+            attended = self._attend_in_torch(qkv, step)
+            if sampled is not None and len(sampled.rows) < len(attended):
+                attended = attended.index_select(0, sampled.last)
+        elif sampled is None:
+            attended = self._kernel.attend(qkv, step)
         else:
-            longest, held = longest_then, held_then
-    return [*runs, (first, len(lengths))] if lengths else []
+            attended = self._kernel.attend_sampled(qkv, step, sampled)
+        if sampled is not None and len(sampled.rows) < len(stream):
+            stream.select(sampled.last)
+        if len(stream):
+            self.output.add_to(
+                stream, attended.flatten(1), norm=self._post_norm, scale=self._residual_scale
+            )
+
+    def _attend_in_torch(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns [T, num_heads, head_size] for the projection [T, features]."""
+        heads, kv_heads, size = (
+            self.shape.num_heads,
+            self.shape.num_kv_heads,
+            self.shape.head_size,
+        )
+        projected = qkv.view(len(qkv), heads + 2 * kv_heads, size)
+        rotated, values = projected[:, : heads + kv_heads], projected[:, heads + kv_heads :]
+        if self._head_norms is not None:
+            query_norm, key_norm = self._head_norms
+            queries, keys = rotated[:, :heads], rotated[:, heads:]
+            rotated = torch.cat((query_norm(queries), key_norm(keys)), dim=1)
+        rotated = apply_rope(rotated, *self._angles(step))
+        assert self._torch is not None
+        assert self._cache is not None
+        return self._torch(rotated[:, :heads], rotated[:, heads:], values, self._cache, step)
+
+    def _angles(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cosines and sines of a step's positions, computed once for all layers."""
+        angles = step.memo.get(self._rotary)
+        if angles is None:
+            angles = step.memo[self._rotary] = self._rotary.at(step.inputs.positions)
+        return angles
 
 
-def _gather_decodes(
-    tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None
-) -> Gather:
-    rows, longest, block_size = len(lengths), max(lengths), cache.shape[1]
-    blocks = -(-longest // block_size)
-    ends = torch.tensor(lengths)[:, None]
-    positions = torch.arange(longest)  # what the last blocks hold beyond the longest row is cut off
-    hidden = positions >= ends
-    padding = None
-    if hidden.any():
-        brought = torch.arange(rows)[:, None] * (blocks * block_size) + positions
-        padding = brought[hidden].to(cache.device)
-    if window is not None:
-        hidden |= positions < ends - window
-    mask = _mask(hidden, cache)[:, None, None] if hidden.any() else None
-    wanted = tables[first : first + rows, :blocks].flatten()
-    return Gather(first, rows, wanted, (rows, longest), mask, padding)
-
-
-def _gather_row(
-    table: torch.Tensor,
-    first: int,
-    count: int,
-    length: int,
-    cache: torch.Tensor,
-    window: int | None,
-) -> Gather:
-    alone = count == length
-    blocks = None if alone else table[: -(-length // cache.shape[1])]
-    mask = None
-    if not (alone or count == 1) or (window is not None and length > window):
-        queries, keys = torch.arange(length - count, length)[:, None], torch.arange(length)
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        mask = _mask(hidden, cache)
-    return Gather(first, count, blocks, (0, length), mask)
-
-
-def _mask(hidden: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Returns what to add to the scores, with the cache's dtype and device: minus infinity where
-    `hidden`."""
-    return (
-        torch.zeros(hidden.shape, dtype=cache.dtype)
-        .masked_fill_(hidden, -torch.inf)
-        .to(cache.device)
-    )
+def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
+    """Returns the query heads and the KV heads of a rank of `size`; ranks beyond the KV heads share
+    them."""
+    heads = num_heads // size
+    queries = range(rank * heads, (rank + 1) * heads)
+    group = num_heads // num_kv_heads
+    return queries, range(queries.start // group, (queries.stop - 1) // group + 1)

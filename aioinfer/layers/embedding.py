@@ -5,18 +5,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.linear import PackedWeight, Target, pack_weight
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import NamedShards, WeightShard
+from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
+from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.residual import ResidualStream
 
 
 class Vocabulary:
-    """Which token ids a rank holds: equal shares, the last ones padded with zeros where the ranks
-    do not divide the vocabulary.
+    """Which token ids a rank has: shards of equal size, the last ones padded with zeros where the
+    ranks do not divide the vocabulary.
 
     Attributes:
         vocab_size: of all ranks together.
+        group: the ranks.
         shard_size: rows of each rank's weights, with padding.
-        start, local_size: this rank's first token id, and how many it holds.
+        start, local_size: this rank's first token id, and how many it has.
     """
 
     def __init__(self, vocab_size: int, group: ParallelGroup):
@@ -27,60 +32,175 @@ class Vocabulary:
         self.local_size = self.local_size_of(group.rank)
 
     def local_size_of(self, rank: int) -> int:
-        """Returns how many token ids a rank holds; the last ranks may hold none of a small
+        """Returns how many token ids a rank has; the last ranks may have none of a small
         vocabulary."""
         return max(0, min(self.shard_size, self.vocab_size - rank * self.shard_size))
 
-    def rows(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a weight [share, hidden_size] of zeros."""
-        return torch.zeros(self.shard_size, hidden_size, dtype=dtype, device=device)
-
-    def target(self, weight: torch.Tensor) -> Target:
-        """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go; padding
-        stays zero."""
-        return Target(weight[: self.local_size], 0, self.start, self.vocab_size)
+    def weight_shard(self, weight: torch.Tensor) -> WeightShard:
+        """Returns where this rank's rows of a checkpoint's [vocab_size, hidden_size] go in `weight`
+        [shard_size, hidden_size]; padding stays zero."""
+        return WeightShard(weight[: self.local_size], 0, self.start, self.vocab_size)
 
 
 class Embedding:
-    """Looks token ids up; a rank gives zeros for ids that others hold, and the sum is the
-    embedding."""
+    """Looks token ids up. A rank gives zeros for ids out of its shard; the sum over the ranks is
+    the embedding.
 
-    def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
-        self.weight = weight
-        self._vocabulary = vocabulary
+    Args:
+        name: of the checkpoint module.
+        vocabulary: which ids this rank has.
+        hidden_size: of the model.
+        scale: multiplied with every embedding, rounded to the model's dtype as Gemma does.
+        backend: of the rank.
+    """
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Returns [T, hidden_size] for input_ids int64 [T]."""
-        vocabulary = self._vocabulary
+    def __init__(
+        self,
+        name: str,
+        vocabulary: Vocabulary,
+        hidden_size: int,
+        backend: Backend,
+        *,
+        scale: float = 1.0,
+    ):
+        self.vocabulary = vocabulary
+        shape = vocabulary.shard_size, hidden_size
+        self.weight = torch.zeros(shape, dtype=backend.dtype, device=backend.device)
+        self._name = name
+        self._backend = backend
+        self._scale = torch.tensor(scale, dtype=backend.dtype).item() if scale != 1.0 else 1.0
+        self._kernel = None
+        if backend.has_kernels:
+            from aioinfer.kernels.prepare import embed
+
+            self._kernel = embed
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's rows of the checkpoint's tensor go."""
+        yield f"{self._name}.weight", self.vocabulary.weight_shard(self.weight)
+
+    def finalize(self) -> None:
+        """Leaves the weight as it is."""
+
+    def __call__(self, input_ids: torch.Tensor, out: torch.Tensor | None = None) -> ResidualStream:
+        """Returns the residual stream of the embeddings [T, hidden_size] of input_ids int32 [T].
+
+        Args:
+            out: [T, hidden_size] to write to; by default a new tensor.
+        """
+        stream = self._look_up(input_ids, out)
+        if self._scale != 1.0:
+            stream.hidden.mul_(self._scale)
+        return stream
+
+    def _look_up(self, input_ids: torch.Tensor, out: torch.Tensor | None) -> ResidualStream:
+        backend, start = self._backend, self.vocabulary.start
+        if self._kernel is None:
+            hidden = self._look_up_in_torch(input_ids)
+            return ResidualStream(hidden if out is None else out.copy_(hidden), backend)
+        if backend.all_reduce is None:
+            hidden = self._kernel(input_ids, self.weight, first=start, out=out, pdl=backend.pdl)
+            return ResidualStream(hidden, backend)
+        partial = backend.all_reduce.partial[: len(input_ids)]
+        self._kernel(input_ids, self.weight, first=start, out=partial, pdl=backend.pdl)
+        total = torch.empty_like(partial) if out is None else out
+        return ResidualStream(total, backend, partial, is_first=True)
+
+    def _look_up_in_torch(self, input_ids: torch.Tensor) -> torch.Tensor:
+        vocabulary = self.vocabulary
         if vocabulary.group.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - vocabulary.start
         out_of_shard = (local < 0) | (local >= vocabulary.shard_size)
         embedded = F.embedding(local.masked_fill(out_of_shard, 0), self.weight)
-        return vocabulary.group.all_reduce(embedded.masked_fill_(out_of_shard.unsqueeze(-1), 0))
+        embedded = embedded.masked_fill_(out_of_shard.unsqueeze(-1), 0)
+        return vocabulary.group.all_reduce(embedded)
 
 
 class LMHead:
-    """Scores the token ids that this rank holds; its weight may be the embedding's (tied)."""
+    """Scores the token ids that this rank has.
 
-    def __init__(self, vocabulary: Vocabulary, weight: torch.Tensor):
-        self.weight: torch.Tensor | None = weight
+    Args:
+        name: of the checkpoint module.
+        vocabulary: which ids these are.
+        hidden_size: of the model.
+        tied: the embedding whose weight is the head's too, or None.
+        scale: multiplied with the logits.
+        soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 for none.
+        backend: of the rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocabulary: Vocabulary,
+        hidden_size: int,
+        backend: Backend,
+        *,
+        tied: Embedding | None = None,
+        scale: float = 1.0,
+        soft_cap: float = 0.0,
+    ):
+        shape = vocabulary.shard_size, hidden_size
+        self.weight: torch.Tensor | None = (
+            torch.zeros(shape, dtype=backend.dtype, device=backend.device)
+            if tied is None
+            else tied.weight
+        )
+        self._name = name
         self._vocabulary = vocabulary
+        self._is_tied = tied is not None
+        self._scale, self._soft_cap = scale, soft_cap
         self._packed: PackedWeight | None = None
+        self._pdl = backend.pdl
+        self._kernel = None
+        if backend.has_kernels:
+            from aioinfer.kernels.linear import skinny_linear
+
+            self._kernel = skinny_linear
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's rows of the checkpoint's tensor go, if it is not tied."""
+        if not self._is_tied:
+            assert self.weight is not None
+            yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight)
 
     def finalize(self) -> None:
-        """Prepares the weight as `Linear.finalize` does; a tied one then stays for the embedding
-        too."""
+        """On a CPU, lays the weight out anew; a tied one then stays for the embedding too."""
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of this rank's tokens, float32 [S, held], for hidden [S,
-        hidden_size]."""
-        if self._packed is not None:
-            logits = self._packed.multiply(hidden, None)
+    def __call__(
+        self, hidden: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the logits [S, local_size] of this rank's tokens, for hidden [S, hidden_size] and
+        the model's last norm: in the model's dtype with kernels, else in float32.
+
+        Args:
+            out: [S, shard_size] in the model's dtype to write to, of which the result is a part; by
+                default a new tensor.
+        """
+        if self._kernel is not None:
+            logits = self._multiply(hidden, norm, out)
+        elif self._packed is not None:
+            logits = self._packed.multiply(norm(hidden), None).float()
         else:
             assert self.weight is not None
-            logits = F.linear(hidden, self.weight)
-        return logits[:, : self._vocabulary.local_size].float()
+            logits = F.linear(norm(hidden), self.weight).float()
+        if self._scale != 1.0:
+            logits.mul_(self._scale)
+        if self._soft_cap:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits[:, : self._vocabulary.local_size]
+
+    def _multiply(
+        self, hidden: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert self.weight is not None
+        assert self._kernel is not None
+        if len(hidden) > SKINNY_ROWS:
+            return torch.mm(norm(hidden), self.weight.t(), out=out)
+        return self._kernel(
+            hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
+        )

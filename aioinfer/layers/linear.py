@@ -1,163 +1,162 @@
-"""Linear layers, whole or split over tensor-parallel ranks.
+"""Linear layers, whole or split over tensor-parallel ranks in the manner of Megatron (Shoeybi et
+al. 2019): a column-parallel layer gives each rank some output features, a row-parallel layer takes
+some input features of each rank and sums its results over the ranks.
 
-Weights are [out, in] as in checkpoints. A layer is loaded through `targets`, which says what part
-of which checkpoint tensor goes where; `finalize` then prepares it for the device it computes on.
+How a weight is stored, loaded and multiplied is its format's affair (`formats`).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
-from aioinfer.layers.parallel import ParallelGroup
-
-#: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
-#: and those serve prefill as well.
-_PACKED_ROWS = 8
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import NamedShards, Shard, Source, WeightFormat, WeightShard
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.residual import ResidualStream
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a part of a checkpoint tensor goes.
-
-    Attributes:
-        destination: a view of the parameter.
-        dim: the dimension of the checkpoint tensor along which a part is taken.
-        start: where the part begins; it is as long as the destination.
-        whole: the length of the checkpoint tensor in that dimension, or None where the destination
-            takes all of it.
-    """
-
-    destination: torch.Tensor
-    dim: int = 0
-    start: int = 0
-    whole: int | None = None
-
-    @property
-    def checkpoint_shape(self) -> list[int]:
-        """The shape that the checkpoint tensor must have."""
-        shape = list(self.destination.shape)
-        if self.whole is not None:
-            shape[self.dim] = self.whole
-        return shape
-
-
-class Linear:
-    """y = x W^T + b.
+class ColumnParallelLinear:
+    """y = x W^T + b, of this rank's output features. Several checkpoint modules may be merged.
 
     Args:
-        in_features, out_features: of this rank.
+        sources: whose output features, one after the other.
+        weight: of these, for all input features.
         bias: whether there is one.
-        dtype, device: of the weights.
+        backend: of the rank.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, sources: Sequence[Source], weight: WeightFormat, *, bias: bool, backend: Backend
     ):
-        self.weight: torch.Tensor | None = torch.empty(
-            out_features, in_features, dtype=dtype, device=device
-        )
-        self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
-        self._packed: PackedWeight | None = None
+        self._sources = sources
+        self.weight = weight
+        self.bias: torch.Tensor | None = None
+        if bias:
+            rows = sum(source.rows.size for source in sources)
+            self.bias = torch.zeros(rows, dtype=backend.dtype, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's parts of the checkpoint's tensors go."""
+        yield from self.weight.weight_shards()
+        first = 0
+        for source in self._sources:
+            if self.bias is not None:
+                part = self.bias[first : first + source.rows.size]
+                first += source.rows.size
+                shard = WeightShard(part, 0, source.rows.start, source.rows.total)
+                yield f"{source.name}.bias", shard
+
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        """Puts output feature `order[i]` (int64 [out]) at place i. Called before `finalize`."""
+        self.weight.reorder_rows(order)
+        if self.bias is not None:
+            self.bias.copy_(self.bias[order.to(self.bias.device)])
 
     def finalize(self) -> None:
-        """On a CPU in float32, lays the weights out anew: see `PackedWeight`."""
-        self._packed = pack_weight(self.weight)
-        if self._packed is not None:
-            self.weight = None
+        """Prepares the loaded weight for the device."""
+        self.weight.finalize()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [..., out_features] for x [..., in_features]."""
-        return self._multiply(x, self.bias)
+        """Returns [..., out] for x [..., in]."""
+        return self.weight.multiply(x, self.bias)
 
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._packed is not None:
-            return self._packed.multiply(x, bias)
-        assert self.weight is not None
-        return F.linear(x, self.weight, bias)
+    def of_normed(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
+        """Returns the product [T, out] with the normed stream."""
+        fused = norm is not None and self.bias is None and self.weight.fuses_norm(len(stream))
+        if fused and norm is not None and stream.is_reduced:
+            return self.weight.multiply_normed(stream.hidden, norm)
+        return self(stream.normed(norm))
 
-
-class RowParallelLinear(Linear):
-    """A linear layer whose inputs are split over the ranks; its results are summed; then every rank
-    adds the bias."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        group: ParallelGroup,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        super().__init__(
-            in_features // group.size, out_features, bias=bias, dtype=dtype, device=device
-        )
-        self._group = group
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [..., out_features], the same on every rank, for this rank's part of x."""
-        total = self._group.all_reduce(self._multiply(x, None))
-        return total if self.bias is None else total.add_(self.bias)
+    def of_normed_gated(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
+        """Returns silu(gate) * up [T, out / 2] of the product with the normed stream; see
+        `WeightFormat.multiply_gated`. There is no bias."""
+        if norm is not None and stream.is_reduced:
+            return self.weight.multiply_gated(stream.hidden, norm)
+        return self.weight.multiply_gated(stream.normed(norm))
 
 
-class PackedWeight:
-    """A float32 weight on a CPU, laid out twice: for products with several rows, and with one.
-
-    Several rows go to oneDNN, which wants blocks of its own. One row is bound by how fast the
-    weight is read, and the fastest reader in torch is a batched product, which gives each thread a
-    part of the batch: the weight is cut into as many parts as there are threads. Wide weights are
-    cut along the output, as they are; others along the input, transposed, and the parts' results
-    are summed. That reads a sixth faster than oneDNN, for the weight's size once more. With one
-    thread there is the layout for several rows only.
+class RowParallelLinear:
+    """A linear layer whose input features are split over the ranks: its results are summed, and the
+    bias is added once.
 
     Args:
-        weight: float32 [out, in].
+        name: of the checkpoint module.
+        weight: of all output features, for this rank's input features.
+        out_features: how many.
+        bias: whether there is one.
+        backend: of the rank.
     """
 
-    def __init__(self, weight: torch.Tensor):
-        out_features, in_features = weight.shape
-        self._blocks: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        self._by_output = in_features > out_features
-        self._parts = math.gcd(
-            torch.get_num_threads(), out_features if self._by_output else in_features
-        )
-        if self._parts == 1:  # one thread: nothing to divide
-            return
-        if self._by_output:
-            self._row_layout = weight.view(self._parts, -1, in_features).transpose(1, 2)
-        else:
-            self._row_layout = weight.t().contiguous().view(self._parts, -1, out_features)
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns x W^T + b [..., out] for x [..., in]."""
-        if x.numel() != x.shape[-1] or self._parts == 1:
-            return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
-        if self._by_output:
-            product = torch.bmm(x.reshape(1, 1, -1).expand(self._parts, -1, -1), self._row_layout)
-        else:
-            product = torch.bmm(x.reshape(self._parts, 1, -1), self._row_layout).sum(0)
-        product = product.view(*x.shape[:-1], -1)
-        return product if bias is None else product.add_(bias)
-
-
-def pack_weight(weight: torch.Tensor | None) -> PackedWeight | None:
-    """Returns a float32 CPU weight [out, in] laid out for products, or None for any other."""
-    if (
-        weight is None
-        or weight.device.type != "cpu"
-        or weight.dtype != torch.float32
-        or not torch.backends.mkldnn.is_available()
+    def __init__(
+        self, name: str, weight: WeightFormat, out_features: int, *, bias: bool, backend: Backend
     ):
-        return None
-    return PackedWeight(weight)
+        self._name = name
+        self.weight = weight
+        self._backend = backend
+        self.bias: torch.Tensor | None = None
+        if bias:
+            self.bias = torch.zeros(out_features, dtype=backend.dtype, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's parts of the checkpoint's tensors go."""
+        yield from self.weight.weight_shards()
+        if self.bias is not None:
+            yield f"{self._name}.bias", WeightShard(self.bias)
+
+    def finalize(self) -> None:
+        """Prepares the loaded weight for the device."""
+        self.weight.finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out], the same on every rank, for this rank's part of x [T, in]."""
+        all_reduce = self._backend.all_reduce
+        if all_reduce is None:
+            total = self._backend.group.all_reduce(self.weight.multiply(x))
+            return total if self.bias is None else total.add_(self.bias)
+        partial = self._partial(x)
+        total = torch.empty_like(partial)
+        all_reduce.add(partial, total, None, 0.0, is_first=True, pdl=self._backend.pdl)
+        return total
+
+    def add_to(
+        self,
+        stream: ResidualStream,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Adds the product of this rank's part of x [T, in], summed over the ranks, to the stream.
+
+        Args:
+            norm: applied to the sum before it is added, if given.
+            scale: multiplied with what is added.
+        """
+        if norm is not None or scale != 1.0:
+            product = self(x)
+            stream.hidden.add_(product if norm is None else norm(product), alpha=scale)
+        elif self._backend.all_reduce is not None:
+            stream.add_partial(self._partial(x))
+        elif self._backend.group.size > 1:
+            stream.hidden.add_(self(x))
+        else:
+            self.weight.add_product(x, stream.hidden)
+            if self.bias is not None:
+                stream.hidden.add_(self.bias)
+
+    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Writes this rank's part of the product to symmetric memory and returns it; rank 0 adds
+        the bias."""
+        backend = self._backend
+        assert backend.all_reduce is not None
+        partial = self.weight.multiply(x, out=backend.all_reduce.partial[: len(x)])
+        if self.bias is not None and backend.group.rank == 0:
+            partial += self.bias
+        return partial
+
+
+def row_shard(total: int, backend: Backend) -> Shard:
+    """Returns this rank's input features of a row-parallel layer with `total` of them."""
+    return Shard.of_rank(total, backend.group.rank, backend.group.size)

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.linear import Target
-from aioinfer.models.registry import CausalLM
+from aioinfer.layers.formats.base import WeightShard
+from aioinfer.models.decoder import CausalLM
 
 #: Tensors that checkpoints carry and nobody needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)
@@ -38,12 +38,12 @@ def load_weights(
     Raises:
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
     """
-    targets = list(model.targets())
-    total = sum(target.destination.nbytes for _, target in targets)
+    shards = list(model.weight_shards())
+    total = sum(shard.destination.nbytes for _, shard in shards)
     if load_format == "dummy":
-        _fill_at_random([target.destination for _, target in targets], seed, on_progress, total)
+        _fill_at_random([shard.destination for _, shard in shards], seed, on_progress, total)
     else:
-        _load_safetensors(targets, folder, on_progress, total)
+        _load_safetensors(shards, folder, on_progress, total)
 
 
 def _fill_at_random(
@@ -61,14 +61,14 @@ def _fill_at_random(
 
 
 def _load_safetensors(
-    targets: list[tuple[str, Target]],
+    shards: list[tuple[str, WeightShard]],
     folder: Path,
     on_progress: Callable[[int, int], None],
     total: int,
 ) -> None:
     file_of = _locate_tensors(folder)
-    missing = [name for name, _ in targets if name not in file_of]
-    wanted = {name for name, _ in targets}
+    missing = [name for name, _ in shards if name not in file_of]
+    wanted = {name for name, _ in shards}
     unknown = [
         name
         for name in file_of
@@ -84,23 +84,23 @@ def _load_safetensors(
     done = 0
     for file in sorted({file_of[name] for name in wanted}):
         with _open(file) as tensors:
-            for name, target in targets:
+            for name, shard in shards:
                 if file_of[name] == file:
-                    _copy_part(tensors.get_slice(name), name, target)
-                    done += target.destination.nbytes
+                    _copy_part(tensors.get_slice(name), name, shard)
+                    done += shard.destination.nbytes
                     on_progress(done, total)
 
 
-def _copy_part(stored: Any, name: str, target: Target) -> None:
-    """Copies the part of a stored tensor that a target wants, converting its dtype."""
+def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
+    """Copies the part of a stored tensor that a shard wants, converting its dtype."""
     shape = list(stored.get_shape())
-    if shape != target.checkpoint_shape:
+    if shape != shard.checkpoint_shape:
         raise ConfigError(
             f"the tensor {name} has the shape {shape}; by config.json it should be "
-            f"{target.checkpoint_shape}"
+            f"{shard.checkpoint_shape}"
         )
-    part = slice(target.start, target.start + target.destination.shape[target.dim])
-    target.destination.copy_(stored[part] if target.dim == 0 else stored[:, part])
+    part = slice(shard.start, shard.start + shard.destination.shape[shard.dim])
+    shard.destination.copy_(stored[part] if shard.dim == 0 else stored[:, part])
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """CUDA graphs of one sequence of launches for several sizes, of which the next larger one serves.
 
-The GPU model runner has two such ladders: of decode steps, by their rows, and of the layers of
-steps with prompts, by their tokens.
+The GPU model runner has two such sets: of decode steps, by their rows, and of the layers of steps
+with prompts, by their tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaGraphs:
         self._sizes = sorted(self.graphs)
 
     def fit(self, size: int) -> int:
-        """Returns the least captured size that is at least `size`; 0 if there is none."""
+        """Returns the smallest captured size that is at least `size`; 0 if there is none."""
         index = bisect_left(self._sizes, size)
         return self._sizes[index] if index < len(self._sizes) else 0
 
@@ -65,11 +65,11 @@ def decode_sizes(capacity: int) -> list[int]:
     return [size for size in sizes if size < capacity] + [capacity]
 
 
-def mixed_sizes(most: int) -> list[int]:
-    """Returns the numbers of tokens for which steps with prompts are captured, up to `most`:
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Returns the numbers of tokens for which steps with prompts are captured, up to `max_tokens`:
     multiples of their products' tiles."""
     return [
         size
-        for size in (*range(64, 512, 64), *range(512, 2560, 128), *range(2560, most, 256))
-        if size < most
-    ] + [most]
+        for size in (*range(64, 512, 64), *range(512, 2560, 128), *range(2560, max_tokens, 256))
+        if size < max_tokens
+    ] + [max_tokens]

@@ -116,7 +116,9 @@ class Slots:
     Attributes:
         tokens: int32 [S, max_model_len + 1], prompt and output. One more than a request can have,
             since the last token is chosen but never computed.
-        block_table: int32 [S, blocks of max_model_len], always valid block ids.
+        block_tables: int32 [groups * S, blocks of max_model_len], always valid block ids; row
+            group * S + slot.
+        tables_by_group: the same by KV group, each [S, blocks of max_model_len].
         seeds: int64 [S], the 64 bits that key the sampler's noise.
         top_k: int32 [S], 0 keeps all.
         banned_until: int32 [S], the first position that may take a banned token.
@@ -138,6 +140,7 @@ class Slots:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        num_groups: int = 1,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -146,7 +149,9 @@ class Slots:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.tokens = zeros(max_num_seqs, max_model_len + 1)
-        self.block_table = zeros(max_num_seqs, -(-max_model_len // block_size))
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
+        self.tables_by_group = self.block_tables.view(num_groups, max_num_seqs, -1).unbind()
         self.seeds = zeros(max_num_seqs, dtype=torch.int64)
         # One row a field, so that an admission writes one column and a kernel needs one address.
         self.integers = zeros(2, max_num_seqs)
@@ -164,9 +169,9 @@ class Slots:
     def apply(self, plan: StepPlan) -> None:
         """Brings the slots up to date with a plan: block tables grow, then admitted requests take
         their slots."""
-        if len(plan.table_slots):
-            where = self._upload(plan.table_slots).long(), self._upload(plan.table_indices).long()
-            self.block_table[where] = self._upload(plan.table_blocks)
+        if len(plan.table_rows):
+            where = self._upload(plan.table_rows).long(), self._upload(plan.table_indices).long()
+            self.block_tables[where] = self._upload(plan.table_blocks)
         for admission in plan.admissions:
             self._admit(admission)
 
@@ -191,7 +196,7 @@ class Slots:
 
     def reset(self) -> None:
         """Forgets everything, as if no request had ever been admitted."""
-        for tensor in (self.tokens, self.block_table, self.seeds, self.integers, self.numbers):
+        for tensor in (self.tokens, self.block_tables, self.seeds, self.integers, self.numbers):
             tensor.zero_()
         for array in (self.sampling_flags, self._banned_until, self.num_logprobs):
             array.fill(0)

@@ -1,8 +1,8 @@
 """Pinned memory through which the arrays of a step reach the GPU: packed into one copy that the
 host does not wait for.
 
-The GPU model runner owns one. Buffers are used in turn; a buffer is written again only when the
-step that read it is over.
+The GPU model runner owns one. Buffers are used one after the other; a buffer is written again only
+when the step that read it is over.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aioinfer.ipc.plan import I32
 
 #: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
 #: prepared, one is being read.
-TURNS = 4
-_LEAST = 1 << 14
+NUM_BUFFERS = 4
+_MIN_SIZE = 1 << 14
 
 
 class Staging:
@@ -25,37 +25,37 @@ class Staging:
     pinned.
 
     Attributes:
-        turn: which of the `TURNS` buffers the current step uses.
+        index: which of the `NUM_BUFFERS` buffers the current step uses.
     """
 
     def __init__(self, device: torch.device):
-        self.turn = 0
+        self.index = 0
         self._device = device
-        self._buffers = [self._make(_LEAST) for _ in range(TURNS)]
-        self._over: list[torch.cuda.Event | None] = [None] * TURNS
+        self._buffers = [self._make(_MIN_SIZE) for _ in range(NUM_BUFFERS)]
+        self._over: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
 
     def begin(self) -> int:
         """Begins a step: takes the next buffer, and waits for the step that used it.
 
-        Returns the turn.
+        Returns its index.
         """
-        self.turn = (self.turn + 1) % TURNS
-        over = self._over[self.turn]
+        self.index = (self.index + 1) % NUM_BUFFERS
+        over = self._over[self.index]
         if over is not None:
             over.synchronize()
-        return self.turn
+        return self.index
 
     def end(self, over: torch.cuda.Event) -> None:
         """Ends a step: `over` is recorded when all of its work has been launched."""
-        self._over[self.turn] = over
+        self._over[self.index] = over
 
     def upload(self, arrays: Sequence[I32]) -> list[torch.Tensor]:
         """Returns each array as an int32 tensor of its shape on the device. At most once a step."""
         sizes = [array.size for array in arrays]
         total = sum(sizes)
-        if len(self._buffers[self.turn]) < total:
-            self._buffers[self.turn] = self._make(1 << total.bit_length())
-        buffer = self._buffers[self.turn]
+        if len(self._buffers[self.index]) < total:
+            self._buffers[self.index] = self._make(1 << total.bit_length())
+        buffer = self._buffers[self.index]
         np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy()[:total])
         uploaded = buffer[:total].to(self._device, non_blocking=True, copy=True)
         return [
@@ -66,9 +66,9 @@ class Staging:
     def host_buffer(self, size: int) -> torch.Tensor:
         """Returns int32 [size] of this step's pinned memory, to be filled and copied instead of
         `upload`."""
-        if len(self._buffers[self.turn]) < size:
-            self._buffers[self.turn] = self._make(1 << size.bit_length())
-        return self._buffers[self.turn][:size]
+        if len(self._buffers[self.index]) < size:
+            self._buffers[self.index] = self._make(1 << size.bit_length())
+        return self._buffers[self.index][:size]
 
     def _make(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")

@@ -7,10 +7,9 @@ plan, in order.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +18,20 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
 from aioinfer.ipc.plan import Admission, StepPlan
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama import LlamaModel
+from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
-from aioinfer.models.registry import build_model
-from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.memory import available_bytes, count_blocks, make_kv
+from aioinfer.models.registry import build_model, load_model_config
+from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.memory import available_bytes, count_blocks
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.all_reduce import AllReduce
     from aioinfer.worker.compilation import CompilationWatch
     from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
 
@@ -96,7 +96,6 @@ class Worker:
         self.device = select_device(config, group.rank, engine)
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
-        self._exchange: AllReduce | None = None
         self.block_size = config.cache.block_size or (
             CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE
         )
@@ -111,30 +110,24 @@ class Worker:
             ConfigError: the model cannot be loaded with this configuration, or memory is too short.
         """
         config = self._config
-        if self.device.type == "cpu":
-            num_workers = self._group.size * config.parallel.data_parallel_size
-            threads = config.parallel.cpu_threads or max(
-                1, len(os.sched_getaffinity(0)) // num_workers
-            )
-            torch.set_num_threads(threads)
-            device_name = f"cpu ({threads} thread{'s' if threads > 1 else ''})"
-        else:
-            torch.cuda.set_device(self.device)
-            device_name = torch.cuda.get_device_name(self.device)
-        arch = Architecture.load(self._folder)
-        self._arch = arch
-        self._vocab_size = arch.vocab_size
-        self._dtype, dtype_text = select_dtype(config.model.dtype, arch.dtype, self.device)
-        self._model = build_model(arch, self._group, self._dtype, self.device)
+        device_name = self._set_up_device()
+        model_config = load_model_config(self._folder)
+        self._vocab_size = model_config.vocab_size
+        dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
+        self._backend = Backend.of(self.device, dtype, self._group)
+        self._model = build_model(self._folder, self._backend)
+        self._groups = _one_group(self._model)
         load_weights(
             self._model, self._folder, config.model.load_format, config.model.seed, on_progress
         )
         self._model.finalize()
-        bytes_per_block = math.prod(self._kv_shape(1)) * self._dtype.itemsize
+        bytes_per_block = sum(
+            group.bytes_per_block(self.block_size, dtype.itemsize) for group in self._groups
+        )
         available = available_bytes(
             config,
             self.device,
-            lambda: self._run_largest_step(arch.max_position_embeddings),
+            lambda: self._run_largest_step(model_config.max_len),
             self._captured_share(),
         )
         return LoadReport(
@@ -146,9 +139,21 @@ class Worker:
             max_blocks=count_blocks(
                 config, self.device, bytes_per_block, self.block_size, available
             ),
-            model_max_len=arch.max_position_embeddings,
-            vocab_size=arch.vocab_size,
+            model_max_len=model_config.max_len,
+            vocab_size=model_config.vocab_size,
         )
+
+    def _set_up_device(self) -> str:
+        """Makes the device this process's own; returns its name for the start-up table."""
+        if self.device.type != "cpu":
+            torch.cuda.set_device(self.device)
+            return torch.cuda.get_device_name(self.device)
+        parallel = self._config.parallel
+        num_workers = self._group.size * parallel.data_parallel_size
+        cores = len(os.sched_getaffinity(0))
+        threads = parallel.cpu_threads or max(1, cores // num_workers)
+        torch.set_num_threads(threads)
+        return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Makes the KV cache and the slots.
@@ -165,55 +170,41 @@ class Worker:
         """Runs a prefill and a decode step, so that the first request is not slower; leaves no
         trace of them.
 
-        On a GPU all kernels are compiled first, and at last the graphs of decode steps are
-        captured.
+        On a GPU all kernels are compiled first, and at last CUDA graphs are captured.
         """
         runner = self._runner
         if isinstance(runner, ModelRunner):
-            self._rehearse()
+            self._run_warm_up_steps()
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
         with compile_only():
-            self._rehearse()
-            runner.rehearse()
-        self._rehearse()
+            self._run_warm_up_steps()
+            runner.warm_up()
+        self._run_warm_up_steps()
         runner.capture()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
 
-    def _rehearse(self) -> None:
+    def _run_warm_up_steps(self) -> None:
         """Executes a prefill and a decode step in which requests ask for everything, and forgets
         them."""
         runner, slots = self._runner, self._runner.slots
-        rows = min(2, len(slots.tokens), runner.kv.shape[2])
+        rows = min(2, len(slots.tokens), *(len(kv[0, 0]) for kv in runner.kv.tensors))
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        sampling_flags = SamplingParams(
-            top_k=5,
-            top_p=0.9,
-            repetition_penalty=1.1,
-            logit_bias={0: 1.0},
-            logprobs=1,
-            min_tokens=9,
-        )
-        admissions = [
-            Admission(
-                0, np.zeros(prompt_len, np.int32), prompt_len, SamplingParams(temperature=0), seed=0
-            ),
-            Admission(
-                1,
-                np.zeros(prompt_len, np.int32),
-                prompt_len,
-                sampling_flags,
-                seed=0,
-                banned_until_min_tokens=(1,),
-            ),
-        ]
-        runner.step(_make_plan([prompt_len] * rows, 0, self.block_size, admissions[:rows])).wait()
+        greedy = _admission(0, prompt_len, SamplingParams(temperature=0))
+        admissions = [greedy, _admission(1, prompt_len, _EVERYTHING, banned=(1,))][:rows]
+        groups = len(self._groups)
+        runner.step(
+            _make_plan(
+                [prompt_len] * rows, 0, self.block_size, groups, len(slots.tokens), admissions
+            )
+        ).wait()
         if prompt_len < min(self.block_size, slots.max_model_len):
-            runner.step(_make_plan([1] * rows, prompt_len, self.block_size)).wait()
+            lengths = [1] * rows
+            runner.step(_make_plan(lengths, prompt_len, self.block_size)).wait()
         slots.reset()
-        runner.kv[:, :, :rows] = 0
+        runner.kv.zero(rows)
 
     def execute(self, plan: StepPlan) -> Pending:
         """Starts a plan; the result can be waited for.
@@ -222,47 +213,46 @@ class Worker:
         """
         return self._runner.step(plan)
 
-    def _kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        model = self._model
-        return 2, model.num_layers, num_blocks, self.block_size, model.num_kv_heads, model.head_size
-
     def _make_runner(
         self, num_blocks: int, max_num_seqs: int, max_model_len: int
     ) -> ModelRunner | GpuModelRunner:
-        slots = Slots(max_num_seqs, max_model_len, self.block_size, self._vocab_size, self.device)
-        kv = make_kv(self._kv_shape(num_blocks), self._dtype, self.device)
+        groups, config = self._groups, self._config
+        slots = Slots(
+            max_num_seqs,
+            max_model_len,
+            self.block_size,
+            self._vocab_size,
+            self.device,
+            len(groups),
+        )
+        dtype = self._backend.dtype
+        kv = KVTensors(groups, [num_blocks] * len(groups), self.block_size, dtype, self.device)
+        tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
+        self._make_all_reduce()
+        self._model.bind(groups, kv.tensors, max_num_seqs, tokens)
         if self.device.type == "cpu":
             return ModelRunner(self._model, kv, slots)
-        from aioinfer.models.llama_gpu import GpuLlama
         from aioinfer.worker.gpu_runner import GpuModelRunner
 
-        if not isinstance(self._model, LlamaModel) or not GpuLlama.supports(
-            self._arch, self.block_size, self._group.size
-        ):
-            # plain torch, for shapes that the kernels lack
-            return ModelRunner(self._model, kv, slots)
-        is_hopper = torch.cuda.get_device_capability(self.device)[0] >= 9
-        model = GpuLlama(
-            self._model, kv, dependent_launch=is_hopper, exchange=self._make_all_reduce()
-        )
-        return GpuModelRunner(model, kv, slots, self._config.scheduler.max_num_batched_tokens)
+        use_graphs = config.parallel.cuda_graphs
+        return GpuModelRunner(self._model, kv, slots, tokens, use_graphs=use_graphs)
 
-    def _make_all_reduce(self) -> AllReduce | None:
-        """Returns the sums over the ranks, made at the first call, or None for one rank."""
-        if self._group.size > 1 and self._exchange is None:
-            from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
+    def _make_all_reduce(self) -> None:
+        """Gives the layers their sum over the ranks, at the first call; none for one GPU."""
+        backend, group = self._backend, self._group
+        if group.size == 1 or not backend.has_kernels or backend.all_reduce is not None:
+            return
+        from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 
-            limits, hidden = self._config.scheduler, self._arch.hidden_size
-            longest = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-            layout = AllReduceLayout.of(self._group.size, longest, hidden, self._dtype)
-            self._exchange = AllReduce(
-                self._group.symmetric_buffer(layout.nbytes), layout, hidden, self._dtype
-            )
-        return self._exchange
+        limits, hidden = self._config.scheduler, self._model.hidden_size
+        max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        layout = AllReduceLayout.of(group.size, max_tokens, hidden, backend.dtype)
+        memory = group.symmetric_buffer(layout.nbytes)
+        backend.all_reduce = AllReduce(memory, layout, hidden, backend.dtype)
 
     def _captured_share(self) -> float:
         """Returns what part of the largest step the largest graph computes."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not self._config.parallel.cuda_graphs:
             return 0.0
         from aioinfer.worker.gpu_runner import MIXED_GRAPH_TOKENS
 
@@ -270,20 +260,20 @@ class Worker:
         return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
-        """Computes as many tokens, and chooses as many, as a step may, with a cache that is just
-        large enough."""
+        """Computes as many tokens, and samples as many, as a step may, with a cache that is just
+        large enough. Every request asks for all that sampling can take: float32 logits, counts of
+        tokens, log-probabilities."""
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
         rows = min(limits.max_num_seqs, budget)
-        longest = min(model_max_len, -(-budget // rows))
-        lengths = [min(longest, budget // rows + (row < budget % rows)) for row in range(rows)]
-        runner = self._make_runner(rows * -(-longest // self.block_size), rows, longest)
-        prompt = np.zeros(longest, np.int32)
+        max_len = min(model_max_len, -(-budget // rows))
+        lengths = [min(max_len, budget // rows + (row < budget % rows)) for row in range(rows)]
+        runner = self._make_runner(rows * -(-max_len // self.block_size), rows, max_len)
         admissions = [
-            Admission(slot, prompt[:length], length, SamplingParams(temperature=0), seed=0)
+            _admission(slot, length, _EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
-        plan = _make_plan(lengths, 0, self.block_size, admissions)
+        plan = _make_plan(lengths, 0, self.block_size, len(self._groups), rows, admissions)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only
 
@@ -292,23 +282,57 @@ class Worker:
         runner.step(plan).wait()
 
 
+#: A request that asks for all that sampling can do.
+_EVERYTHING = SamplingParams(
+    top_k=5,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    logit_bias={0: 1.0},
+    logprobs=MAX_LOGPROBS,
+    min_tokens=9,
+)
+
+
+def _one_group(model: CausalLM) -> tuple[KVGroup, ...]:
+    """Returns one group of all layers, whatever their windows."""
+    specs = [
+        replace(spec, window=None) for spec in model.kv_specs if isinstance(spec, AttentionSpec)
+    ]
+    return group_layers(specs)
+
+
+def _admission(
+    slot: int, length: int, params: SamplingParams, banned: tuple[int, ...] = ()
+) -> Admission:
+    """Returns the admission of a prompt of `length` zeros."""
+    return Admission(slot, np.zeros(length, np.int32), length, params, 0, banned)
+
+
 def _make_plan(
-    lengths: list[int], start: int, block_size: int, admissions: Sequence[Admission] = ()
+    lengths: list[int],
+    start: int,
+    block_size: int,
+    num_groups: int = 1,
+    max_num_seqs: int = 0,
+    admissions: Sequence[Admission] = (),
 ) -> StepPlan:
-    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and chooses the next
+    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
     one.
 
-    Admitted ones get their KV blocks one after the other from block 0 on.
+    Admitted requests get their KV blocks one after the other from block 0 on, in each of
+    `num_groups` groups.
     """
     rows, none = len(lengths), np.empty(0, np.int32)
     starts, samples = np.full(rows, start, np.int32), np.ones(rows, np.int32)
     counts = [-(-len(admission.tokens) // block_size) for admission in admissions]
-    table_slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    table_indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
-    table_blocks = np.arange(sum(counts), dtype=np.int32)
+    slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
+    blocks = np.arange(sum(counts), dtype=np.int32)
+    firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
     return StepPlan(
         -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
-        table_slots, table_indices, table_blocks, none, none, list(admissions),
+        (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
+        none, none, list(admissions),
     )  # fmt: skip
 
 

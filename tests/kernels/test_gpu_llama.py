@@ -10,11 +10,11 @@ import torch
 from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 from aioinfer.kernels.prepare import StepInputs
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
+from aioinfer.models.architecture import Architecture
+from aioinfer.models.llama_gpu import GpuLlama, GpuStep, Residual, SampledRows
 
 from aioinfer.layers.attention import AttentionMetadata, KVCache
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama_gpu import GpuLlama, GpuStep, Residual, SampledRows
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from tests.kernels.peer_processes import run_ranks

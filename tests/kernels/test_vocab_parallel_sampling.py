@@ -13,12 +13,12 @@ import torch
 from aioinfer.kernels import logprobs, penalties, sampling
 from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
 from aioinfer.kernels.symmetric_memory import LLBuffers, SymmetricBuffer
+from aioinfer.models.architecture import Architecture
+from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
 from sampling_cases import allowed_tokens, make_state
 
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.worker.vocab_parallel import merge_logprobs

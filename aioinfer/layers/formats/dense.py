@@ -1,0 +1,236 @@
+"""Weights as they are: float32, bfloat16 or float16, [out, in] as in checkpoints.
+
+On a CPU a float32 weight is laid out anew for oneDNN (`PackedWeight`). On a GPU with kernels few
+rows go through our own products, which take a norm before and a residual sum after them along, and
+the rest through cuBLAS (`KernelDenseWeight`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import NamedShards, Shard, Source, WeightShard
+from aioinfer.layers.norm import RMSNorm
+
+#: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
+#: and those serve prefill as well.
+_PACKED_ROWS = 8
+#: Up to so many rows our own products beat cuBLAS where nothing but a residual sum goes with them
+#: (docs/notes/products.md).
+SKINNY_ROWS = 8
+
+
+class DenseWeight:
+    """A weight computed with by torch.
+
+    Args:
+        sources: whose rows it holds, one after the other.
+        columns: the input features that this rank has.
+        backend: of the rank.
+    """
+
+    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+        self._sources = sources
+        self._columns = columns
+        rows = sum(source.rows.size for source in sources)
+        self.weight: torch.Tensor | None = torch.empty(
+            rows, columns.size, dtype=backend.dtype, device=backend.device
+        )
+        self._packed: PackedWeight | None = None
+
+    def weight_shards(self) -> NamedShards:
+        """See `WeightFormat.weight_shards`."""
+        assert self.weight is not None
+        first = 0
+        for source in self._sources:
+            part = self.weight[first : first + source.rows.size]
+            first += source.rows.size
+            if self._columns.size < self._columns.total:
+                shard = WeightShard(part, 1, self._columns.start, self._columns.total)
+            else:
+                shard = WeightShard(part, 0, source.rows.start, source.rows.total)
+            yield f"{source.name}.weight", shard
+
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        """See `WeightFormat.reorder_rows`."""
+        assert self.weight is not None
+        self.weight.copy_(self.weight[order.to(self.weight.device)])
+
+    def finalize(self) -> None:
+        """On a CPU in float32, lays the weight out anew: see `PackedWeight`."""
+        self._packed = pack_weight(self.weight)
+        if self._packed is not None:
+            self.weight = None
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        if self._packed is not None:
+            product = self._packed.multiply(x, bias)
+        else:
+            assert self.weight is not None
+            product = F.linear(x, self.weight, bias)
+        return product if out is None else out.copy_(product)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """See `WeightFormat.fuses_norm`."""
+        return False
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply_normed`."""
+        return self.multiply(norm(x), out=out)
+
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """Not here: rows are interleaved for kernels alone."""
+        raise NotImplementedError
+
+    def warm_up_gated(self) -> None:
+        """Does nothing: there are no kernels to compile."""
+
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """See `WeightFormat.add_product`."""
+        total += self.multiply(x)
+
+
+class KernelDenseWeight(DenseWeight):
+    """A weight computed with by our kernels and cuBLAS."""
+
+    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+        super().__init__(sources, columns, backend)
+        from aioinfer.kernels.activation import silu_mul
+        from aioinfer.kernels.gated_product import gated_product, supports, use_fused
+        from aioinfer.kernels.linear import skinny_linear
+
+        self._pdl = backend.pdl
+        self._skinny_linear, self._silu_mul = skinny_linear, silu_mul
+        self._gated_product, self._use_gated_product = gated_product, use_fused
+        assert self.weight is not None
+        like_inputs = self.weight.new_empty(1, columns.size)
+        self._has_gated_product = supports(like_inputs, self.weight)
+
+    @property
+    def _loaded(self) -> torch.Tensor:
+        assert self.weight is not None
+        return self.weight
+
+    def finalize(self) -> None:
+        """Leaves the weight as it is."""
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        weight = self._loaded
+        if bias is None and (len(x) == 1 or (out is not None and len(x) <= SKINNY_ROWS)):
+            return self._skinny_linear(x, weight, out=out, pdl=self._pdl)
+        if out is None:
+            return F.linear(x, weight, bias)
+        product = torch.mm(x, weight.t(), out=out)
+        return product if bias is None else product.add_(bias)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """See `WeightFormat.fuses_norm`."""
+        return rows == 1
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
+        if len(x) > SKINNY_ROWS:
+            return self.multiply(norm(x), out=out)
+        return self._skinny_linear(
+            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
+        )
+
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """See `WeightFormat.multiply_gated`."""
+        weight = self._loaded
+        if len(x) == 1:
+            given = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
+            return self._skinny_linear(x, weight, gated=True, pdl=self._pdl, **given)
+        normed = x if norm is None else norm(x)
+        if self._has_gated_product and self._use_gated_product(len(x), weight):
+            return self._gated_product(normed, weight, pdl=self._pdl)
+        return self._silu_mul(F.linear(normed, weight), pdl=self._pdl)
+
+    def warm_up_gated(self) -> None:
+        """See `WeightFormat.warm_up_gated`."""
+        from aioinfer.kernels.gated_product import TILE_TIMES
+
+        if self._has_gated_product:
+            weight = self._loaded
+            for config in TILE_TIMES:
+                self._gated_product(weight[: config.tokens], weight, pdl=self._pdl, config=config)
+
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """See `WeightFormat.add_product`."""
+        if len(x) <= SKINNY_ROWS:
+            self._skinny_linear(x, self._loaded, residual=total, out=total, pdl=self._pdl)
+        else:
+            total.addmm_(x, self._loaded.t())
+
+
+def make_dense(sources: Sequence[Source], columns: Shard, backend: Backend) -> DenseWeight:
+    """Returns the dense weight for the backend."""
+    kind = KernelDenseWeight if backend.has_kernels else DenseWeight
+    return kind(sources, columns, backend)
+
+
+class PackedWeight:
+    """A float32 weight on a CPU, laid out twice: for products with several rows, and with one.
+
+    Several rows go to oneDNN, which wants blocks of its own. One row is bound by how fast the
+    weight is read, and the fastest reader in torch is a batched product, which gives each thread a
+    part of the batch: the weight is cut into as many parts as there are threads. Wide weights are
+    cut along the output, as they are; others along the input, transposed, and the parts' results
+    are summed. That reads a sixth faster than oneDNN, for the weight's size once more. With one
+    thread there is the layout for several rows only.
+
+    Args:
+        weight: float32 [out, in].
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        out_features, in_features = weight.shape
+        self._blocks: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+        self._by_output = in_features > out_features
+        divided = out_features if self._by_output else in_features
+        self._parts = math.gcd(torch.get_num_threads(), divided)
+        if self._parts == 1:  # one thread: nothing to divide
+            return
+        if self._by_output:
+            self._row_layout = weight.view(self._parts, -1, in_features).transpose(1, 2)
+        else:
+            self._row_layout = weight.t().contiguous().view(self._parts, -1, out_features)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x W^T + b [..., out] for x [..., in]."""
+        if x.numel() != x.shape[-1] or self._parts == 1:
+            return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
+        if self._by_output:
+            expanded = x.reshape(1, 1, -1).expand(self._parts, -1, -1)
+            product = torch.bmm(expanded, self._row_layout)
+        else:
+            product = torch.bmm(x.reshape(self._parts, 1, -1), self._row_layout).sum(0)
+        product = product.view(*x.shape[:-1], -1)
+        return product if bias is None else product.add_(bias)
+
+
+def pack_weight(weight: torch.Tensor | None) -> PackedWeight | None:
+    """Returns a float32 CPU weight [out, in] laid out for products, or None for any other."""
+    if (
+        weight is None
+        or weight.device.type != "cpu"
+        or weight.dtype != torch.float32
+        or not torch.backends.mkldnn.is_available()
+    ):
+        return None
+    return PackedWeight(weight)

@@ -1,0 +1,180 @@
+"""Attention over the paged KV cache by the Triton kernels.
+
+What the kernels have to know of a step is worked out on the GPU, once a step for all layers that
+agree in it (`AttentionPlans`): how decodes are divided among programs, and which query tiles the
+other rows have. So the launches of a layer depend on nothing but the number of tokens, and a CUDA
+graph may hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
+from aioinfer.kernels.paged_attention import (
+    BLOCK_SIZES,
+    HEAD_SIZES,
+    make_prefill_plan,
+    paged_attention,
+)
+from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.step import SampledRows, Step
+
+
+def supports(shape: AttentionShape, block_size: int) -> bool:
+    """Whether the kernels have the head size and the block size."""
+    return shape.head_size in HEAD_SIZES and block_size in BLOCK_SIZES
+
+
+class AttentionPlans:
+    """The plans of a step, for all attention layers of a model.
+
+    Args:
+        rows, tokens: the most of a step.
+        programs: of decode attention, instead of what fits the GPU (for tests).
+    """
+
+    def __init__(self, rows: int, tokens: int, programs: int | None = None):
+        self._rows, self._tokens = rows, tokens
+        self._programs = programs
+        self._workspaces: dict[tuple[int, AttentionShape], DecodeWorkspace] = {}
+        self._prefills: dict[tuple[int, int, bool], PrefillPlan] = {}
+
+    def of_layer(
+        self, shape: AttentionShape, group: int, cache: KVCache
+    ) -> tuple[DecodeWorkspace, PrefillPlan]:
+        """Returns the plans that a layer shares with those like it."""
+        key = group, shape
+        if key not in self._workspaces:
+            self._workspaces[key] = DecodeWorkspace.create(
+                shape.num_heads, cache.keys, window=shape.window or 0, programs=self._programs
+            )
+        prefill = make_prefill_plan(
+            self._rows, self._tokens, shape.num_heads, cache.keys.dtype, cache.keys, cache.values
+        )
+        kind = prefill.group, prefill.tile_rows, prefill.hopper
+        return self._workspaces[key], self._prefills.setdefault(kind, prefill)
+
+    def fill(self, step: Step) -> None:
+        """Plans a step whose inputs are prepared; `step.num_decodes` is given."""
+        inputs, num_decodes = step.inputs, step.num_decodes
+        assert num_decodes is not None
+        for workspace in self._workspaces.values():
+            plan_decode(workspace, inputs.seq_lens[:num_decodes])
+        if step.has_prefill:
+            starts, lens, tokens = inputs.query_starts, inputs.seq_lens, len(inputs.input_ids)
+            for prefill in self._prefills.values():
+                plan_prefill(prefill, starts, lens, num_decodes, tokens)
+
+    def clear_prefills(self) -> None:
+        """Makes the plans say that there is no prefill."""
+        for prefill in self._prefills.values():
+            prefill.tiles.zero_()
+
+
+class KernelAttention:
+    """The attention of one layer: norm and rotation of queries and keys, cache, attention.
+
+    Args:
+        shape, group: of the layer.
+        cache: the layer's.
+        plans: of the model.
+        cos_sin: see `Projection`.
+        norms: of queries and keys by head, or none.
+        pdl: launch as programmatic dependents.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        group: int,
+        cache: KVCache,
+        plans: AttentionPlans,
+        cos_sin: torch.Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        *,
+        pdl: bool,
+    ):
+        self._shape, self._group, self._cache = shape, group, cache
+        self._workspace, self._prefill = plans.of_layer(shape, group, cache)
+        self._cos_sin = cos_sin
+        self._pdl = pdl
+        self._norms: dict[str, Any] = {}
+        if norms is not None:
+            query_norm, key_norm = norms
+            self._norms = {
+                "q_weight": query_norm.weight,
+                "k_weight": key_norm.weight,
+                "eps": query_norm.eps,
+            }
+
+    def plan_sampled(self, sampled: SampledRows) -> None:
+        """Plans `attend_sampled`, whose decodes are not those of the step."""
+        if len(sampled.rows):
+            plan_decode(self._workspace, sampled.seq_lens)
+
+    def attend(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        """Caches the step's keys and values and returns [T, num_heads, head_size].
+
+        Args:
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_size], before norm and rotation.
+            step: planned by `AttentionPlans.fill`.
+        """
+        inputs, group = step.inputs, step.inputs.groups[self._group]
+        queries = self._queries(qkv)
+        projection = None
+        if step.num_decodes is not None:
+            projection = Projection(qkv, self._cos_sin, **self._norms)
+        # decode attention caches its own keys, if the host knows how many rows it has
+        first = step.num_decodes or 0
+        if first < len(qkv):
+            queries = self._rotate_and_cache(qkv, step, first)
+        return paged_attention(
+            queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
+            inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
+            prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
+            projection=projection, pdl=self._pdl,
+        )  # fmt: skip
+
+    def attend_sampled(self, qkv: torch.Tensor, step: Step, sampled: SampledRows) -> torch.Tensor:
+        """Caches the step's keys and values and returns the sampled rows' [S, num_heads,
+        head_size].
+
+        The rows are decodes here: one token each, with all that came before it in the cache.
+        """
+        num_decodes = step.num_decodes
+        assert num_decodes is not None
+        if num_decodes < len(qkv):
+            self._rotate_and_cache(qkv, step, num_decodes)
+        qkv = qkv.index_select(0, sampled.last)
+        queries, rows = self._queries(qkv), len(qkv)
+        if not rows:
+            return queries
+        tables = step.inputs.groups[self._group].block_tables.index_select(0, sampled.rows)
+        return paged_attention(
+            queries, self._cache.keys, self._cache.values, tables,
+            step.inputs.query_starts[: rows + 1], sampled.seq_lens, num_decodes=rows,
+            workspace=self._workspace, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
+            projection=Projection(qkv, self._cos_sin, **self._norms), pdl=self._pdl,
+        )  # fmt: skip
+
+    def _queries(self, qkv: torch.Tensor) -> torch.Tensor:
+        heads, size = self._shape.num_heads, self._shape.head_size
+        return qkv[:, : heads * size].view(-1, heads, size)
+
+    def _rotate_and_cache(self, qkv: torch.Tensor, step: Step, first: int) -> torch.Tensor:
+        """Norms and rotates the tokens from `first` on: keys and values go to the cache, queries
+        are returned [T, num_heads, head_size]."""
+        inputs, group, cache = step.inputs, step.inputs.groups[self._group], self._cache
+        out = torch.empty_like(self._queries(qkv), memory_format=torch.contiguous_format)
+        qk_norm_rope_cache(
+            qkv[first:], inputs.positions[first:], self._cos_sin, group.slot_mapping[first:],
+            cache.keys, cache.values, num_q_heads=self._shape.num_heads, out=out[first:],
+            pdl=self._pdl, **self._norms,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,226 @@
+"""Makes the layers of a model for one rank, so that a model's file says what the model is and
+nothing of devices, ranks, weight formats or loading."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from aioinfer.layers.attention import Attention, heads_of_rank
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
+from aioinfer.layers.formats.base import NamedShards, Shard, Source
+from aioinfer.layers.formats.dense import make_dense
+from aioinfer.layers.kv_cache import AttentionShape
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
+from aioinfer.layers.mlp import GatedMLP
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.rotary import RopeConfig, RotaryTable
+
+
+class Loadable(Protocol):
+    """A layer with parameters."""
+
+    def weight_shards(self) -> NamedShards: ...
+
+    def finalize(self) -> None: ...
+
+
+class LayerMaker:
+    """Makes layers and keeps those that have parameters.
+
+    Attributes:
+        backend: what the layers compute with.
+        hidden_size: of the residual stream.
+    """
+
+    def __init__(self, backend: Backend, hidden_size: int, max_len: int, norm_eps: float):
+        """
+        Args:
+            backend: of the rank.
+            hidden_size: of the residual stream.
+            max_len: the most positions of a sequence.
+            norm_eps: of every RMSNorm.
+        """
+        self.backend = backend
+        self.hidden_size = hidden_size
+        self._max_len = max_len
+        self._norm_eps = norm_eps
+        self._layers: list[Loadable] = []
+        self._to_prepare: list[Any] = []
+        self._tables: dict[Any, RotaryTable] = {}
+
+    # ---------------------------------------------------------------- what was made
+
+    def weight_shards(self) -> NamedShards:
+        """Yields (checkpoint name, where this rank's part of it goes) of every tensor."""
+        for layer in self._layers:
+            yield from layer.weight_shards()
+
+    def finalize(self) -> None:
+        """Prepares all loaded weights for the device."""
+        for layer in (*self._to_prepare, *self._layers):
+            layer.finalize()
+
+    # ---------------------------------------------------------------- layers
+
+    def embedding(self, name: str, vocab_size: int, *, scale: float = 1.0) -> Embedding:
+        """Returns the token embedding of the checkpoint module `name`."""
+        vocabulary = Vocabulary(vocab_size, self.backend.group)
+        return self._keep(Embedding(name, vocabulary, self.hidden_size, self.backend, scale=scale))
+
+    def head(
+        self, name: str, embedding: Embedding, *, tied: bool, scale: float = 1.0,
+        soft_cap: float = 0.0,
+    ) -> LMHead:  # fmt: skip
+        """Returns the LM head; `tied` to the embedding's weight, or of the module `name`."""
+        head = LMHead(
+            name,
+            embedding.vocabulary,
+            self.hidden_size,
+            self.backend,
+            tied=embedding if tied else None,
+            scale=scale,
+            soft_cap=soft_cap,
+        )
+        return self._keep(head)
+
+    def norm(self, name: str, size: int | None = None, *, unit_offset: bool = False) -> RMSNorm:
+        """Returns an RMSNorm, by default of the residual stream."""
+        size = self.hidden_size if size is None else size
+        norm = RMSNorm(name, size, self._norm_eps, self.backend, unit_offset=unit_offset)
+        return self._keep(norm)
+
+    def attention(
+        self,
+        name: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        rope: RopeConfig,
+        norm: RMSNorm | None,
+        post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
+        bias: bool = False,
+        output_bias: bool = False,
+        head_norms: bool = False,
+        unit_offset: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float = 0.0,
+        merged: str | None = None,
+    ) -> Attention:
+        """Returns the attention of the checkpoint module `name`.
+
+        Args:
+            num_heads, num_kv_heads, head_size: of all ranks together.
+            rope: of this layer.
+            norm, post_norm, residual_scale: as in `Attention`.
+            bias: of queries, keys and values. output_bias: of the output projection.
+            head_norms: whether queries and keys are normed by head (q_norm, k_norm).
+            unit_offset: of these norms.
+            window: the sliding window in tokens, or None.
+            scale: of the scores; by default head_size ** -0.5.
+            soft_cap: of the scores; 0 for none.
+            merged: the module that holds queries, keys and values together in the checkpoint, if
+                one does.
+        """
+        backend = self.backend
+        queries, keys = heads_of_rank(
+            num_heads, num_kv_heads, backend.group.rank, backend.group.size
+        )
+        heads = {"q_proj": (queries, num_heads), "k_proj": (keys, num_kv_heads)}
+        heads["v_proj"] = keys, num_kv_heads
+        sources, before = [], 0
+        in_all = (num_heads + 2 * num_kv_heads) * head_size
+        for module, (local, count) in heads.items():
+            start, size = local.start * head_size, len(local) * head_size
+            if merged is None:
+                rows = Shard(start, size, count * head_size)
+            else:
+                rows = Shard(before + start, size, in_all)
+            before += count * head_size
+            sources.append(Source(f"{name}.{merged or module}", rows))
+        columns = Shard(queries.start * head_size, len(queries) * head_size, num_heads * head_size)
+        shape = AttentionShape(
+            len(queries), len(keys), head_size,
+            head_size**-0.5 if scale is None else scale, window, soft_cap,
+        )  # fmt: skip
+        norms = None
+        qkv = self._column(sources, bias=bias)
+        output = self._row(f"{name}.o_proj", columns, bias=output_bias)
+        if head_norms:
+            norms = (
+                self.norm(f"{name}.q_norm", head_size, unit_offset=unit_offset),
+                self.norm(f"{name}.k_norm", head_size, unit_offset=unit_offset),
+            )
+        return Attention(
+            shape, qkv, output, self._rotary(rope, head_size), head_norms=norms, norm=norm,
+            post_norm=post_norm, residual_scale=residual_scale, backend=backend,
+        )  # fmt: skip
+
+    def gated_mlp(
+        self,
+        name: str,
+        intermediate_size: int,
+        *,
+        norm: RMSNorm | None,
+        activation: str = "silu",
+        post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
+        bias: bool = False,
+        merged: str | None = None,
+    ) -> GatedMLP:
+        """Returns the gated MLP of the checkpoint module `name`.
+
+        Args:
+            intermediate_size: of all ranks together.
+            activation: of the gate; see `mlp.ACTIVATIONS`.
+            norm, post_norm, residual_scale: as in `Attention`.
+            bias: of all projections.
+            merged: the module that holds gate and up together in the checkpoint, if one does.
+        """
+        shard = row_shard(intermediate_size, self.backend)
+        if merged is None:
+            sources = [Source(f"{name}.{part}", shard) for part in ("gate_proj", "up_proj")]
+        else:
+            starts = (shard.start, intermediate_size + shard.start)
+            sources = [
+                Source(f"{name}.{merged}", Shard(start, shard.size, 2 * intermediate_size))
+                for start in starts
+            ]
+        mlp = GatedMLP(
+            self._column(sources, bias=bias),
+            self._row(f"{name}.down_proj", shard, bias=bias),
+            shard.size,
+            activation=activation,
+            norm=norm,
+            post_norm=post_norm,
+            residual_scale=residual_scale,
+            backend=self.backend,
+        )
+        self._to_prepare.append(mlp)
+        return mlp
+
+    # ---------------------------------------------------------------- parts
+
+    def _keep(self, layer: Any) -> Any:
+        self._layers.append(layer)
+        return layer
+
+    def _column(self, sources: list[Source], *, bias: bool) -> ColumnParallelLinear:
+        weight = make_dense(sources, Shard.whole(self.hidden_size), self.backend)
+        return self._keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
+
+    def _row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
+        source = Source(name, Shard.whole(self.hidden_size))
+        weight = make_dense([source], columns, self.backend)
+        linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)
+        return self._keep(linear)
+
+    def _rotary(self, rope: RopeConfig, head_size: int) -> RotaryTable:
+        """Returns the table of a variant, made once for all layers that have it."""
+        key = rope.key, head_size
+        if key not in self._tables:
+            self._tables[key] = RotaryTable(rope, head_size, self._max_len, self.backend.device)
+        return self._tables[key]

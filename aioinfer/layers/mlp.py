@@ -1,0 +1,84 @@
+"""The gated MLP (SwiGLU and its like, Shazeer 2020): down(activation(gate x) * up x)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import Step
+
+#: By the names that configurations have for them.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class GatedMLP:
+    """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
+
+    With kernels and SiLU the rows of gate and up are interleaved, as the fused products want them.
+
+    Args:
+        gate_up: the merged projection: this rank's channels of the gate, then of up.
+        down: the second projection.
+        activation: of `ACTIVATIONS`.
+        norm, post_norm, residual_scale: as in `Attention`.
+        backend: of the rank.
+    """
+
+    def __init__(
+        self,
+        gate_up: ColumnParallelLinear,
+        down: RowParallelLinear,
+        channels: int,
+        *,
+        activation: str = "silu",
+        norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
+        backend: Backend,
+    ):
+        self.gate_up, self.down = gate_up, down
+        self._channels = channels
+        self._activation = ACTIVATIONS[activation]
+        self._norm, self._post_norm = norm, post_norm
+        self._residual_scale = residual_scale
+        self._pdl = backend.pdl
+        self._kernel: Callable[..., torch.Tensor] | None = None
+        if backend.has_kernels and activation == "silu":
+            from aioinfer.kernels.activation import GATE_RUN, silu_mul
+
+            self._kernel = silu_mul if channels % GATE_RUN == 0 else None
+
+    def finalize(self) -> None:
+        """Interleaves the rows of gate and up where the kernels want it. Called before the
+        projections' own `finalize`."""
+        if self._kernel is not None:
+            from aioinfer.kernels.gated_product import interleave
+
+            self.gate_up.reorder_rows(interleave(torch.arange(2 * self._channels)))
+
+    def warm_up(self) -> None:
+        """Launches the fused products in every configuration that the number of rows chooses."""
+        if self._kernel is not None and self.gate_up.bias is None:
+            self.gate_up.weight.warm_up_gated()
+
+    def __call__(self, stream: ResidualStream, step: Step) -> None:
+        """Adds the MLP of the stream's tokens to the stream."""
+        if self._kernel is None:
+            gate, up = self.gate_up.of_normed(stream, self._norm).chunk(2, dim=-1)
+            gated = self._activation(gate).mul_(up)
+        elif self.gate_up.bias is not None:
+            product = self.gate_up.of_normed(stream, self._norm)
+            gated = self._kernel(product, pdl=self._pdl)
+        else:
+            gated = self.gate_up.of_normed_gated(stream, self._norm)
+        self.down.add_to(stream, gated, norm=self._post_norm, scale=self._residual_scale)

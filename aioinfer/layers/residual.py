@@ -1,0 +1,83 @@
+"""The residual stream: the hidden states between the layers, to which every layer adds."""
+
+from __future__ import annotations
+
+import torch
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.norm import RMSNorm
+
+
+class ResidualStream:
+    """The hidden states of a step's tokens.
+
+    On several GPUs a row-parallel product leaves its partial sum in symmetric memory, and the
+    all-reduce waits for whoever reads the stream next: if that is a norm, one kernel sums over the
+    ranks, adds to the stream and norms. So no layer needs to know which norm follows it.
+
+    Args:
+        hidden: [T, hidden_size], added to in place.
+        backend: of the rank.
+        partial: [T, hidden_size], this rank's part of a sum that is yet to be reduced.
+        is_first: `hidden` has not been written yet; the reduced sum will be its first value.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        backend: Backend,
+        partial: torch.Tensor | None = None,
+        *,
+        is_first: bool = False,
+    ):
+        self._hidden = hidden
+        self._backend = backend
+        self._partial = partial
+        self._is_first = is_first
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[T, hidden_size], all sums reduced."""
+        self._reduce(None)
+        return self._hidden
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether no all-reduce is outstanding."""
+        return self._partial is None
+
+    def normed(self, norm: RMSNorm | None) -> torch.Tensor:
+        """Returns the norm of the stream [T, hidden_size]; without a norm the stream itself."""
+        if norm is None:
+            return self.hidden
+        if self._partial is not None and norm.weight.dtype == self._hidden.dtype:
+            normed = self._reduce(norm)
+            assert normed is not None
+            return normed
+        return norm(self.hidden)
+
+    def add_partial(self, partial: torch.Tensor) -> None:
+        """Adds a sum over the ranks. `partial` [T, hidden_size] is the beginning of
+        `Backend.all_reduce.partial`, which is not written again before the stream is read."""
+        assert self._partial is None
+        self._partial = partial
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the tokens `rows` (int32 [S]) alone."""
+        self._hidden = self.hidden.index_select(0, rows)
+
+    def _reduce(self, norm: RMSNorm | None) -> torch.Tensor | None:
+        if self._partial is None:
+            return None
+        all_reduce = self._backend.all_reduce
+        assert all_reduce is not None
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        normed = all_reduce.add(
+            self._partial, self._hidden, weight, eps,
+            is_first=self._is_first, pdl=self._backend.pdl,
+        )  # fmt: skip
+        self._partial, self._is_first = None, False
+        return normed

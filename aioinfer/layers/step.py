@@ -1,0 +1,100 @@
+"""The inputs of a step: what every layer reads, on any device.
+
+The worker's runner makes them from the slots. R rows (requests), T tokens, S sampled rows; decodes
+(rows of one token that is sampled) come before all other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """Where the tokens of a step lie in the blocks of one KV group.
+
+    Attributes:
+        slot_mapping: int64 [T], block * block_size + offset of each token; -1 in padding.
+        block_tables: int32 [R, max_blocks]; entries past a row's length may be any block.
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What is computed in a step. Rows and tokens past the step's own are padding.
+
+    Attributes:
+        input_ids, positions: int32 [T]; 0 in padding.
+        query_starts: int32 [R + 1], the first token of each row; padding rows are empty.
+        seq_lens: int32 [R], tokens of each row that are in the cache once this step's are written;
+            0 for padding rows.
+        groups: one for each KV group.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    groups: tuple[GroupInputs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The rows of a step whose next token is sampled, in any order.
+
+    Attributes:
+        rows: int32 [S], which rows.
+        last: int32 [S], the last token of each, as an index of the step's tokens.
+        seq_lens: int32 [S], theirs, as in `StepInputs`.
+    """
+
+    rows: torch.Tensor
+    last: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: StepInputs, rows: torch.Tensor, last: torch.Tensor) -> SampledRows:
+        """Returns `rows` (int32 [S]) of a step, whose last tokens are `last` (int32 [S])."""
+        return cls(rows, last, inputs.seq_lens.index_select(0, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """The lengths of a step's rows on the host, for what computes in plain torch.
+
+    Attributes:
+        query_lens: the tokens of each row in this step.
+        seq_lens: `StepInputs.seq_lens`.
+    """
+
+    query_lens: list[int]
+    seq_lens: list[int]
+
+
+@dataclass(slots=True)
+class Step:
+    """A step, as the layers see it.
+
+    Attributes:
+        inputs: the rows.
+        num_decodes: how many of the first rows have exactly one token and are sampled. None: the
+            attention plans on the GPU say it, so that a graph may be replayed for any number.
+        sampled: if given, the step's hidden states are wanted for the last tokens of these rows
+            alone; else for all tokens.
+        host: the rows' lengths; None inside a graph.
+        has_prefill: whether there may be rows beyond the decodes.
+        memo: what layers have computed for the step and other layers may use, by their own keys.
+    """
+
+    inputs: StepInputs
+    num_decodes: int | None
+    sampled: SampledRows | None = None
+    host: HostRows | None = None
+    has_prefill: bool = True
+    memo: dict[Any, Any] = field(default_factory=dict)

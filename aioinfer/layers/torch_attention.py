@@ -1,0 +1,291 @@
+"""Attention over the paged KV cache in plain torch: on CPUs, and for what the kernels lack.
+
+A sequence's blocks are gathered and torch's own attention is called: decodes of about equal length
+in one call, every other row in a call of its own. How rows are grouped is worked out once a step
+for each KV group and used by all of its layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.step import HostRows, Step
+
+
+@dataclass(slots=True)
+class Gather:
+    """Rows of a step that the torch backend computes together; made once a step for each window,
+    used by every layer.
+
+    Attributes:
+        first, count: the rows' tokens: `count` decodes, or the tokens of one row.
+        blocks: int32 [n], the KV blocks to gather, or None if the step itself has all keys.
+        shape: (sequences, tokens of the longest) of the gathered keys; (0, tokens) for the
+            tokens of one row.
+        mask: what may be attended to, to be added to the scores, or None for all (or plainly
+            causal).
+        padding: int64 [m], the positions of gathered keys past their sequence's end.
+    """
+
+    first: int
+    count: int
+    blocks: torch.Tensor | None
+    shape: tuple[int, int]
+    mask: torch.Tensor | None
+    padding: torch.Tensor | None = None
+
+
+class TorchAttention:
+    """Writes a step's keys and values to the cache of a layer, then attends.
+
+    Args:
+        shape: of the layer.
+        group: the number of its KV group.
+    """
+
+    def __init__(self, shape: AttentionShape, group: int):
+        self._shape = shape
+        self._group = group
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: KVCache,
+        step: Step,
+    ) -> torch.Tensor:
+        """Returns [T, num_heads, head_size].
+
+        Args:
+            queries: [T, num_heads, head_size], rotated. keys, values: [T, num_kv_heads,
+                head_size], likewise.
+            cache: the layer's; gets the step's keys and values.
+            step: with `host`; without padding.
+        """
+        inputs = step.inputs.groups[self._group]
+        cache.keys.flatten(0, 1).index_copy_(0, inputs.slot_mapping, keys)
+        cache.values.flatten(0, 1).index_copy_(0, inputs.slot_mapping, values)
+        memo = (TorchAttention, self._group)
+        gathers = step.memo.get(memo)
+        if gathers is None:
+            assert step.host is not None
+            gathers = plan_gathers(step.host, inputs.block_tables, cache.keys, self._shape.window)
+            step.memo[memo] = gathers
+        if len(gathers) == 1:
+            return self._attend(queries, keys, values, cache, gathers[0])
+        output = torch.empty_like(queries)
+        for gather in gathers:
+            tokens = slice(gather.first, gather.first + gather.count)
+            output[tokens] = self._attend(
+                queries[tokens], keys[tokens], values[tokens], cache, gather
+            )
+        return output
+
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: KVCache,
+        gather: Gather,
+    ) -> torch.Tensor:
+        if gather.shape[0]:
+            return self._attend_decodes(queries, cache, gather)
+        return self._attend_row(queries, keys, values, cache, gather)
+
+    def _attend_decodes(
+        self, queries: torch.Tensor, cache: KVCache, gather: Gather
+    ) -> torch.Tensor:
+        """Attends one token of each of several sequences.
+
+        The query heads that share a KV head are the queries of one product.
+        """
+        rows, length = gather.shape
+        kv_heads, head_size = self._shape.num_kv_heads, self._shape.head_size
+        assert gather.blocks is not None
+        grouped = queries.reshape(rows, kv_heads, -1, head_size)
+        all_keys, all_values = (
+            kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values)
+        )
+        # a former owner of the block may have left NaN there, which no mask hides
+        if gather.padding is not None:
+            all_keys.index_fill_(0, gather.padding, 0)
+            all_values.index_fill_(0, gather.padding, 0)
+        paged = (rows, -1, kv_heads, head_size)
+        attended = self._dot_product(
+            grouped,
+            all_keys.view(paged)[:, :length].transpose(1, 2),
+            all_values.view(paged)[:, :length].transpose(1, 2),
+            gather.mask,
+            is_causal=False,
+        )
+        return attended.reshape(queries.shape)
+
+    def _attend_row(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: KVCache,
+        gather: Gather,
+    ) -> torch.Tensor:
+        """Attends the tokens of one sequence to everything of it that is in the cache."""
+        if gather.blocks is not None:
+            keys = cache.keys.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
+            values = cache.values.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
+        attended = self._dot_product(
+            queries.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            gather.mask,
+            is_causal=gather.mask is None and gather.count > 1,
+        )
+        return attended[0].transpose(0, 1)
+
+    def _dot_product(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        """Returns attention [B, Hq, Q, D] of queries [B, Hq, Q, D] to keys and values [B, Hkv, K,
+        D]."""
+        shape, is_grouped = self._shape, queries.shape[1] != keys.shape[1]
+        if not shape.soft_cap:
+            return F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=is_causal,
+                scale=shape.scale,
+                enable_gqa=is_grouped,
+            )
+        if is_grouped:
+            keys, values = (
+                kv.repeat_interleave(queries.shape[1] // kv.shape[1], dim=1)
+                for kv in (keys, values)
+            )
+        scores = queries.float() @ keys.float().transpose(-1, -2) * shape.scale
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+        if is_causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores.masked_fill_(later, -torch.inf)
+        elif mask is not None:
+            scores += mask
+        return scores.softmax(-1).to(values.dtype) @ values
+
+
+def plan_gathers(
+    host: HostRows, tables: torch.Tensor, keys: torch.Tensor, window: int | None
+) -> list[Gather]:
+    """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks,
+    block_size, ...].
+
+    Blocks before the window of all of a row's tokens are left out: the row is computed as if it
+    began behind them.
+
+    Args:
+        host: the lengths of the rows.
+        tables: int32 [R, max_blocks], their KV blocks.
+        keys: [num_blocks, block_size, ...], for block size, dtype and device.
+        window: of the layer, or None.
+    """
+    block_size = keys.shape[1]
+    longer = (row for row, count in enumerate(host.query_lens) if count > 1)
+    decodes = next(longer, len(host.query_lens))
+    rows = zip(host.seq_lens, host.query_lens, strict=True)
+    skipped = [
+        0 if window is None else max(0, length - count - window + 1) // block_size
+        for length, count in rows
+    ]
+    lengths = [
+        length - blocks * block_size for length, blocks in zip(host.seq_lens, skipped, strict=True)
+    ]
+    if any(skipped):
+        columns = torch.tensor(skipped)[:, None] + torch.arange(tables.shape[1])
+        tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).to(tables.device))
+    gathers = [
+        _gather_decodes(tables, first, lengths[first:last], keys, window)
+        for first, last in _group_by_length(lengths[:decodes], block_size)
+    ]
+    first = decodes
+    for row in range(decodes, len(lengths)):
+        gathers.append(
+            _gather_row(tables[row], first, host.query_lens[row], lengths[row], keys, window)
+        )
+        first += host.query_lens[row]
+    return gathers
+
+
+def _group_by_length(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
+    """Returns runs (first, last) of rows so that padding to the longest row of a run at most
+    doubles its blocks."""
+    runs: list[tuple[int, int]] = []
+    first = longest = total = 0
+    for row, length in enumerate(lengths):
+        blocks = -(-length // block_size)
+        new_longest, new_total = max(longest, blocks), total + blocks
+        if row > first and new_longest * (row + 1 - first) > 2 * new_total:
+            runs.append((first, row))
+            first, longest, total = row, blocks, blocks
+        else:
+            longest, total = new_longest, new_total
+    return [*runs, (first, len(lengths))] if lengths else []
+
+
+def _gather_decodes(
+    tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None
+) -> Gather:
+    rows, longest, block_size = len(lengths), max(lengths), cache.shape[1]
+    blocks = -(-longest // block_size)
+    ends = torch.tensor(lengths)[:, None]
+    positions = torch.arange(longest)  # what the last blocks hold beyond the longest row is cut off
+    hidden = positions >= ends
+    padding = None
+    if hidden.any():
+        gathered = torch.arange(rows)[:, None] * (blocks * block_size) + positions
+        padding = gathered[hidden].to(cache.device)
+    if window is not None:
+        hidden |= positions < ends - window
+    mask = _mask(hidden, cache)[:, None, None] if hidden.any() else None
+    blocks_of_rows = tables[first : first + rows, :blocks].flatten()
+    return Gather(first, rows, blocks_of_rows, (rows, longest), mask, padding)
+
+
+def _gather_row(
+    table: torch.Tensor,
+    first: int,
+    count: int,
+    length: int,
+    cache: torch.Tensor,
+    window: int | None,
+) -> Gather:
+    is_whole = count == length
+    blocks = None if is_whole else table[: -(-length // cache.shape[1])]
+    mask = None
+    if not (is_whole or count == 1) or (window is not None and length > window):
+        queries, keys = torch.arange(length - count, length)[:, None], torch.arange(length)
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = _mask(hidden, cache)
+    return Gather(first, count, blocks, (0, length), mask)
+
+
+def _mask(hidden: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Returns what to add to the scores, with the cache's dtype and device: minus infinity where
+    `hidden`."""
+    return (
+        torch.zeros(hidden.shape, dtype=cache.dtype)
+        .masked_fill_(hidden, -torch.inf)
+        .to(cache.device)
+    )

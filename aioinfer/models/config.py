@@ -1,0 +1,184 @@
+"""What all decoder models say of themselves in `config.json`, and how it is read.
+
+A family's file has a subclass of `DecoderConfig` with the fields that it alone has. The parent
+process reads the configuration to check sizes before it spawns anything; the worker builds the
+model from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.mlp import ACTIVATIONS
+from aioinfer.layers.rotary import RopeConfig
+
+#: What each variant of RoPE needs in the configuration.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "dynamic": ("factor",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A model's shape.
+
+    Attributes:
+        windows: of each layer, the sliding window in tokens, or None.
+        max_len: the longest sequence that the model was made for.
+        dtype: of the checkpoint.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    max_len: int
+    tied_embeddings: bool
+    activation: str
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Returns the configuration of a decoded `config.json`. A family reads its own fields in
+        `own_fields`.
+
+        Raises:
+            KeyError: a field is missing. ConfigError: a value is not supported.
+        """
+        heads = config["num_attention_heads"]
+        rope = read_rope(config)
+        activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ConfigError(f"the activation {activation!r} is not supported; these are: {known}")
+        fields: dict[str, Any] = {
+            "vocab_size": config["vocab_size"],
+            "hidden_size": config["hidden_size"],
+            "intermediate_size": config["intermediate_size"],
+            "num_layers": config["num_hidden_layers"],
+            "num_heads": heads,
+            "num_kv_heads": config.get("num_key_value_heads") or heads,
+            "head_size": config.get("head_dim") or config["hidden_size"] // heads,
+            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "max_len": _stretched_len(config["max_position_embeddings"], rope),
+            "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "activation": activation,
+            "rope": rope,
+            "windows": (None,) * config["num_hidden_layers"],
+            "dtype": _read_dtype(config),
+        }
+        return cls(**{**fields, **cls.own_fields(config)})
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields that a family reads itself, those above among them that differ."""
+        return {}
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises `ConfigError`, naming the sizes that would work, unless heads and MLP divide among
+        `size` ranks."""
+        if not self._divides(size):
+            sizes = range(1, self.num_heads + 1)
+            fitting = ", ".join(str(number) for number in sizes if self._divides(number))
+            raise ConfigError(
+                f"parallel.tensor_parallel_size = {size} does not divide this model "
+                f"({self.num_heads} heads, {self.num_kv_heads} KV heads, intermediate size "
+                f"{self.intermediate_size}); these do: {fitting}"
+            )
+
+    def _divides(self, size: int) -> bool:
+        kv_fit = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
+        return self.num_heads % size == 0 and kv_fit and self.intermediate_size % size == 0
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """Returns the decoded `config.json` of a model folder. Raises `ConfigError`."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} does not hold an object")
+    return config
+
+
+def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+    Args:
+        config: the decoded `config.json`.
+        parameters: instead of its `rope_parameters`, where layers of several kinds have their own.
+    """
+    given = parameters or config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = dict(given)
+    theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    kinds = [scaling.pop(name, None) for name in ("rope_type", "type")]
+    kind = kinds[0] or kinds[1] or "default"
+    if kind not in _ROPE_KEYS:
+        known = ", ".join(_ROPE_KEYS)
+        raise ConfigError(f"the RoPE variant {kind!r} is not supported; these are: {known}")
+    if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
+        raise ConfigError(
+            "partial_rotary_factor: RoPE over a part of the channels is not supported"
+        )
+    max_len = config["max_position_embeddings"]
+    original = (
+        config.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or max_len
+    )
+    scaling["original_max_position_embeddings"] = original
+    if kind == "yarn" and scaling.get("factor") is None:
+        scaling["factor"] = max_len / original
+    for key in _ROPE_KEYS[kind]:
+        if scaling.get(key) is None:
+            raise ConfigError(
+                f"the RoPE variant {kind!r} lacks {key!r} in rope_parameters (or rope_scaling)"
+            )
+    return RopeConfig(float(theta), kind, scaling)
+
+
+def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer, by `layer_types` where there are such, or the same
+    for all."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    return tuple(window or None if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _stretched_len(max_position_embeddings: int, rope: RopeConfig) -> int:
+    """Returns the longest text for which a model's RoPE was stretched; Llama 3's configurations
+    give it as it is."""
+    scaling = rope.scaling or {}
+    if rope.kind in ("default", "llama3"):
+        return max_position_embeddings
+    stretched = int(scaling["original_max_position_embeddings"] * scaling["factor"])
+    return max(max_position_embeddings, stretched)
+
+
+def _read_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Reads `dtype` (transformers 5) or `torch_dtype` (before)."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = name.removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"the dtype {name!r} is not supported")
+    return dtype

@@ -1,0 +1,222 @@
+"""A decoder-only transformer: embedding, layers, norm, head. Families differ in their layers.
+
+The worker's runner knows a model by the protocol `CausalLM`; `DecoderModel` implements it for all
+models that are built from our layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from aioinfer.ipc.kv_spec import KVGroup, KVSpec
+from aioinfer.layers.attention import Attention
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
+from aioinfer.layers.formats.base import NamedShards
+from aioinfer.layers.kv_cache import KVCache
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.mlp import GatedMLP
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import Step
+from aioinfer.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_attention import AttentionPlans
+
+
+class CausalLM(Protocol):
+    """One rank's part of a model, as the worker sees it.
+
+    Attributes:
+        backend: what it computes with.
+        vocabulary: which token ids this rank scores.
+        hidden_size: of the residual stream.
+        weights_bytes: of this rank's parameters, a tied one counted once.
+        kv_specs: what each layer keeps in the KV cache.
+    """
+
+    backend: Backend
+    vocabulary: Vocabulary
+    hidden_size: int
+    weights_bytes: int
+    kv_specs: Sequence[KVSpec]
+
+    def weight_shards(self) -> NamedShards:
+        """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before
+        `finalize`."""
+        ...
+
+    def finalize(self) -> None:
+        """Prepares the loaded weights for the device."""
+        ...
+
+    def bind(
+        self, groups: Sequence[KVGroup], kv: Sequence[torch.Tensor], rows: int, tokens: int
+    ) -> None:
+        """Gives the layers their KV cache; the last call holds.
+
+        Args:
+            groups: the layers that share block tables.
+            kv: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size].
+            rows, tokens: the most of a step.
+        """
+        ...
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether steps without `Step.host` can be computed, as CUDA graphs need it; known once the
+        model is bound."""
+        ...
+
+    def warm_up(self) -> None:
+        """Launches the kernels that the number of a step's tokens chooses among."""
+        ...
+
+    def plan(self, step: Step) -> None:
+        """Works out what the layers have to know of a step whose inputs are prepared; before
+        `begin`, and never inside a graph that is replayed for other numbers of rows."""
+        ...
+
+    def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+        """Computes all layers but the last, and writes the KV cache.
+
+        With `num_decodes` None this depends on the number of tokens only.
+
+        Args:
+            out: [T, hidden_size] to write the stream to; by default a new tensor.
+        """
+        ...
+
+    def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
+        """Computes the last layer. Returns hidden states before the last norm: [S, hidden_size] of
+        the sampled rows, or [T, hidden_size] of a step without."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns [S, local_size] for hidden states [S, hidden_size]: the logits of the token ids
+        that this rank has, in the model's dtype or in float32.
+
+        Args:
+            out: [S, shard_size] in the model's dtype that may be written to.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer: attention and MLP, each with its norms and its sum into the residual stream."""
+
+    attention: Attention
+    mlp: GatedMLP
+
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """Adds the layer's results to the stream; see `Attention` for `is_last`."""
+        self.attention(stream, step, is_last=is_last)
+        if len(stream):
+            self.mlp(stream, step)
+
+
+class DecoderModel:
+    """Implements `CausalLM` for a model built from layers.
+
+    Args:
+        config: of the model.
+        make: makes the layers.
+        layer: returns layer `number`, made by a maker.
+        embedding, norm, head: by default those of the names that most checkpoints have.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        make: LayerMaker,
+        layer: Callable[[int], DecoderLayer],
+        *,
+        embedding: Embedding | None = None,
+        norm: RMSNorm | None = None,
+        head: LMHead | None = None,
+    ):
+        self._make = make
+        self.backend = make.backend
+        self.hidden_size = config.hidden_size
+        self.embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
+        self.layers = [layer(number) for number in range(config.num_layers)]
+        self.norm = norm or make.norm("model.norm")
+        tied = config.tied_embeddings
+        self.head = head or make.head("lm_head", self.embedding, tied=tied)
+        self.vocabulary = self.embedding.vocabulary
+        self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
+        self._plans: AttentionPlans | None = None
+
+    def weight_shards(self) -> NamedShards:
+        """See `CausalLM.weight_shards`."""
+        return self._make.weight_shards()
+
+    def finalize(self) -> None:
+        """See `CausalLM.finalize`."""
+        self._make.finalize()
+
+    def bind(
+        self,
+        groups: Sequence[KVGroup],
+        kv: Sequence[torch.Tensor],
+        rows: int,
+        tokens: int,
+        programs: int | None = None,
+    ) -> None:
+        """See `CausalLM.bind`; `programs` as in `AttentionPlans`."""
+        self._plans = self._make_plans(kv[0].shape[3], rows, tokens, programs)
+        for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
+            for index, layer in enumerate(group.layers):
+                cache = KVCache(tensors[0, index], tensors[1, index])
+                self.layers[layer].attention.bind(cache, number, self._plans)
+
+    def _make_plans(
+        self, block_size: int, rows: int, tokens: int, programs: int | None
+    ) -> AttentionPlans | None:
+        """Returns the plans for attention by the kernels, or None if a layer's shape needs plain
+        torch."""
+        if not self.backend.has_kernels:
+            return None
+        from aioinfer.layers.kernel_attention import AttentionPlans, supports
+
+        shapes = (layer.attention.shape for layer in self.layers)
+        if not all(supports(shape, block_size) for shape in shapes):
+            return None
+        return AttentionPlans(rows, tokens, programs)
+
+    @property
+    def supports_graphs(self) -> bool:
+        """See `CausalLM.supports_graphs`."""
+        return self._plans is not None
+
+    def warm_up(self) -> None:
+        """See `CausalLM.warm_up`."""
+        self.layers[0].mlp.warm_up()
+
+    def plan(self, step: Step) -> None:
+        """See `CausalLM.plan`."""
+        if self._plans is not None:
+            self._plans.fill(step)
+
+    def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+        """See `CausalLM.begin`."""
+        stream = self.embedding(step.inputs.input_ids, out)
+        for layer in self.layers[:-1]:
+            layer(stream, step)
+        return stream
+
+    def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
+        """See `CausalLM.finish`."""
+        self.layers[-1](stream, step, is_last=True)
+        return stream.hidden
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `CausalLM.logits`."""
+        return self.head(hidden, self.norm, out)

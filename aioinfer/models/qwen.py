@@ -1,0 +1,75 @@
+"""Qwen2, with biases on queries, keys and values, and Qwen3, which norms queries and keys by head
+instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.config import DecoderConfig, read_windows
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2Config(DecoderConfig):
+    """The biases of the projections, and whether queries and keys are normed by head."""
+
+    qkv_bias: bool = True
+    output_bias: bool = False
+    head_norms: bool = False
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the windows: none unless `use_sliding_window`; by `layer_types`, or of the layers
+        from `max_window_layers` on."""
+        if not config.get("use_sliding_window", False):
+            return {}
+        config = {"sliding_window": 4096, **config}
+        if config.get("layer_types"):
+            return {"windows": read_windows(config)}
+        first = config.get("max_window_layers", 28)
+        window, layers = config["sliding_window"] or None, range(config["num_hidden_layers"])
+        return {"windows": tuple(window if number >= first else None for number in layers)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Heads are 128 wide unless the configuration says otherwise."""
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the biases beside what Qwen2 has."""
+        bias = bool(config.get("attention_bias", False))
+        own = {"head_size": config.get("head_dim") or 128, "head_norms": True}
+        return {**Qwen2Config.own_fields(config), **own, "qkv_bias": bias, "output_bias": bias}
+
+
+class QwenModel(DecoderModel):
+    """Llama's layers with these differences."""
+
+    def __init__(self, config: Qwen2Config, make: LayerMaker):
+        def layer(number: int) -> DecoderLayer:
+            prefix = f"model.layers.{number}"
+            attention = make.attention(
+                f"{prefix}.self_attn",
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                rope=config.rope,
+                window=config.windows[number],
+                norm=make.norm(f"{prefix}.input_layernorm"),
+                bias=config.qkv_bias,
+                output_bias=config.output_bias,
+                head_norms=config.head_norms,
+            )
+            mlp = make.gated_mlp(
+                f"{prefix}.mlp",
+                config.intermediate_size,
+                activation=config.activation,
+                norm=make.norm(f"{prefix}.post_attention_layernorm"),
+            )
+            return DecoderLayer(attention, mlp)
+
+        super().__init__(config, make, layer)

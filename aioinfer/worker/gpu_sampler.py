@@ -1,0 +1,160 @@
+"""Sampling on a GPU: from the logits of a step's sampled rows to tokens in the slots and in the
+results, and log-probabilities. The counterpart of `sampler`, whose rules hold here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.plan import I32
+from aioinfer.kernels.logprobs import MAX_TOP, shard_logprobs, token_logprobs
+from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalties
+from aioinfer.kernels.prepare import append_tokens
+from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
+from aioinfer.kernels.symmetric_memory import LLBuffers
+from aioinfer.layers.embedding import Vocabulary
+from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots
+from aioinfer.worker.staging import NUM_BUFFERS
+from aioinfer.worker.vocab_parallel import merge_logprobs
+
+#: What rows ask for that a graph of a decode step does not hold.
+ADJUSTED = BIASED | BANNED | PENALIZED
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The rows of a step that sample a token, on the device and on the host. S rows.
+
+    Attributes:
+        slots, positions, is_real: int32 [S] on the device; `is_real` is 0 for padding.
+        host_slots, host_positions: int32, of the rows without padding.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    is_real: torch.Tensor
+    host_slots: I32
+    host_positions: I32
+
+
+class GpuSampler:
+    """Samples for one rank; with several ranks, all of them call it alike.
+
+    Args:
+        slots: the running requests.
+        vocabulary: which token ids this rank has logits of.
+        max_rows: of a step.
+    """
+
+    def __init__(self, slots: Slots, vocabulary: Vocabulary, max_rows: int):
+        self._slots = slots
+        self._vocabulary = vocabulary
+        device = slots.device
+        self._state = SamplingState(
+            slots.seeds, slots.temperature, slots.top_k, slots.top_p, slots.min_p
+        )
+        self._shard = self._make_shard(max_rows)
+        self._results = torch.zeros(NUM_BUFFERS, max_rows, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._host_results = torch.zeros(
+            NUM_BUFFERS, max_rows, dtype=torch.int32, pin_memory=pinned
+        )
+
+    def _make_shard(self, max_rows: int) -> VocabShard | None:
+        """Returns what vocabulary-parallel sampling takes; None for one rank."""
+        vocabulary, group = self._vocabulary, self._vocabulary.group
+        if group.size == 1:
+            return None
+        memory = group.symmetric_buffer(LLBuffers.nbytes(max_rows, group.size))
+        return VocabShard(vocabulary.start, vocabulary.vocab_size, LLBuffers(memory))
+
+    def results(self, index: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the first `count` tokens (int32) of result buffer `index`: on the device, and
+        where they go in pinned memory."""
+        return self._results[index, :count], self._host_results[index, :count]
+
+    def needs_resampling(self, slot_ids: I32, positions: I32) -> bool:
+        """Whether any of the rows asks for more than `sample_plain` does."""
+        flags = self._slots.current_flags(slot_ids, positions)
+        return bool(flags.max() & (ADJUSTED | LOGPROBS))
+
+    def sample_plain(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        is_real: torch.Tensor,
+        buffer_index: torch.Tensor,
+    ) -> torch.Tensor:
+        """Samples a token (int32 [S]) for each row of logits [S, local_size], by temperature and
+        filters, and enters it in its slot and in the results. A graph may hold it.
+
+        Args:
+            slots, positions, is_real: int32 [S], as in `SamplingRows`.
+            buffer_index: int32 [1], which result buffer to write.
+        """
+        tokens = sample_tokens(logits, slots, positions, self._state, share=self._shard)
+        append_tokens(
+            tokens, slots, positions, is_real, self._slots.tokens,
+            results=self._results, turn=buffer_index,
+        )  # fmt: skip
+        return tokens
+
+    def sample(
+        self, logits: torch.Tensor, rows: SamplingRows, buffer_index: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Samples a token for each row of logits [S, local_size] as its request asks, and enters it
+        in its slot and in the results.
+
+        Returns:
+            Log-probabilities, or nothing if no row asks for them: those of the model, before any
+            adjustment; float32 [S], int32 [S, K] and float32 [S, K] as in `Sampled`.
+        """
+        slots = self._slots
+        flags = slots.current_flags(rows.host_slots, rows.host_positions)
+        asked = int(np.bitwise_or.reduce(flags, initial=0))
+        adjusted = logits
+        if asked & ADJUSTED:
+            adjusted = logits.to(torch.float32, copy=True)
+            self._adjust(adjusted, rows, asked)
+        tokens = self.sample_plain(adjusted, rows.slots, rows.positions, rows.is_real, buffer_index)
+        if asked & PENALIZED:
+            add_occurrences(
+                tokens, rows.slots, slots.occurrences.row_of_slot, slots.occurrences.rows
+            )
+        if not asked & LOGPROBS:
+            return ()
+        asking = torch.from_numpy((flags & LOGPROBS).astype(np.int32))
+        most = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
+        return self._logprobs(logits, tokens, asking.to(logits.device, non_blocking=True), most)
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, asking: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the log-probabilities of the tokens and of the `count` likeliest."""
+        top = min(MAX_TOP, self._vocabulary.vocab_size)
+        if self._shard is None:
+            own, top_tokens, top_logprobs = token_logprobs(logits, tokens, asking, top)
+        else:
+            found = shard_logprobs(logits, tokens, asking, top, self._vocabulary.start)
+            own, top_tokens, top_logprobs = merge_logprobs(self._vocabulary, found, top)
+        return own, top_tokens[:, :count].contiguous(), top_logprobs[:, :count].contiguous()
+
+    def _adjust(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> None:
+        """Applies biases, bans and penalties to logits [S, local_size], in place."""
+        slots, first, size = self._slots, self._vocabulary.start, self._vocabulary.local_size
+        if asked & BIASED:
+            add_biases(logits, rows.slots, slots.bias.ids, slots.bias.values, first=first)
+        if asked & BANNED:
+            add_biases(
+                logits, rows.slots, slots.banned.ids, slots.banned.values,
+                positions=rows.positions, until=slots.banned_until, first=first,
+            )  # fmt: skip
+        if asked & PENALIZED:
+            counts = slots.occurrences
+            apply_penalties(
+                logits, rows.slots, counts.row_of_slot, counts.rows[:, first : first + size],
+                slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty,
+            )  # fmt: skip

@@ -1,0 +1,73 @@
+"""The KV cache of one rank: a tensor for each KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.worker.memory import make_kv
+
+
+class KVTensors:
+    """Keys and values of all layers, zero at first.
+
+    Attributes:
+        groups: the layers that share block tables.
+        tensors: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size].
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.groups = tuple(groups)
+        self.tensors = [
+            make_kv(_shape(group, blocks, block_size), dtype, device)
+            for group, blocks in zip(groups, num_blocks, strict=True)
+        ]
+
+    def copy_blocks(
+        self, counts: Sequence[int], sources: torch.Tensor, targets: torch.Tensor
+    ) -> None:
+        """Copies KV blocks; all sources of a group are read before any target is written.
+
+        Args:
+            counts: how many copies each group has.
+            sources, targets: int32 [copies] on the device, one group after the other.
+        """
+        start = 0
+        for tensor, count in zip(self.tensors, counts, strict=True):
+            if count:
+                here = slice(start, start + count)
+                start += count
+                copied = tensor.index_select(2, sources[here])
+                tensor.index_copy_(2, targets[here].long(), copied)
+
+    def zero(self, blocks: int) -> None:
+        """Writes zeros to the first `blocks` blocks of each group."""
+        for tensor in self.tensors:
+            tensor[:, :, :blocks] = 0
+
+
+def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
+    """Returns what `KVTensors.copy_blocks` takes, for a plan's copies: the counts, and sources and
+    targets as int32 [2, copies]."""
+    order = np.argsort(plan.copy_groups, kind="stable")
+    counts = np.bincount(plan.copy_groups, minlength=num_groups).tolist()
+    return counts, np.stack([plan.copy_sources, plan.copy_targets])[:, order]
+
+
+def _shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Returns the shape of a group's tensor."""
+    spec = group.spec
+    if not isinstance(spec, AttentionSpec):
+        raise NotImplementedError(f"no layer keeps a {type(spec).__name__} yet")
+    return 2, len(group.layers), num_blocks, block_size, spec.num_kv_heads, spec.head_size
