@@ -1,11 +1,13 @@
-"""The two ends of the model, whole and shared out; the ranks' sums are done here by hand."""
+"""The two ends of the model, whole and split over ranks, whose sums are done here by hand."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
+from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 
 CPU = torch.device("cpu")
@@ -19,17 +21,29 @@ class Rank(ParallelGroup):
         return values
 
 
-def shares(weight: torch.Tensor, size: int) -> list[tuple[Vocabulary, torch.Tensor]]:
-    """Returns each rank's vocabulary and part of the weight."""
+def backend(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Backend:
+    return Backend(CPU, dtype, Rank(rank, size))
+
+
+def load(layer: Embedding | LMHead, weight: torch.Tensor) -> None:
+    """Fills a layer with its shard of the weight."""
+    for _, shard in layer.weight_shards():
+        assert shard.checkpoint_shape == list(weight.shape)
+        shard.destination.copy_(weight[shard.start : shard.start + len(shard.destination)])
+
+
+def embeddings(weight: torch.Tensor, size: int) -> list[Embedding]:
+    """Returns each rank's embedding."""
     found = []
     for rank in range(size):
         vocabulary = Vocabulary(len(weight), Rank(rank, size))
-        mine = vocabulary.rows(HIDDEN, torch.float32, CPU)
-        target = vocabulary.target(mine)
-        assert target.checkpoint_shape == list(weight.shape)
-        target.destination.copy_(weight[target.start : target.start + len(target.destination)])
-        found.append((vocabulary, mine))
+        found.append(Embedding("e", vocabulary, HIDDEN, backend(rank, size)))
+        load(found[-1], weight)
     return found
+
+
+def no_norm(dtype: torch.dtype = torch.float32) -> RMSNorm:
+    return RMSNorm("n", HIDDEN, 1e-5, backend(dtype=dtype))
 
 
 SIZES = [(64, 1), (64, 4), (61, 2), (61, 4), (9, 4), (5, 4), (3, 8)]
@@ -39,7 +53,7 @@ SIZES = [(64, 1), (64, 4), (61, 2), (61, 4), (9, 4), (5, 4), (3, 8)]
 def test_embeddings_sum_to_the_whole(vocab_size: int, size: int):
     weight = torch.randn(vocab_size, HIDDEN)
     ids = torch.arange(vocab_size).flip(0)
-    parts = [Embedding(vocabulary, mine)(ids) for vocabulary, mine in shares(weight, size)]
+    parts = [embedding(ids.int()).hidden for embedding in embeddings(weight, size)]
     torch.testing.assert_close(torch.stack(parts).sum(0), weight[ids], rtol=0, atol=0)
 
 
@@ -48,25 +62,49 @@ def test_embeddings_sum_to_the_whole(vocab_size: int, size: int):
 def test_logits_side_by_side_are_the_whole(vocab_size: int, size: int, prepared: bool):
     weight, hidden = torch.randn(vocab_size, HIDDEN), torch.randn(3, HIDDEN)
     parts = []
-    for vocabulary, mine in shares(weight, size):
-        head = LMHead(vocabulary, mine)
+    norm = no_norm()
+    for rank in range(size):
+        vocabulary = Vocabulary(vocab_size, Rank(rank, size))
+        head = LMHead("h", vocabulary, HIDDEN, backend(rank, size))
+        load(head, weight)
         if prepared:
             head.finalize()
-        parts.append(head(hidden))
+        parts.append(head(hidden, norm))
     logits = torch.cat(parts, dim=-1)
     # no column of padding
-    torch.testing.assert_close(logits, hidden @ weight.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, norm(hidden) @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_weight_serves_both_ends_after_preparing(dtype: torch.dtype):
     vocabulary = Vocabulary(32, ParallelGroup.single())
-    weight = vocabulary.rows(HIDDEN, dtype, CPU).normal_()
-    embedding, head = Embedding(vocabulary, weight), LMHead(vocabulary, weight)
+    embedding = Embedding("e", vocabulary, HIDDEN, backend(dtype=dtype))
+    weight = embedding.weight.normal_().clone()
+    head = LMHead("h", vocabulary, HIDDEN, backend(dtype=dtype), tied=embedding)
+    assert list(head.weight_shards()) == []
     head.finalize()
-    hidden = embedding(torch.tensor([3, 31, 3]))
-    logits = head(hidden)
+    hidden = embedding(torch.tensor([3, 31, 3], dtype=torch.int32)).hidden
+    norm = no_norm(dtype)
+    logits = head(hidden, norm)
     assert hidden.dtype == dtype
     assert logits.dtype == torch.float32
     torch.testing.assert_close(hidden, weight[[3, 31, 3]], rtol=0, atol=0)
-    torch.testing.assert_close(logits, (hidden @ weight.T).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, (norm(hidden) @ weight.T).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_embeddings_are_scaled_by_the_rounded_factor():
+    vocabulary, wide = Vocabulary(8, ParallelGroup.single()), backend(dtype=torch.bfloat16)
+    embedding = Embedding("e", vocabulary, HIDDEN, wide, scale=33.94)
+    embedding.weight.fill_(1)
+    hidden = embedding(torch.tensor([1], dtype=torch.int32)).hidden
+    assert hidden.unique().tolist() == [34.0]  # the bfloat16 next to 33.94
+    assert embedding.weight.unique().tolist() == [1.0]
+
+
+def test_logits_are_scaled_and_capped():
+    vocabulary = Vocabulary(8, ParallelGroup.single())
+    head = LMHead("h", vocabulary, HIDDEN, backend(), scale=0.25, soft_cap=2.0)
+    weight, hidden, norm = torch.randn(8, HIDDEN) * 5, torch.randn(3, HIDDEN), no_norm()
+    load(head, weight)
+    expected = 2.0 * torch.tanh(norm(hidden) @ weight.T * 0.25 / 2.0)
+    torch.testing.assert_close(head(hidden, norm), expected, rtol=1e-5, atol=1e-5)

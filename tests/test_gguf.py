@@ -12,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from aioinfer.models.architecture import Architecture
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -21,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aioinfer.checkpoint.gguf import convert_gguf
 from aioinfer.errors import ConfigError
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.registry import load_model_config
 from tests.paged_model import PagedModel, load_model
 from tests.real_tokenizers import smollm2_gguf
 from tests.tiny_models import tiny_model
@@ -46,13 +46,13 @@ def test_smollm2_is_as_transformers_reads_it(tmp_path: Path):
             assert getattr(config, name) == theirs["config"][name], name
     assert config.rope_parameters["rope_theta"] == theirs["config"]["rope_theta"] == 100_000
     assert config.rms_norm_eps == pytest.approx(theirs["config"]["rms_norm_eps"])
-    arch = Architecture.load(tmp_path)
+    config_of_ours = load_model_config(tmp_path)
     assert (
-        arch.num_layers,
-        arch.num_heads,
-        arch.num_kv_heads,
-        arch.head_size,
-        arch.tie_word_embeddings,
+        config_of_ours.num_layers,
+        config_of_ours.num_heads,
+        config_of_ours.num_kv_heads,
+        config_of_ours.head_size,
+        config_of_ours.tied_embeddings,
     ) == (30, 9, 3, 64, True)
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {
         "bos_token_id": 1,
@@ -207,7 +207,7 @@ def test_llama_3_stretches_by_a_table(tmp_path: Path):
         assert len(set(tensors["rope_freqs.weight"].round(3))) > 2
 
     folder = convert(write_gguf(tmp_path / "model.gguf", source, "llama", stretch))
-    assert Architecture.load(folder).rope == Architecture.load(source).rope
+    assert load_model_config(folder).rope == load_model_config(source).rope
     text = {0: [5, 99, 17, 17, 3, 60, 8]}
     logits = [
         PagedModel(load_model(place, ParallelGroup.single()), 4).step(text)[0]
@@ -228,7 +228,7 @@ def test_biases_of_queries_are_reordered_too(tmp_path: Path):
     assert torch.equal(
         load_file(folder / "model.safetensors")[name], load_file(source / "model.safetensors")[name]
     )
-    assert Architecture.load(folder).qkv_bias
+    assert load_model_config(folder).attention_bias
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Linear layers before and after they are prepared for the CPU, and what a target says of a
+"""Linear layers before and after they are prepared for the CPU, and what a weight shard says of a
 checkpoint."""
 
 from __future__ import annotations
@@ -7,27 +7,50 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.linear import Linear, RowParallelLinear, Target, pack_weight
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import Shard, Source, WeightShard
+from aioinfer.layers.formats.dense import DenseWeight, make_dense, pack_weight
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.residual import ResidualStream
 
 CPU = torch.device("cpu")
 
 
-def filled(layer: Linear) -> tuple[Linear, torch.Tensor, torch.Tensor | None]:
+def backend(dtype: torch.dtype = torch.float32, group: ParallelGroup | None = None) -> Backend:
+    return Backend(CPU, dtype, group or ParallelGroup.single())
+
+
+def column(in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype = torch.float32):
+    sources = [Source("x", Shard.whole(out_features))]
+    weight = make_dense(sources, Shard.whole(in_features), backend(dtype))
+    return ColumnParallelLinear(sources, weight, bias=bias, backend=backend(dtype))
+
+
+def filled(
+    layer: ColumnParallelLinear,
+) -> tuple[ColumnParallelLinear, torch.Tensor, torch.Tensor | None]:
     """Returns the layer with random parameters, and copies of them."""
     torch.manual_seed(0)
-    assert layer.weight is not None
-    layer.weight.normal_()
+    weight = dense_weight(layer)
+    weight.normal_()
     if layer.bias is not None:
         layer.bias.normal_()
-    return layer, layer.weight.clone(), layer.bias if layer.bias is None else layer.bias.clone()
+    return layer, weight.clone(), layer.bias if layer.bias is None else layer.bias.clone()
+
+
+def dense_weight(layer: ColumnParallelLinear | RowParallelLinear) -> torch.Tensor:
+    assert isinstance(layer.weight, DenseWeight)
+    assert layer.weight.weight is not None
+    return layer.weight.weight
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])
 def test_preparing_changes_no_result(rows: int, dtype: torch.dtype, bias: bool):
-    layer, weight, offset = filled(Linear(96, 40, bias=bias, dtype=dtype, device=CPU))
+    layer, weight, offset = filled(column(96, 40, bias=bias, dtype=dtype))
     x = torch.randn(rows, 96).to(dtype)
     expected = F.linear(x, weight, offset)
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
@@ -74,14 +97,15 @@ def test_float32_on_a_cpu_alone_is_packed():
 
 
 def test_a_packed_layer_lets_the_given_weight_go():
-    layer, _, _ = filled(Linear(8, 16, bias=False, dtype=torch.float32, device=CPU))
+    layer, _, _ = filled(column(8, 16, bias=False))
     layer.finalize()
-    assert layer.weight is None
+    assert isinstance(layer.weight, DenseWeight)
+    assert layer.weight.weight is None
 
 
 @pytest.mark.parametrize("prepared", [True, False])
 def test_row_parallel_parts_sum_to_the_whole_with_one_bias(prepared: bool):
-    whole, weight, bias = filled(Linear(24, 10, bias=True, dtype=torch.float32, device=CPU))
+    whole, weight, bias = filled(column(24, 10, bias=True))
     x = torch.randn(5, 24)
     products: list[torch.Tensor] = []
 
@@ -93,10 +117,12 @@ def test_row_parallel_parts_sum_to_the_whole_with_one_bias(prepared: bool):
             return torch.stack(products).sum(0)
 
     for rank in range(3):
-        part = RowParallelLinear(24, 10, Group(rank, 3), bias=True, dtype=torch.float32, device=CPU)
-        assert part.weight is not None
+        ranks = backend(group=Group(rank, 3))
+        columns = Shard.of_rank(24, rank, 3)
+        dense = make_dense([Source("x", Shard.whole(10))], columns, ranks)
+        part = RowParallelLinear("x", dense, 10, bias=True, backend=ranks)
         assert part.bias is not None
-        part.weight.copy_(weight[:, rank * 8 : rank * 8 + 8])
+        dense_weight(part).copy_(weight[:, rank * 8 : rank * 8 + 8])
         part.bias.copy_(bias)
         if prepared:
             part.finalize()
@@ -104,16 +130,57 @@ def test_row_parallel_parts_sum_to_the_whole_with_one_bias(prepared: bool):
     torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_a_row_parallel_layer_adds_to_the_stream(normed: bool, scale: float):
+    layer, weight, bias = filled(column(6, 4, bias=True))
+    row = RowParallelLinear("x", layer.weight, 4, bias=True, backend=backend())
+    assert row.bias is not None
+    assert bias is not None
+    row.bias.copy_(bias)
+    norm = RMSNorm("n", 4, 1e-5, backend())
+    x, hidden = torch.randn(3, 6), torch.randn(3, 4)
+    product = F.linear(x, weight, bias)
+    expected = hidden + scale * (norm(product) if normed else product)
+    stream = ResidualStream(hidden, backend())
+    row.add_to(stream, x, norm=norm if normed else None, scale=scale)
+    torch.testing.assert_close(stream.hidden, expected, rtol=1e-5, atol=1e-5)
+    assert stream.hidden is hidden
+
+
+def test_merged_modules_are_loaded_one_after_the_other():
+    """Of a checkpoint that holds them apart, and of one that holds them in one tensor."""
+    apart = [Source("a", Shard(2, 2, 4)), Source("b", Shard(0, 3, 3))]
+    merged = [Source("ab", Shard(2, 2, 7)), Source("ab", Shard(4, 3, 7))]
+    for sources in (apart, merged):
+        weight = make_dense(sources, Shard.whole(5), backend())
+        layer = ColumnParallelLinear(sources, weight, bias=True, backend=backend())
+        checkpoint = {"a": torch.randn(4, 5), "b": torch.randn(3, 5)}
+        biases = {"a": torch.randn(4), "b": torch.randn(3)}
+        for tensors in (checkpoint, biases):
+            tensors["ab"] = torch.cat([tensors["a"], tensors["b"]])
+        for name, shard in layer.weight_shards():
+            module, _, kind = name.partition(".")
+            tensor = (checkpoint if kind == "weight" else biases)[module]
+            assert shard.checkpoint_shape == list(tensor.shape)
+            shard.destination.copy_(tensor[shard.start : shard.start + len(shard.destination)])
+        x = torch.randn(2, 5)
+        expected = F.linear(x, checkpoint["ab"][2:], biases["ab"][2:])
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("target", "shape"),
+    ("shard", "shape"),
     [
-        (Target(torch.empty(4, 6)), [4, 6]),
-        (Target(torch.empty(4, 6), 0, 4, 12), [12, 6]),
-        (Target(torch.empty(4, 6), 1, 6, 18), [4, 18]),
-        (Target(torch.empty(0, 6), 0, 5, 5), [5, 6]),
-        (Target(torch.empty(4), 0, 8, 12), [12]),
+        (WeightShard(torch.empty(4, 6)), [4, 6]),
+        (WeightShard(torch.empty(4, 6), 0, 4, 12), [12, 6]),
+        (WeightShard(torch.empty(4, 6), 1, 6, 18), [4, 18]),
+        (WeightShard(torch.empty(0, 6), 0, 5, 5), [5, 6]),
+        (WeightShard(torch.empty(4), 0, 8, 12), [12]),
     ],
     ids=["whole", "rows", "columns", "none", "bias"],
 )
-def test_a_target_says_what_shape_the_checkpoint_must_have(target: Target, shape: list[int]):
-    assert target.checkpoint_shape == shape
+def test_a_weight_shard_says_what_shape_the_checkpoint_must_have(
+    shard: WeightShard, shape: list[int]
+):
+    assert shard.checkpoint_shape == shape

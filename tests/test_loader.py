@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models import loader
-from aioinfer.models.architecture import Architecture
+from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
-from aioinfer.models.registry import CausalLM, build_model
+from aioinfer.models.registry import build_model
 from tests.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -39,15 +40,13 @@ def load(
     rank: int = 0,
     size: int = 1,
 ) -> CausalLM:
-    model = build_model(
-        Architecture.load(folder), ParallelGroup(rank, size), dtype, torch.device("cpu")
-    )
+    model = build_model(folder, Backend(torch.device("cpu"), dtype, ParallelGroup(rank, size)))
     load_weights(model, folder, load_format, seed, lambda done, total: None)
     return model
 
 
 def loaded(model: CausalLM) -> Tensors:
-    return {name: target.destination for name, target in model.targets()}
+    return {name: shard.destination for name, shard in model.weight_shards()}
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
@@ -185,10 +184,7 @@ def test_progress_ends_at_the_total(folder: Path):
     for load_format in ("auto", "dummy"):
         model, reports = (
             build_model(
-                Architecture.load(folder),
-                ParallelGroup.single(),
-                torch.float32,
-                torch.device("cpu"),
+                folder, Backend(torch.device("cpu"), torch.float32, ParallelGroup.single())
             ),
             [],
         )

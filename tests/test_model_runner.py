@@ -10,16 +10,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from aioinfer.models.architecture import Architecture
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.step import HostRows
+from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
-from aioinfer.models.registry import CausalLM, build_model
+from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.model_runner import ModelRunner, prepare_inputs
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.model_runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_inputs import prepare_step
 
 VOCAB = 199
 BROKEN = 198  # a token whose embedding is NaN
@@ -59,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         )
     ).eval()  # fmt: skip
     theirs.save_pretrained(folder)
-    ours = build_model(Architecture.load(folder), ParallelGroup.single(), torch.float32, CPU)
+    ours = build_model(folder, Backend(CPU, torch.float32, ParallelGroup.single()))
     load_weights(ours, folder, "auto", 0, lambda done, total: None)
     ours.finalize()
     ours.embedding.weight[BROKEN] = torch.nan  # type: ignore[attr-defined]
@@ -87,16 +92,11 @@ class Steps:
     def __init__(self, model: Model, block_size: int = 4):
         self.block_size = block_size
         slots = Slots(8, 100, block_size, VOCAB, CPU)
-        shape = (
-            2,
-            model.ours.num_layers,
-            BLOCKS * 4 // block_size,
-            block_size,
-            model.ours.num_kv_heads,
-            model.ours.head_size,
-        )
-        self.runner = ModelRunner(model.ours, torch.zeros(shape), slots)
-        self.free = list(range(0, shape[2], 2)) + list(range(1, shape[2], 2))
+        groups, num_blocks = group_layers(model.ours.kv_specs), BLOCKS * 4 // block_size
+        kv = KVTensors(groups, [num_blocks], block_size, torch.float32, CPU)
+        model.ours.bind(groups, kv.tensors, 8, 100)
+        self.runner = ModelRunner(model.ours, kv, slots)
+        self.free = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
         self.tables: dict[int, list[int]] = {}
         self.admissions: list[Admission] = []
         self.growth: list[tuple[int, int, int]] = []
@@ -228,27 +228,23 @@ def test_inputs_of_a_mixed_step(model: Model) -> None:
     plan = StepPlan(
         9, ids(0, 6), ids(13, 4), ids(1, 3), ids(1, 1), ids(), ids(), ids(), ids(), ids()
     )
-    steps.runner.slots.block_table[6, 1] = 11
-    inputs = prepare_inputs(plan, steps.runner.slots)
-    metadata = inputs.metadata
+    steps.runner.slots.block_tables[6, 1] = 11
+    step = prepare_step(plan, steps.runner.slots)
+    inputs, (group,) = step.inputs, step.inputs.groups
     assert inputs.input_ids.tolist() == [42, 5, 6, 7]
     assert inputs.positions.tolist() == [13, 4, 5, 6]
-    assert metadata.slot_mapping.tolist() == [steps.tables[0][3] * 4 + 1, 44, 45, 46]
-    assert metadata.query_starts.tolist() == [0, 1, 4]
-    assert metadata.seq_lens.tolist() == metadata.seq_lens_cpu == [14, 7]
-    assert metadata.query_lens_cpu == [1, 3]
-    assert metadata.num_decodes == 1
-    assert metadata.block_tables[0].tolist() == steps.tables[0]
-    assert metadata.block_tables[1, :2].tolist() == [steps.tables[6][0], 11]
-    dtypes = [
-        inputs.input_ids,
-        inputs.positions,
-        metadata.slot_mapping,
-        metadata.block_tables,
-        metadata.query_starts,
-        metadata.seq_lens,
-    ]
-    assert [tensor.dtype for tensor in dtypes] == [torch.int64] * 3 + [torch.int32] * 3
+    assert group.slot_mapping.tolist() == [steps.tables[0][3] * 4 + 1, 44, 45, 46]
+    assert inputs.query_starts.tolist() == [0, 1, 4]
+    assert step.host == HostRows([1, 3], [14, 7])
+    assert inputs.seq_lens.tolist() == [14, 7]
+    assert step.num_decodes == 1
+    assert step.sampled is not None
+    assert (step.sampled.rows.tolist(), step.sampled.last.tolist()) == ([0, 1], [0, 3])
+    assert group.block_tables[0].tolist() == steps.tables[0]
+    assert group.block_tables[1, :2].tolist() == [steps.tables[6][0], 11]
+    narrow = [inputs.input_ids, inputs.positions, inputs.query_starts, inputs.seq_lens]
+    assert {tensor.dtype for tensor in (*narrow, group.block_tables)} == {torch.int32}
+    assert group.slot_mapping.dtype == torch.int64
 
 
 def test_shared_prefix_blocks_are_read_and_not_computed_again(model: Model) -> None:
@@ -287,7 +283,7 @@ def test_forks_continue_from_copies_of_the_last_block(model: Model) -> None:
 def test_all_copies_are_read_before_any_is_written(model: Model) -> None:
     steps = Steps(model)
     steps.generate(0, PROMPT, 2)
-    kv = steps.runner.kv
+    (kv,) = steps.runner.kv.tensors
     torch.manual_seed(1)
     kv[:, :, :4] = torch.randn(kv[:, :, :4].shape)
     before = kv.clone()
@@ -427,5 +423,5 @@ def test_a_result_survives_the_ring(model: Model) -> None:
 def test_a_step_leaves_no_graph_behind(model: Model) -> None:
     steps = Steps(model)
     steps.generate(0, PROMPT, 2)
-    assert not steps.runner.kv.requires_grad
+    assert not steps.runner.kv.tensors[0].requires_grad
     assert not steps.runner.slots.tokens.requires_grad

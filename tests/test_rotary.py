@@ -10,26 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.models.architecture import Architecture, Rope
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.rotary import RotaryTable, apply_rope, inverse_wavelengths
+from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, inverse_wavelengths
+from aioinfer.models.config import DecoderConfig
+from aioinfer.models.registry import load_model_config
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
-def architecture(folder: Path, **fields: Any) -> Architecture:
+def read(folder: Path, **fields: Any) -> DecoderConfig:
     config = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 256,
         "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 4096, "rope_theta": 1e6,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | fields))
-    return Architecture.load(folder)
+    return load_model_config(folder)
 
 
 def load_theirs(folder: Path) -> LlamaConfig:
@@ -58,22 +59,22 @@ def load_theirs(folder: Path) -> LlamaConfig:
     ids=str,
 )  # fmt: skip
 def test_variants_equal_transformers(tmp_path: Path, fields: dict[str, Any], longest: int):
-    arch = architecture(tmp_path, **fields)
+    config = read(tmp_path, **fields)
     theirs = load_theirs(tmp_path)
-    expected, expected_scale = ROPE_INIT_FUNCTIONS[arch.rope.kind](theirs)
-    inverse, scale = inverse_wavelengths(arch.rope, arch.head_size)
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[config.rope.kind](theirs)
+    inverse, scale = inverse_wavelengths(config.rope, config.head_size)
     assert inverse.shape == (64,)
     torch.testing.assert_close(inverse, expected, rtol=2e-6, atol=0)
     assert scale == pytest.approx(expected_scale)
-    assert arch.max_position_embeddings == longest
+    assert config.max_len == longest
 
 
 def test_dynamic_has_the_factor_of_its_longest_text(tmp_path: Path):
-    arch = architecture(tmp_path, rope_scaling={"type": "dynamic", "factor": 3.0})
+    config = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 3.0})
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](load_theirs(tmp_path), seq_len=3 * 4096)
-    inverse, scale = inverse_wavelengths(arch.rope, arch.head_size)
+    inverse, scale = inverse_wavelengths(config.rope, config.head_size)
     torch.testing.assert_close(inverse, expected, rtol=2e-6, atol=0)
-    assert (scale, arch.max_position_embeddings) == (1.0, 12_288)
+    assert (scale, config.max_len) == (1.0, 12_288)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +83,16 @@ def test_dynamic_has_the_factor_of_its_longest_text(tmp_path: Path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dtype: torch.dtype):
     """Down to the last positions; in bfloat16 the result alone is rounded."""
-    arch = architecture(tmp_path, **fields)
+    config = read(tmp_path, **fields)
     theirs = LlamaRotaryEmbedding(load_theirs(tmp_path))
-    positions = torch.tensor([0, 1, 2, 100, arch.max_position_embeddings - 1])
+    positions = torch.tensor([0, 1, 2, 100, config.max_len - 1])
     torch.manual_seed(0)
     queries, keys = torch.randn(5, 3, 128).to(dtype), torch.randn(5, 2, 128).to(dtype)
     cos, sin = theirs(queries.float(), positions[None])
     expected = apply_rotary_pos_emb(
         queries.float().transpose(0, 1)[None], keys.float().transpose(0, 1)[None], cos, sin
     )
-    table = RotaryTable(
-        arch.rope, arch.head_size, arch.max_position_embeddings, torch.device("cpu")
-    )
+    table = RotaryTable(config.rope, config.head_size, config.max_len, torch.device("cpu"))
     angles = table.at(positions)
     assert [tuple(part.shape) for part in angles] == [(5, 1, 128)] * 2
     for x, right in zip((queries, keys), expected, strict=True):
@@ -109,7 +108,7 @@ def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dty
 
 
 def test_scores_depend_on_distances_alone():
-    table = RotaryTable(Rope(theta=10_000.0), 64, 2048, torch.device("cpu"))
+    table = RotaryTable(RopeConfig(theta=10_000.0), 64, 2048, torch.device("cpu"))
     query, key = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
 
     def score(at: int, distance: int) -> float:
@@ -143,4 +142,4 @@ def test_scores_depend_on_distances_alone():
 )
 def test_variants_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        architecture(tmp_path, **fields)
+        read(tmp_path, **fields)

@@ -137,7 +137,7 @@ def test_other_dtypes_serve_a_cpu_that_is_told_to(folder: Path, dtype: str) -> N
     assert load(worker).dtype == dtype
     worker.allocate(3, 40)
     worker.warm_up()
-    assert worker._runner.kv.dtype == getattr(torch, dtype)
+    assert worker._runner.kv.tensors[0].dtype == getattr(torch, dtype)
     assert all(0 <= token < VOCAB for token in greedy(worker, PROMPT, 5))
 
 
@@ -156,8 +156,9 @@ def test_warm_up_leaves_no_trace_at_any_size(
     untouched.allocate(num_blocks, max_model_len)
     worker.warm_up()
     runner = worker._runner
-    assert runner.kv.shape == (2, 2, num_blocks, block_size, 2, 8)
-    assert runner.kv.count_nonzero() == 0
+    (kv,) = runner.kv.tensors
+    assert kv.shape == (2, 2, num_blocks, block_size, 2, 8)
+    assert kv.count_nonzero() == 0
     assert runner.slots.tokens.shape == (max_num_seqs, max_model_len + 1)
     for name, fresh in vars(untouched._runner.slots).items():
         if isinstance(fresh, torch.Tensor):

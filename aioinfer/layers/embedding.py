@@ -167,7 +167,8 @@ class LMHead:
 
     def finalize(self) -> None:
         """On a CPU, lays the weight out anew; a tied one then stays for the embedding too."""
-        self._packed = pack_weight(self.weight)
+        if self._kernel is None:
+            self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
 

@@ -104,16 +104,17 @@ def test_graphs_compute_what_launches_do(
         plan = random_plan(step, choice, computed)
         if not len(plan.slots):
             break
-        before, tokens = runner.kv.clone(), runner.slots.tokens.clone()
+        (runner_kv,) = runner.kv.tensors
+        before, tokens = runner_kv.clone(), runner.slots.tokens.clone()
         sizes.add(graphs.fit(plan.num_tokens))
         found = []
-        for ladder in (none, graphs):
-            runner.kv.copy_(before)
+        for used in (none, graphs):
+            runner_kv.copy_(before)
             runner.slots.tokens.copy_(tokens)
-            runner._mixed_graphs = ladder
+            runner._mixed_graphs = used
             runner._logits.fill_(torch.nan)
             worker.execute(plan).wait()
-            found.append((runner.kv.clone(), runner._logits[: int(plan.samples.sum())].clone()))
+            found.append((runner_kv.clone(), runner._logits[: int(plan.samples.sum())].clone()))
         (kv, logits), (graph_kv, graph_logits) = found
         assert error(graph_kv, kv) < bound
         assert error(graph_logits, logits) < bound

@@ -13,11 +13,11 @@ import torch
 from aioinfer.kernels import logprobs, penalties, sampling
 from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
 from aioinfer.kernels.symmetric_memory import LLBuffers, SymmetricBuffer
-from aioinfer.models.architecture import Architecture
-from aioinfer.models.llama_gpu import SKINNY_ROWS, GpuLlama
 from sampling_cases import allowed_tokens, make_state
 
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Vocabulary
+from aioinfer.layers.formats.dense import SKINNY_ROWS
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
@@ -207,13 +207,14 @@ def test_each_rank_scores_its_own_tokens(rows: int, tmp_path: Path) -> None:
     tiny_model(
         "llama", tmp_path, vocab_size=101, head_dim=64, num_attention_heads=4, hidden_size=64
     )
-    arch, hidden, parts = Architecture.load(tmp_path), torch.randn(rows, 64), []
+    hidden, parts = torch.randn(rows, 64), []
     for rank, size in ((0, 1), (0, 2), (1, 2)):
-        model = build_model(arch, ParallelGroup(rank, size), torch.float32, torch.device("cpu"))
+        group = ParallelGroup(rank, size)
+        backend = Backend(torch.device("cpu"), torch.float32, group, has_kernels=True)
+        model = build_model(tmp_path, backend)
         load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
-        kv = torch.zeros(2, arch.num_layers, 1, 16, model.num_kv_heads, 64)
         out = torch.full((rows, model.vocabulary.shard_size), math.nan)
-        logits = GpuLlama(model, kv, dependent_launch=False, programs=1).logits(hidden, out)
+        logits = model.logits(hidden, out)
         assert torch.equal(logits, out[:, : logits.shape[1]])
         parts.append(logits)
     torch.testing.assert_close(torch.cat(parts[1:], dim=1), parts[0], rtol=1e-4, atol=1e-4)

@@ -8,8 +8,10 @@ import random
 import pytest
 import torch
 
-from aioinfer.layers.attention import AttentionMetadata, KVCache, PagedAttention, plan_gathers
-from tests.paged_model import make_metadata
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.step import HostRows
+from aioinfer.layers.torch_attention import Gather, TorchAttention, plan_gathers
+from tests.paged_model import make_step
 
 HEADS, KV_HEADS, SIZE, BLOCKS = 6, 2, 8, 96
 
@@ -37,7 +39,9 @@ class Batch:
             for before, count in rows
         ]
         before, counts = zip(*rows, strict=True)
-        self.metadata: AttentionMetadata = make_metadata(tables, before, counts, block_size)
+        ids = torch.zeros(sum(counts), dtype=torch.int32)
+        self.step = make_step(tables, before, counts, block_size, ids, num_groups=2)
+        self.inputs = self.step.inputs.groups[0]
         self.queries = draw(sum(counts), HEADS)
         self.keys, self.values = ([draw(sum(row), KV_HEADS) for row in rows] for _ in range(2))
         shape = (BLOCKS, block_size, KV_HEADS, SIZE)
@@ -53,16 +57,21 @@ class Batch:
                     position
                 ]
 
-    def attend(self, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self, window: int | None = None, group: int = 0, soft_cap: float = 0.0
+    ) -> torch.Tensor:
         new = [
             torch.cat([part[past:] for part, (past, _) in zip(parts, self.rows, strict=True)])
             for parts in (self.keys, self.values)
         ]
-        return PagedAttention(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window)(
-            self.queries, *new, self.cache, self.metadata
-        )
+        shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window, soft_cap)
+        return TorchAttention(shape, group)(self.queries, *new, self.cache, self.step)
 
-    def reference(self, window: int | None = None) -> torch.Tensor:
+    def plan(self, window: int | None) -> list[Gather]:
+        assert self.step.host is not None
+        return plan_gathers(self.step.host, self.inputs.block_tables, self.cache.keys, window)
+
+    def reference(self, window: int | None = None, soft_cap: float = 0.0) -> torch.Tensor:
         """Each token and head by itself, float64 [T, HEADS, SIZE]."""
         outputs, token = [], 0
         for (before, count), keys, values in zip(self.rows, self.keys, self.values, strict=True):
@@ -75,6 +84,8 @@ class Batch:
                         @ self.queries[token, head].double()
                         * SIZE**-0.5
                     )
+                    if soft_cap:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
                     outputs.append(
                         scores.softmax(0) @ values[first : position + 1, shared].double()
                     )
@@ -137,14 +148,14 @@ def test_only_the_steps_own_slots_are_written():
     written = (batch.cache.keys != before).flatten(0, 1).any(-1).any(
         -1
     ) & ~batch.cache.keys.isnan().flatten(0, 1).any(-1).any(-1)
-    assert written.nonzero()[:, 0].tolist() == sorted(batch.metadata.slot_mapping.tolist())
-    mine = batch.cache.keys.flatten(0, 1)[batch.metadata.slot_mapping]
+    assert written.nonzero()[:, 0].tolist() == sorted(batch.inputs.slot_mapping.tolist())
+    mine = batch.cache.keys.flatten(0, 1)[batch.inputs.slot_mapping]
     torch.testing.assert_close(
         mine, torch.cat([batch.keys[0][5:], batch.keys[1][2:]]), rtol=0, atol=0
     )
 
 
-def test_a_sick_row_does_not_touch_the_others():
+def test_a_row_of_nan_does_not_change_the_others():
     rows = [(10, 1), (12, 1), (11, 1), (0, 5), (3, 4)]
     well, sick = Batch(rows, 4), Batch(rows, 4)
     for row in (1, 3):
@@ -156,27 +167,33 @@ def test_a_sick_row_does_not_touch_the_others():
     assert attended[[1, 3, 4, 5, 6, 7]].isnan().all()
 
 
-def test_the_work_is_planned_once_a_step_for_each_window():
+def test_the_calls_are_planned_once_a_step_for_each_group():
     batch = Batch(BATCHES["all together"], 4)
-    batch.attend(None)
-    first = batch.metadata.gathers[None]
-    batch.attend(5)
-    batch.attend(None)
-    assert batch.metadata.gathers[None] is first
-    assert set(batch.metadata.gathers) == {None, 5}
+    batch.attend(None, group=0)
+    first = batch.step.memo[TorchAttention, 0]
+    batch.attend(5, group=1)
+    batch.attend(None, group=0)
+    assert batch.step.memo[TorchAttention, 0] is first
+    assert set(batch.step.memo) == {(TorchAttention, 0), (TorchAttention, 1)}
 
 
-def test_what_lies_before_the_window_is_left_where_it_is():
+@pytest.mark.parametrize("window", [None, 5])
+def test_soft_caps(window: int | None):
+    batch = Batch(BATCHES["all together"], 4)
+    attended = batch.attend(window, soft_cap=0.7)
+    expected = batch.reference(window, soft_cap=0.7)
+    assert not torch.allclose(expected, batch.reference(window), rtol=1e-3)
+    torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_before_the_window_are_not_gathered():
     batch = Batch([(99, 1), (12, 1), (101, 1), (80, 10), (3, 2)], 4)
-    seen = {
-        gather.first: gather.shape[1]
-        for gather in plan_gathers(batch.metadata, batch.cache.keys, 6)
-    }
+    seen = {gather.first: gather.shape[1] for gather in batch.plan(6)}
     assert max(length for first, length in seen.items() if first < 3) < 6 + 4, "decodes"
     assert seen[3] < 10 + 6 + 4
     assert seen[13] == 5
     torch.testing.assert_close(batch.attend(6).double(), batch.reference(6), rtol=1e-4, atol=1e-5)
-    whole = plan_gathers(batch.metadata, batch.cache.keys, None)
+    whole = batch.plan(None)
     assert max(gather.shape[1] for gather in whole) == 102
 
 
@@ -184,19 +201,15 @@ def test_what_lies_before_the_window_is_left_where_it_is():
 def test_decodes_that_go_together_waste_at_most_half(seed: int):
     choice = random.Random(seed)
     lengths = [choice.choice([choice.randint(1, 20), choice.randint(100, 300)]) for _ in range(40)]
-    metadata = make_metadata(
-        [[0] * -(-length // 4) for length in lengths],
-        [length - 1 for length in lengths],
-        [1] * len(lengths),
-        4,
-    )
-    gathers = plan_gathers(metadata, torch.empty(1, 4, 1, 16), None)
+    tables = torch.zeros(len(lengths), 75, dtype=torch.int32)
+    host = HostRows([1] * len(lengths), lengths)
+    gathers = plan_gathers(host, tables, torch.empty(1, 4, 1, 16), None)
     assert [
         row for gather in gathers for row in range(gather.first, gather.first + gather.count)
     ] == list(range(len(lengths)))
     for gather in gathers:
-        held = sum(
+        filled = sum(
             -(-length // 4) for length in lengths[gather.first : gather.first + gather.count]
         )
         assert gather.blocks is not None
-        assert len(gather.blocks) <= 2 * held
+        assert len(gather.blocks) <= 2 * filled

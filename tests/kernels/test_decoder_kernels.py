@@ -1,0 +1,199 @@
+"""A model over the kernels gives what it gives in plain torch, in float32, for mixed steps and
+decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer
+
+from aioinfer.ipc.kv_spec import group_layers
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import GroupInputs, SampledRows, Step, StepInputs
+from aioinfer.models.loader import load_weights
+from aioinfer.models.registry import build_model
+from aioinfer.worker.kv_tensors import KVTensors
+from tests.kernels.peer_processes import run_ranks
+from tests.paged_model import make_step
+from tests.tiny_models import tiny_model
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+HIDDEN = 128  # of the models that ranks share
+TABLES = [[3, 1], [0], [5, 2, 4]]
+HEADS = {"head_dim": 64, "num_attention_heads": 4}
+
+
+class Bound:
+    """The model of a folder with a KV cache of its own, over the kernels or in plain torch."""
+
+    def __init__(
+        self, folder: Path, *, kernels: bool, fill: float = 0.0, group: ParallelGroup | None = None
+    ):
+        ranks = group or ParallelGroup.single()
+        self.backend = Backend(CPU, torch.float32, ranks, has_kernels=kernels)
+        self.model: Any = build_model(folder, self.backend)
+        load_weights(self.model, folder, "auto", 0, lambda done, total: None)
+        self.model.finalize()
+        groups = group_layers(self.model.kv_specs)
+        kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, torch.float32, CPU)
+        self.kv = kv.tensors
+        for tensor in self.kv:
+            tensor.fill_(fill)
+        programs = {"programs": 3} if kernels else {}
+        self.model.bind(groups, self.kv, 8, 80, **programs)
+
+    def step(self, starts: list[int], lengths: list[int], ids: torch.Tensor) -> Step:
+        """Returns a step of three rows with the blocks of `TABLES`."""
+        return make_step(TABLES, starts, lengths, BLOCK_SIZE, ids, len(self.kv))
+
+    def run(self, step: Step) -> torch.Tensor:
+        """Returns the hidden states."""
+        self.model.plan(step)
+        return self.model.finish(step, self.model.begin(step))
+
+
+def random_ids(lengths: list[int], seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(lengths))
+    return torch.randint(0, 100, (sum(lengths),), dtype=torch.int32, generator=generator)
+
+
+def last_tokens(step: Step, rows: list[int]) -> SampledRows:
+    """Returns the sampled rows of a step."""
+    last = (step.inputs.query_starts[1:] - 1)[rows].int()
+    return SampledRows.of(step.inputs, torch.tensor(rows, dtype=torch.int32), last)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@torch.inference_mode()
+def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
+    """With biases (Qwen2 has no more than Llama may have), norms of queries and keys, and a
+    window."""
+    extra = {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "qwen3": {},
+        "mistral": {"sliding_window": 6},
+    }[family]
+    tiny_model(family, tmp_path, vocab_size=100, hidden_size=256, **HEADS, **extra)
+    over_kernels, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
+    for starts, lengths in (
+        ([0, 0, 0], [20, 5, 33]),
+        ([20, 5, 33], [1, 1, 5]),
+        ([21, 6, 38], [1, 1, 1]),
+    ):
+        ids = random_ids(lengths)
+        expected = plain.model.logits(plain.run(plain.step(starts, lengths, ids)))
+        hidden = over_kernels.run(over_kernels.step(starts, lengths, ids))
+        for rows in (8, 1):
+            assert_close(over_kernels.model.logits(hidden[:rows]), expected[:rows])
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    ("family", "rows"), [("qwen3", [0, 1, 2]), ("mistral", [2, 0]), ("mistral", [])]
+)
+@torch.inference_mode()
+def test_the_last_layer_for_sampled_rows(
+    family: str, rows: list[int], kernels: bool, tmp_path: Path
+) -> None:
+    """What is left out changes neither the sampled rows' hidden states nor any key or value."""
+    extra = {"sliding_window": 6} if family == "mistral" else {}
+    tiny_model(family, tmp_path, vocab_size=100, hidden_size=256, **HEADS, **extra)
+    some, whole = (Bound(tmp_path, kernels=kernels) for _ in range(2))
+    decodes = 2 if {0, 1} <= set(rows) else 1 if 0 in rows else 0
+    for starts, lengths, num_decodes in (
+        ([0, 0, 0], [20, 5, 33], 0),
+        ([20, 5, 33], [1, 1, 5], decodes),
+    ):
+        ids = random_ids(lengths)
+        step = some.step(starts, lengths, ids)
+        step.num_decodes, step.sampled = num_decodes, last_tokens(step, rows)
+        expected = whole.run(whole.step(starts, lengths, ids))[step.sampled.last]
+        assert_close(some.run(step), expected)
+        for ours, theirs in zip(some.kv, whole.kv, strict=True):
+            assert_close(ours, theirs)
+
+
+@torch.inference_mode()
+def test_what_graphs_hold(tmp_path: Path) -> None:
+    """All layers but the last for more tokens than there are, with nothing but the plans to say
+    which rows decode."""
+    tiny_model("qwen3", tmp_path, vocab_size=100, hidden_size=128, **HEADS)
+    graph, whole = (Bound(tmp_path, kernels=True) for _ in range(2))
+    padding = torch.zeros(5, dtype=torch.int32)
+    for starts, lengths, num_decodes in (
+        ([0, 0, 0], [12, 5, 20], 0),
+        ([12, 5, 20], [1, 1, 5], 2),
+        ([13, 6, 25], [1, 1, 1], 3),
+    ):
+        ids = random_ids(lengths)
+        step = graph.step(starts, lengths, ids)
+        step.num_decodes, step.sampled = num_decodes, last_tokens(step, [0, 1, 2])
+        expected = whole.run(whole.step(starts, lengths, ids))[step.sampled.last]
+        inputs, (group,) = step.inputs, step.inputs.groups
+        padded = StepInputs(
+            torch.cat([inputs.input_ids, padding]),
+            torch.cat([inputs.positions, padding]),
+            inputs.query_starts,
+            inputs.seq_lens,
+            (GroupInputs(torch.cat([group.slot_mapping, padding.long() - 1]), group.block_tables),),
+        )
+        graph.model.plan(step)
+        hidden = torch.full((len(padded.input_ids), 128), torch.nan)
+        graph.model.begin(Step(padded, None), hidden)
+        stream = ResidualStream(hidden[: len(inputs.input_ids)], graph.backend)
+        assert_close(graph.model.finish(step, stream), expected)
+        assert_close(graph.kv[0], whole.kv[0])
+
+
+@torch.inference_mode()
+def rank_states(memory: SymmetricBuffer, folder: Path, pushed_rows: int) -> list[torch.Tensor]:
+    """Returns the hidden states of a prefill and two mixed steps on this rank."""
+    bound = Bound(folder, kernels=True, group=ParallelGroup(memory.rank, memory.size))
+    if memory.size > 1:
+        layout = all_reduce_layout(memory.size, pushed_rows)
+        bound.backend.all_reduce = AllReduce(memory, layout, HIDDEN, torch.float32)
+    states = []
+    for starts, lengths in (
+        ([0, 0, 0], [9, 5, 18]),
+        ([9, 5, 18], [1, 1, 5]),
+        ([10, 6, 23], [1, 1, 1]),
+    ):
+        step = bound.step(starts, lengths, random_ids(lengths))
+        step.sampled = last_tokens(step, [0, 1, 2] if step.num_decodes else [2, 1])
+        states.append(bound.run(step))
+    return states
+
+
+def all_reduce_layout(size: int, pushed_rows: int) -> AllReduceLayout:
+    return AllReduceLayout.of(size, 32, HIDDEN, torch.float32, pushed_rows=pushed_rows)
+
+
+@pytest.mark.parametrize(("family", "kv_heads", "pushed_rows"), [("qwen3", 2, 4), ("llama", 1, 64)])
+def test_two_ranks_over_symmetric_memory(
+    family: str, kv_heads: int, pushed_rows: int, tmp_path: Path
+) -> None:
+    """With all-reduces of both kinds; with a KV head that both have; biases are added once."""
+    extra = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    heads = {**HEADS, "num_key_value_heads": kv_heads}
+    tiny_model(family, tmp_path, vocab_size=101, hidden_size=HIDDEN, **heads, **extra)
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    alone = SymmetricBuffer(nothing, torch.zeros(1, dtype=torch.int64), 0, 1)
+    expected = rank_states(alone, tmp_path, pushed_rows)
+    ranks = run_ranks(
+        2, all_reduce_layout(2, pushed_rows).nbytes, rank_states, tmp_path, pushed_rows
+    )
+    for states in ranks:
+        for state, of_first, of_one in zip(states, ranks[0], expected, strict=True):
+            assert_close(state, of_one)
+            assert torch.equal(state, of_first), "the ranks must have the same bits"
