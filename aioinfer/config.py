@@ -59,6 +59,7 @@ class ModelConfig:
         "fits into the KV cache.",
         None,
     )
+    trust_remote_code: bool = key("Run code that a checkpoint brings.", False)
     seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
 
 

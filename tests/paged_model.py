@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def load_model(folder: Path, group: ParallelGroup, dtype: torch.dtype = torch.float32) -> CausalLM:
     """Returns this rank's part of the model, ready to use."""
     model = build_model(folder, Backend(CPU, dtype, group))
-    load_weights(model, folder, "auto", 0, lambda done, total: None)
+    load_weights(list(model.weight_shards()), folder, "auto", 0, lambda done, total: None)
     model.finalize()
     return model
 

@@ -41,7 +41,7 @@ def load(
     size: int = 1,
 ) -> CausalLM:
     model = build_model(folder, Backend(torch.device("cpu"), dtype, ParallelGroup(rank, size)))
-    load_weights(model, folder, load_format, seed, lambda done, total: None)
+    load_weights(list(model.weight_shards()), folder, load_format, seed, lambda done, total: None)
     return model
 
 
@@ -189,7 +189,7 @@ def test_progress_ends_at_the_total(folder: Path):
             [],
         )
         load_weights(
-            model,
+            list(model.weight_shards()),
             folder,
             load_format,
             0,

@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     ).eval()  # fmt: skip
     theirs.save_pretrained(folder)
     ours = build_model(folder, Backend(CPU, torch.float32, ParallelGroup.single()))
-    load_weights(ours, folder, "auto", 0, lambda done, total: None)
+    load_weights(list(ours.weight_shards()), folder, "auto", 0, lambda done, total: None)
     ours.finalize()
     ours.embedding.weight[BROKEN] = torch.nan  # type: ignore[attr-defined]
     yield Model(ours, theirs)

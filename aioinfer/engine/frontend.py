@@ -160,7 +160,9 @@ class Frontend:
         )
         self.tokenizer = Tokenizer.load(tokenizer_folder, model.chat_template)
         self.defaults = GenerationDefaults.load(folder, self.tokenizer)
-        self.vocab_size = load_model_config(folder).vocab_size
+        self.vocab_size = load_model_config(
+            folder, trust_remote_code=model.trust_remote_code
+        ).vocab_size
 
     def is_healthy(self) -> bool:
         """Whether requests can be served."""
@@ -418,5 +420,7 @@ def _find_model(config: Config) -> Path:
     """Returns the model's folder, after a check that costs nothing yet: whether the workers can
     share the model."""
     folder = resolve_model(config.model)
-    load_model_config(folder).check_tensor_parallel(config.parallel.tensor_parallel_size)
+    load_model_config(
+        folder, trust_remote_code=config.model.trust_remote_code
+    ).check_tensor_parallel(config.parallel.tensor_parallel_size)
     return folder

@@ -163,6 +163,20 @@ class KernelAttention:
             projection=Projection(qkv, self._cos_sin, **self._norms), pdl=self._pdl,
         )  # fmt: skip
 
+    def attend_rotated(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Caches keys and values and returns [T, num_heads, head_size], for a step without padding
+        whose queries, keys and values [T, heads, head_size] are normed and rotated already."""
+        inputs, group, cache = step.inputs, step.inputs.groups[self._group], self._cache
+        cache.keys.flatten(0, 1).index_copy_(0, group.slot_mapping, keys)
+        cache.values.flatten(0, 1).index_copy_(0, group.slot_mapping, values)
+        return paged_attention(
+            queries, cache.keys, cache.values, group.block_tables, inputs.query_starts,
+            inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
+            prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
+        )  # fmt: skip
+
     def _queries(self, qkv: torch.Tensor) -> torch.Tensor:
         heads, size = self._shape.num_heads, self._shape.head_size
         return qkv[:, : heads * size].view(-1, heads, size)

@@ -82,7 +82,7 @@ class DecoderConfig:
             "activation": activation,
             "rope": rope,
             "windows": (None,) * config["num_hidden_layers"],
-            "dtype": _read_dtype(config),
+            "dtype": read_dtype(config),
         }
         return cls(**{**fields, **cls.own_fields(config)})
 
@@ -174,7 +174,7 @@ def _stretched_len(max_position_embeddings: int, rope: RopeConfig) -> int:
     return max(max_position_embeddings, stretched)
 
 
-def _read_dtype(config: Mapping[str, Any]) -> torch.dtype:
+def read_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """Reads `dtype` (transformers 5) or `torch_dtype` (before)."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     name = name.removeprefix("torch.")

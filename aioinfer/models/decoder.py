@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.config import DecoderConfig
+from aioinfer.models.loader import load_weights
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
@@ -37,7 +39,7 @@ class CausalLM(Protocol):
         vocabulary: which token ids this rank scores.
         hidden_size: of the residual stream.
         weights_bytes: of this rank's parameters, a tied one counted once.
-        kv_specs: what each layer keeps in the KV cache.
+        kv_specs: what each layer keeps in the KV cache; known once the model is loaded.
     """
 
     backend: Backend
@@ -46,13 +48,20 @@ class CausalLM(Protocol):
     weights_bytes: int
     kv_specs: Sequence[KVSpec]
 
-    def weight_shards(self) -> NamedShards:
-        """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before
-        `finalize`."""
-        ...
+    def load(
+        self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Loads the weights and prepares them for the device.
 
-    def finalize(self) -> None:
-        """Prepares the loaded weights for the device."""
+        Args:
+            folder: of the model.
+            load_format: "dummy" for random weights, else safetensors.
+            seed: of random weights.
+            on_progress: called with the bytes that are done and that there are.
+
+        Raises:
+            ConfigError: the weights cannot be read, or are not those of the model.
+        """
         ...
 
     def bind(
@@ -155,12 +164,20 @@ class DecoderModel:
         self._plans: AttentionPlans | None = None
 
     def weight_shards(self) -> NamedShards:
-        """See `CausalLM.weight_shards`."""
+        """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before
+        `finalize`."""
         return self._make.weight_shards()
 
     def finalize(self) -> None:
-        """See `CausalLM.finalize`."""
+        """Prepares the loaded weights for the device."""
         self._make.finalize()
+
+    def load(
+        self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """See `CausalLM.load`."""
+        load_weights(list(self.weight_shards()), folder, load_format, seed, on_progress)
+        self.finalize()
 
     def bind(
         self,

@@ -4,7 +4,7 @@ random."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.formats.base import WeightShard
-from aioinfer.models.decoder import CausalLM
 
 #: Tensors that checkpoints carry and nobody needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)
 
 
 def load_weights(
-    model: CausalLM,
+    shards: Sequence[tuple[str, WeightShard]],
     folder: Path,
     load_format: str,
     seed: int,
@@ -29,7 +28,7 @@ def load_weights(
     """Fills every parameter.
 
     Args:
-        model: built, not yet finalized.
+        shards: (checkpoint name, where this rank's part of it goes) of every tensor.
         folder: a local model folder; GGUF files have been converted to one by now.
         load_format: "dummy" for random weights, else safetensors.
         seed: of random weights.
@@ -38,7 +37,6 @@ def load_weights(
     Raises:
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
     """
-    shards = list(model.weight_shards())
     total = sum(shard.destination.nbytes for _, shard in shards)
     if load_format == "dummy":
         _fill_at_random([shard.destination for _, shard in shards], seed, on_progress, total)
@@ -61,7 +59,7 @@ def _fill_at_random(
 
 
 def _load_safetensors(
-    shards: list[tuple[str, WeightShard]],
+    shards: Sequence[tuple[str, WeightShard]],
     folder: Path,
     on_progress: Callable[[int, int], None],
     total: int,

@@ -1,12 +1,14 @@
-"""From the name of an architecture, as `config.json` has it, to a family's configuration and
-model."""
+"""From the name of an architecture, as `config.json` has it, to a family's configuration and model;
+to transformers' modules where there is no file for it (`fallback`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
@@ -32,50 +34,81 @@ FAMILIES = {
 }
 
 
-def load_model_config(folder: Path) -> DecoderConfig:
+class ModelConfig(Protocol):
+    """What the engine and the worker read of a model's configuration; see `DecoderConfig`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def check_tensor_parallel(self, size: int) -> None: ...
+
+
+def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
     """Reads `config.json` of a model folder.
+
+    Args:
+        trust_remote_code: whether code that the checkpoint brings may run.
 
     Raises:
         ConfigError: it is missing, lacks a field, or the model is not supported.
     """
     config = read_json(folder)
-    family = FAMILIES[find_architecture(config)]
     if config.get("quantization_config"):
         raise ConfigError(
             "quantized safetensors are not supported: use the model's bfloat16 or "
             "float16 weights, or a GGUF file"
         )
+    family = _find_family(config)
+    if family is None:
+        from aioinfer.models.fallback import FallbackConfig
+
+        try:
+            return FallbackConfig.load(folder, trust_remote_code=trust_remote_code)
+        except ConfigError as error:
+            own = ", ".join(FAMILIES)
+            named = config.get("architectures")
+            raise ConfigError(f"{named} is none of {own}; {error}") from error
+    return _read_own(family, folder, config)
+
+
+def _read_own(family: Family, folder: Path, config: Mapping[str, Any]) -> DecoderConfig:
+    """Reads the configuration of a family that has a file here."""
     try:
         return _load_class(family.module, family.config).read(config)
     except KeyError as error:
         raise ConfigError(f"{folder / 'config.json'} lacks {error}") from error
 
 
-def find_architecture(config: Mapping[str, Any]) -> str:
-    """Returns the name of the first supported architecture of a decoded `config.json`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    named = config.get("architectures") or []
-    for name in named:
-        if name in FAMILIES:
-            return name
-    supported = ", ".join(FAMILIES)
-    raise ConfigError(f"the architecture {named} is not supported; these are: {supported}")
-
-
-def build_model(folder: Path, backend: Backend) -> CausalLM:
+def build_model(folder: Path, backend: Backend, *, trust_remote_code: bool = False) -> CausalLM:
     """Returns this rank's part of the model in a folder, its weights unset.
 
     Raises:
         ConfigError: as `load_model_config`, or the ranks do not divide the model.
     """
-    config = load_model_config(folder)
+    json = read_json(folder)
+    family = _find_family(json)
+    if family is None:
+        from aioinfer.models.fallback import FallbackConfig, FallbackModel
+
+        own = FallbackConfig.load(folder, trust_remote_code=trust_remote_code)
+        return FallbackModel(own, backend, trust_remote_code=trust_remote_code)
+    config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size)
-    family = FAMILIES[find_architecture(read_json(folder))]
     make = LayerMaker(backend, config.hidden_size, config.max_len, config.norm_eps)
     return _load_class(family.module, family.model)(config, make)
+
+
+def _find_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of the first known architecture of a decoded `config.json`, or None if
+    there is no file for any."""
+    names = config.get("architectures") or []
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
 
 
 def _load_class(module: str, name: str) -> Any:

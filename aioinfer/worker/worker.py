@@ -23,7 +23,6 @@ from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import CausalLM
-from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioinfer.worker.kv_tensors import KVTensors
@@ -111,16 +110,14 @@ class Worker:
         """
         config = self._config
         device_name = self._set_up_device()
-        model_config = load_model_config(self._folder)
+        trusted = config.model.trust_remote_code
+        model_config = load_model_config(self._folder, trust_remote_code=trusted)
         self._vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(self.device, dtype, self._group)
-        self._model = build_model(self._folder, self._backend)
+        self._model = build_model(self._folder, self._backend, trust_remote_code=trusted)
+        self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         self._groups = _one_group(self._model)
-        load_weights(
-            self._model, self._folder, config.model.load_format, config.model.seed, on_progress
-        )
-        self._model.finalize()
         bytes_per_block = sum(
             group.bytes_per_block(self.block_size, dtype.itemsize) for group in self._groups
         )

@@ -39,7 +39,7 @@ class Bound:
         ranks = group or ParallelGroup.single()
         self.backend = Backend(CPU, torch.float32, ranks, has_kernels=kernels)
         self.model: Any = build_model(folder, self.backend)
-        load_weights(self.model, folder, "auto", 0, lambda done, total: None)
+        load_weights(list(self.model.weight_shards()), folder, "auto", 0, lambda done, total: None)
         self.model.finalize()
         groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, torch.float32, CPU)

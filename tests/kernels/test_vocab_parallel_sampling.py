@@ -212,7 +212,7 @@ def test_each_rank_scores_its_own_tokens(rows: int, tmp_path: Path) -> None:
         group = ParallelGroup(rank, size)
         backend = Backend(torch.device("cpu"), torch.float32, group, has_kernels=True)
         model = build_model(tmp_path, backend)
-        load_weights(model, tmp_path, "auto", 0, lambda done, total: None)
+        load_weights(list(model.weight_shards()), tmp_path, "auto", 0, lambda done, total: None)
         out = torch.full((rows, model.vocabulary.shard_size), math.nan)
         logits = model.logits(hidden, out)
         assert torch.equal(logits, out[:, : logits.shape[1]])

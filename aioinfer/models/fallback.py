@@ -1,0 +1,390 @@
+"""Models without a file of ours: the modules of transformers over our paged attention, scheduler and
+sampler.
+
+Attention is replaced through transformers' attention interface, so it serves every decoder whose
+attention modules go through that. Steps are computed module by module, without CUDA graphs. Over
+several ranks, linear layers are split as the model's own `tp_plan` says. What cannot run raises
+`ConfigError` at the start.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import AttentionInterface
+
+from aioinfer.errors import ConfigError
+from aioinfer.ipc.kv_spec import KVGroup, KVSpec
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.embedding import Vocabulary
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import Step
+from aioinfer.layers.torch_attention import TorchAttention
+from aioinfer.models.config import read_dtype
+
+#: The name under which transformers finds our attention.
+_INTERFACE = "aioinfer_paged"
+#: Kinds of layers whose attention is causal over keys and values, by transformers' names.
+_LAYER_KINDS = ("full_attention", "sliding_attention", "attention")
+#: Arguments of transformers' attention interface that change its result beyond what we compute.
+_UNSUPPORTED = {"s_aux": "attention sinks", "position_bias": "a position bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackConfig:
+    """A model's shape, as transformers reads it.
+
+    Attributes:
+        architecture: the name of its class.
+        vocab_size, hidden_size, num_layers: of the model.
+        max_len: the longest sequence that the model was made for.
+        dtype: of the checkpoint.
+        has_tp_plan: whether transformers says how ranks share it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_len: int
+    dtype: torch.dtype
+    has_tp_plan: bool
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool) -> FallbackConfig:
+        """Reads `config.json` of a model folder.
+
+        Raises:
+            ConfigError: transformers does not know the model, or it is none that we can run.
+        """
+        config = _read_config(folder, trust_remote_code)
+        name = (config.architectures or ["a model without architectures"])[0]
+        text = config.get_text_config()
+        kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind}
+        if config.is_encoder_decoder or not name.endswith(("ForCausalLM", "LMHeadModel")):
+            raise ConfigError(f"{name} is not a decoder that generates text")
+        if unknown := kinds.difference(_LAYER_KINDS):
+            raise ConfigError(f"{name} has layers that are not supported: {', '.join(unknown)}")
+        return cls(
+            architecture=name,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            max_len=getattr(text, "max_position_embeddings", None) or 2048,
+            dtype=read_dtype(text.to_dict()),
+            has_tp_plan=bool(getattr(text, "base_model_tp_plan", None)),
+        )
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises `ConfigError` if `size` ranks cannot share the model."""
+        if size > 1 and not self.has_tp_plan:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size = {size}, but transformers has no plan (tp_plan) "
+                f"by which ranks could share {self.architecture}: set it to 1"
+            )
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, ImportError, AttributeError) as error:
+        remedy = ""
+        if "auto_map" in (folder / "config.json").read_text("utf-8") and not trust_remote_code:
+            remedy = (
+                " (code that the checkpoint brings runs only with model.trust_remote_code = true)"
+            )
+        raise ConfigError(
+            f"transformers cannot read the model in {folder}{remedy}: {error}"
+        ) from error
+
+
+class FallbackModel:
+    """Implements `CausalLM` with transformers' modules.
+
+    The hidden states that `finish` returns are the logits already: scales and caps of the head are
+    the model's own affair.
+    """
+
+    def __init__(self, config: FallbackConfig, backend: Backend, *, trust_remote_code: bool):
+        config.check_tensor_parallel(backend.group.size)
+        self.backend = backend
+        self.hidden_size = config.hidden_size
+        # every rank has all logits, and samples the same tokens from them
+        self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
+        self.kv_specs: Sequence[KVSpec] = ()
+        self.weights_bytes = 0
+        self._config = config
+        self._trust_remote_code = trust_remote_code
+        self._model: Any = None
+        self._attentions: list[PagedAttention] = []
+        self._plans: Any = None
+
+    def load(
+        self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """See `CausalLM.load`. Each rank reads all weights, and keeps its part."""
+        AttentionInterface.register(_INTERFACE, _attend)
+        options: dict[str, Any] = {
+            "attn_implementation": _INTERFACE,
+            "trust_remote_code": self._trust_remote_code,
+            "dtype": self.backend.dtype,
+        }
+        try:
+            if load_format == "dummy":
+                torch.manual_seed(seed)
+                config = _read_config(folder, self._trust_remote_code)
+                model = AutoModelForCausalLM.from_config(config, **options)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            raise ConfigError(f"transformers cannot load {folder}: {error}") from error
+        model = model.eval().requires_grad_(False)
+        if self.backend.group.size > 1:
+            _split(model, self.backend.group)
+        self._model = model.to(self.backend.device)
+        self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        on_progress(self.weights_bytes, self.weights_bytes)
+        self._find_attentions()
+
+    @torch.inference_mode()
+    def _find_attentions(self) -> None:
+        """Runs two tokens through the model to see which attention each layer asks for.
+
+        Raises:
+            ConfigError: a layer computes something else than causal attention over keys and values.
+        """
+        found: dict[int, PagedAttention] = {}
+        for module in self._model.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.paged_attention = PagedAttention(module, found)
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.backend.device)
+        self._forward(tokens, torch.arange(2, device=self.backend.device)[None], None)
+        if sorted(found) != list(range(self._config.num_layers)):
+            raise ConfigError(
+                f"{self._config.architecture} has {self._config.num_layers} layers, of which "
+                f"{len(found)} compute attention through transformers' attention interface: the "
+                "others cannot be served"
+            )
+        self._attentions = [found[number] for number in sorted(found)]
+        self.kv_specs = [attention.shape.kv_spec for attention in self._attentions]
+
+    def _forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the logits [S or T, vocab_size] of tokens [1, T], of `rows` (int64 [S]) alone if
+        they are given."""
+        given: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+        selects = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        if rows is not None and selects:
+            given["logits_to_keep"] = rows
+        logits = self._model(input_ids=input_ids, **given).logits[0]
+        return logits[rows] if rows is not None and not selects else logits
+
+    # ---------------------------------------------------------------- steps
+
+    def bind(
+        self, groups: Sequence[KVGroup], kv: Sequence[torch.Tensor], rows: int, tokens: int
+    ) -> None:
+        """See `CausalLM.bind`."""
+        self._plans = self._make_plans(kv[0].shape[3], rows, tokens)
+        for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
+            for index, layer in enumerate(group.layers):
+                cache = KVCache(tensors[0, index], tensors[1, index])
+                self._attentions[layer].bind(cache, number, self._plans, self.backend)
+
+    def _make_plans(self, block_size: int, rows: int, tokens: int) -> Any:
+        if not self.backend.has_kernels:
+            return None
+        from aioinfer.layers.kernel_attention import AttentionPlans, supports
+
+        if not all(supports(attention.shape, block_size) for attention in self._attentions):
+            return None
+        return AttentionPlans(rows, tokens)
+
+    @property
+    def supports_graphs(self) -> bool:
+        """False: transformers' modules may do what a graph cannot hold."""
+        return False
+
+    def warm_up(self) -> None:
+        """See `CausalLM.warm_up`; there is nothing to choose among."""
+
+    def plan(self, step: Step) -> None:
+        """See `CausalLM.plan`."""
+        if self._plans is not None:
+            self._plans.fill(step)
+
+    def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+        """Computes nothing: see `finish`."""
+        return ResidualStream(torch.empty(0, self.hidden_size), self.backend)
+
+    def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
+        """Computes the model. Returns the logits [S or T, vocab_size]."""
+        inputs = step.inputs
+        rows = None if step.sampled is None else step.sampled.last.long()
+        for attention in self._attentions:
+            attention.step = step
+        return self._forward(inputs.input_ids.long()[None], inputs.positions.long()[None], rows)
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns what `finish` returned."""
+        return hidden if self.backend.has_kernels else hidden.float()
+
+
+class PagedAttention:
+    """The attention of one layer: what transformers' module calls in place of its own.
+
+    Attributes:
+        shape: of the layer; known once the module has called it.
+        step: which the next call is for; None while shapes are found out.
+    """
+
+    shape: AttentionShape
+
+    def __init__(self, module: nn.Module, found: dict[int, PagedAttention]):
+        self.step: Step | None = None
+        self._module = module
+        self._found = found
+        self._cache: KVCache | None = None
+        self._torch: TorchAttention | None = None
+        self._kernel: Any = None
+
+    def bind(self, cache: KVCache, group: int, plans: Any, backend: Backend) -> None:
+        """Gives the layer its KV cache; with plans, for the kernels."""
+        self._cache, self._torch = cache, TorchAttention(self.shape, group)
+        if plans is not None:
+            from aioinfer.layers.kernel_attention import KernelAttention
+
+            nothing = torch.zeros(1, 2, device=backend.device)
+            self._kernel = KernelAttention(
+                self.shape, group, cache, plans, nothing, None, pdl=backend.pdl
+            )
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Returns [1, T, heads, head_size] for queries [1, heads, T, head_size], keys and values
+        [1, kv_heads, T, head_size], rotated."""
+        if self.step is None:
+            self._note_shape(queries, keys, values, options)
+            return queries.transpose(1, 2)
+        q, k, v = (part[0].transpose(0, 1).contiguous() for part in (queries, keys, values))
+        if self._kernel is not None:
+            return self._kernel.attend_rotated(q, k, v, self.step)[None]
+        assert self._torch is not None
+        assert self._cache is not None
+        return self._torch(q, k, v, self._cache, self.step)[None]
+
+    def _note_shape(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        name = type(self._module).__name__
+        for option, meaning in _UNSUPPORTED.items():
+            if options.get(option) is not None:
+                raise ConfigError(f"{name} has {meaning}, which is not supported")
+        if values.shape != keys.shape or queries.shape[-1] != keys.shape[-1]:
+            raise ConfigError(f"{name} has heads of different sizes, which is not supported")
+        if not getattr(self._module, "is_causal", True):
+            raise ConfigError(f"{name} is not causal")
+        scale = options.get("scaling")
+        self.shape = AttentionShape(
+            queries.shape[1],
+            keys.shape[1],
+            keys.shape[-1],
+            keys.shape[-1] ** -0.5 if scale is None else float(scale),
+            options.get("sliding_window"),
+            float(options.get("softcap") or 0.0),
+        )
+        number = self._module.layer_idx
+        assert isinstance(number, int)
+        self._found[number] = self
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Our attention, as transformers' attention interface calls it; there is no mask."""
+    return module.paged_attention(query, key, value, options), None
+
+
+# -------------------------------------------------------------------- tensor parallelism
+
+
+class _Split(nn.Module):
+    """A linear layer of which this rank has some output features (colwise), or some input features,
+    whose products are summed over the ranks (rowwise)."""
+
+    def __init__(self, linear: nn.Linear, group: ParallelGroup, *, by_rows: bool):
+        super().__init__()
+        features = linear.weight.shape[0 if by_rows else 1]
+        if features % group.size:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size = {group.size} does not divide {features} features"
+            )
+        part = slice(group.rank * features // group.size, (group.rank + 1) * features // group.size)
+        weight = linear.weight[part] if by_rows else linear.weight[:, part]
+        self.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        bias: torch.Tensor | None = linear.bias
+        if bias is not None:
+            bias = nn.Parameter((bias[part] if by_rows else bias).clone(), requires_grad=False)
+        self.bias = bias
+        self._sum: Any = None
+        if not by_rows:
+            self._sum = group.all_reduce
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._sum is None:
+            return F.linear(x, self.weight, self.bias)
+        total = self._sum(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+def _split(model: Any, group: ParallelGroup) -> None:
+    """Splits the linear layers of a model as its `tp_plan` says. Embedding and head stay whole.
+
+    Raises:
+        ConfigError: the plan has another style than colwise and rowwise, or does not divide.
+    """
+    base = model.base_model
+    plan: dict[str, str] = dict(getattr(base, "_tp_plan", None) or base.config.base_model_tp_plan)
+    patterns = [
+        (re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"), style)
+        for name, style in plan.items()
+    ]
+    for name, module in list(base.named_modules()):
+        style = next((style for pattern, style in patterns if pattern.match(name)), None)
+        if style is None or isinstance(module, nn.Embedding):
+            continue
+        if style in ("colwise", "rowwise") and isinstance(module, nn.Linear):
+            parent = base.get_submodule(name.rpartition(".")[0])
+            split = _Split(module, group, by_rows=style == "colwise")
+            setattr(parent, name.rpartition(".")[2], split)
+        elif not style.startswith("replicated"):
+            raise ConfigError(
+                f"transformers' plan for {type(model).__name__} has {name} as {style!r}, which is "
+                "not supported: set parallel.tensor_parallel_size to 1"
+            )
