@@ -47,13 +47,19 @@ def test_the_life_of_a_request_names_functions_that_exist() -> None:
                 assert word in names, f"{word} is not in the file named before it: {row}"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md")))]
-)
-def test_links_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text("utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (ROOT / page).parent.joinpath(target).exists(), target
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
+        assert page.parent.joinpath(target).exists(), target
+
+
+def test_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    for file in re.findall(r"`((?:[\w]+/)+[a-z_]+\.py)`", text):
+        assert (ROOT / file).exists() or (ROOT / "aioinfer" / file).exists(), file
 
 
 def test_commands_name_files_that_exist() -> None:
