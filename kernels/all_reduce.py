@@ -29,7 +29,7 @@ from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Up to so many rows are pushed to one other rank, and fewer to more: twice the bytes, half the
-#: latency (docs/notes/all-reduce.md).
+#: latency (docs/kernels-notes.md).
 PUSHED_ROWS = 64
 #: Programs of the two-shot kernel: enough rows in flight to fill the link, few enough that all run
 #: at a time.
