@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from aioinfer.errors import ConfigError
@@ -76,15 +76,19 @@ _NAMED_TOKENS = {
 }
 
 
-def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     """Writes `tokenizer.json`, `tokenizer_config.json` and the chat templates into `folder`, which
     must exist.
+
+    Args:
+        metadata: the key-value pairs of the GGUF file.
+        folder: where to write.
 
     Raises:
         ConfigError: the file has no tokenizer, or one of a kind that is not known here; the message
             says which, and that `model.tokenizer` can name a folder to use in its place.
     """
-    fields = _Fields(reader)
+    fields = _Fields(metadata)
     model = fields.get("ggml.model")
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(fields)
@@ -115,13 +119,12 @@ def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
 class _Fields:
     """The metadata of a GGUF file under `tokenizer.`."""
 
-    def __init__(self, reader: gguf.GGUFReader):
-        self._reader = reader
+    def __init__(self, metadata: Mapping[str, Any]):
+        self._metadata = metadata
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the value of `tokenizer.NAME`: a str, a number, a bool, or a list of these."""
-        field = self._reader.get_field(f"tokenizer.{name}")
-        return default if field is None else field.contents()
+        return self._metadata.get(f"tokenizer.{name}", default)
 
     def need(self, name: str) -> Any:
         """Returns the value of `tokenizer.NAME`, or raises `ConfigError`."""
