@@ -4,8 +4,9 @@ converter writes them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -84,9 +85,20 @@ def random_model(architecture: str, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def write_gguf(file: Path, folder: Path, architecture: str, change: Change | None = None) -> Path:
-    """Writes the model of `folder` as a GGUF file; `change` may alter metadata (under the
-    architecture's name) and tensors first."""
+def write_gguf(
+    file: Path,
+    folder: Path,
+    architecture: str,
+    change: Change | None = None,
+    quantize: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType({}),
+) -> Path:
+    """Writes the model of `folder` as a GGUF file.
+
+    Args:
+        change: may alter metadata (under the architecture's name) and tensors first; a tensor in
+            uint16 is taken for bfloat16.
+        quantize: the types of tensors that are not stored in the type they have.
+    """
     config = AutoConfig.from_pretrained(folder)
     fields, tensors = _metadata(config), _tensors(folder, architecture, config)
     if change:
@@ -106,8 +118,13 @@ def write_gguf(file: Path, folder: Path, architecture: str, change: Change | Non
     writer.add_token_types([1] * len(TOKENS))
     writer.add_token_merges(["a b"])
     for name, values in tensors.items():
-        kinds = {np.dtype(np.uint16): gguf.GGMLQuantizationType.BF16}
-        writer.add_tensor(name, values, raw_dtype=kinds.get(values.dtype))
+        if name in quantize:
+            writer.add_tensor(name, gguf.quantize(values, quantize[name]), raw_dtype=quantize[name])
+        elif values.dtype == np.uint16:
+            raw = values.view(np.uint8)
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

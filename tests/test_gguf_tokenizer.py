@@ -14,6 +14,7 @@ import pytest
 import tiktoken
 from transformers import AutoTokenizer
 
+from aioinfer.checkpoint.gguf_file import GgufFile
 from aioinfer.errors import ConfigError
 from aioinfer.text import sentencepiece_bpe
 from aioinfer.text.gguf_tokenizer import write_tokenizer
@@ -76,7 +77,7 @@ def write_gguf(
 def convert(file: Path, folder: Path) -> Tokenizer:
     """Converts a GGUF file and loads the result."""
     folder.mkdir()
-    write_tokenizer(gguf.GGUFReader(file), folder)
+    write_tokenizer(GgufFile(file).metadata, folder)
     return Tokenizer.load(folder)
 
 
@@ -298,7 +299,7 @@ def test_files_that_cannot_be_converted(
 ):
     file = write_gguf(tmp_path / "model.gguf", model, ["a", "b"], [1, 1], **fields)
     with pytest.raises(ConfigError, match=rf"{message}.*model\.tokenizer"):
-        write_tokenizer(gguf.GGUFReader(file), tmp_path)
+        write_tokenizer(GgufFile(file).metadata, tmp_path)
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path):
@@ -307,4 +308,4 @@ def test_a_file_without_a_tokenizer(tmp_path: Path):
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(ConfigError, match="None"):
-        write_tokenizer(gguf.GGUFReader(tmp_path / "model.gguf"), tmp_path)
+        write_tokenizer(GgufFile(tmp_path / "model.gguf").metadata, tmp_path)
