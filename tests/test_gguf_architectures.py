@@ -3,6 +3,7 @@ GGUF file as they were."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aioinfer.checkpoint.gguf import convert_gguf
 from aioinfer.checkpoint.gguf_architectures import ARCHITECTURES, TENSORS, read_config
 from aioinfer.checkpoint.gguf_file import GgufFile
 from aioinfer.errors import ConfigError
+from aioinfer.models.registry import FAMILIES, load_model_config
 from tests.gguf_models import Change, config_of, random_model, write_gguf
 
 #: What a GGUF file does not say, and no forward pass asks for.
@@ -59,9 +61,13 @@ def said(config: Any) -> dict[str, Any]:
 
 
 def assert_same_model(source: Path, converted: Path) -> None:
-    """Configuration, weights, and logits over a text longer than the windows."""
+    """Configuration (also as ours reads it, if the family is registered), weights, and
+    transformers' logits over a text longer than the windows."""
     configs = [AutoConfig.from_pretrained(folder) for folder in (source, converted)]
     assert said(configs[1]) == said(configs[0])
+    if configs[0].architectures[0] in FAMILIES:
+        ours, expected = load_model_config(converted), load_model_config(source)
+        assert replace(ours, dtype=expected.dtype) == expected  # a GGUF file does not say it
     weights = [load_file(folder / "model.safetensors") for folder in (source, converted)]
     assert weights[1].keys() == weights[0].keys()
     for name, tensor in weights[0].items():

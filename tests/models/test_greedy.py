@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.models import registry
+from aioinfer.models.registry import FAMILIES
 from aioinfer.text.tokenizer import Tokenizer
 from tests.models.files import GEMMA, QWEN
 
@@ -32,8 +32,9 @@ PROSE_PROMPTS = [
     "Die Geschichte der Stadt beginnt im Jahr",
     "List of planets in the solar system:\n1. Mercury\n2.",
     "In 1969, the first humans",
-    "The quick brown fox jumps over the lazy dog. " * 40 + "And then the fox",
+    "The quick brown fox jumps over the lazy dog. " * 60 + "And then the fox",
 ]
+# The last prompt is longer than Gemma's window of 512 tokens.
 PROMPTS = {QWEN: CODE_PROMPTS + PROSE_PROMPTS[:3] + PROSE_PROMPTS[-1:], GEMMA: CODE_PROMPTS[:2]
            + PROSE_PROMPTS}  # fmt: skip
 #: A text that any model of English finds likely, and a model with misread weights does not.
@@ -43,7 +44,7 @@ PASSAGE = (
     "of years and have used it to tell the time and to find their way across the sea."
 )
 requires_gemma = pytest.mark.skipif(
-    not hasattr(registry, "FAMILIES") or "Gemma3ForCausalLM" not in registry.FAMILIES,
+    "Gemma3ForCausalLM" not in FAMILIES,
     reason="aioinfer.models.registry knows no Gemma3ForCausalLM",
 )
 
