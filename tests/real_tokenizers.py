@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from aioinfer.checkpoint.gguf_file import GgufFile
 from aioinfer.text.gguf_tokenizer import write_tokenizer
 
 QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -126,7 +126,7 @@ def smollm2_folder(cache: Path) -> Path:
     folder = cache / "smollm2"
     if not folder.exists():
         with _building(folder) as unfinished:
-            write_tokenizer(gguf.GGUFReader(smollm2_gguf()), unfinished)
+            write_tokenizer(GgufFile(smollm2_gguf()).metadata, unfinished)
     return folder
 
 

@@ -14,6 +14,7 @@ import pytest
 import tiktoken
 from transformers import AutoTokenizer
 
+from aioinfer.checkpoint.gguf_file import GgufFile
 from aioinfer.errors import ConfigError
 from aioinfer.text import sentencepiece_bpe
 from aioinfer.text.gguf_tokenizer import write_tokenizer
@@ -76,7 +77,7 @@ def write_gguf(
 def convert(file: Path, folder: Path) -> Tokenizer:
     """Converts a GGUF file and loads the result."""
     folder.mkdir()
-    write_tokenizer(gguf.GGUFReader(file), folder)
+    write_tokenizer(GgufFile(file).metadata, folder)
     return Tokenizer.load(folder)
 
 
@@ -135,9 +136,11 @@ def test_smollm2_splits_digits_off_the_space_before_them(tokenizer_cache: Path):
         ("gpt-2", GPT2_PATTERN),
         ("qwen2", QWEN_PATTERN),
         ("llama-bpe", LLAMA3_PATTERN),
+        ("dbrx", LLAMA3_PATTERN),
+        ("glm4", LLAMA3_PATTERN),
         ("tekken", None),
     ],
-    ids=["gpt-2", "qwen2", "llama-bpe", "tekken"],
+    ids=["gpt-2", "qwen2", "llama-bpe", "dbrx", "glm4", "tekken"],
 )
 def test_pre_tokenizers_split_as_their_models_do(
     tmp_path: Path, ranks: dict[bytes, int], pre: str, pattern: str | None
@@ -298,7 +301,7 @@ def test_files_that_cannot_be_converted(
 ):
     file = write_gguf(tmp_path / "model.gguf", model, ["a", "b"], [1, 1], **fields)
     with pytest.raises(ConfigError, match=rf"{message}.*model\.tokenizer"):
-        write_tokenizer(gguf.GGUFReader(file), tmp_path)
+        write_tokenizer(GgufFile(file).metadata, tmp_path)
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path):
@@ -307,4 +310,4 @@ def test_a_file_without_a_tokenizer(tmp_path: Path):
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(ConfigError, match="None"):
-        write_tokenizer(gguf.GGUFReader(tmp_path / "model.gguf"), tmp_path)
+        write_tokenizer(GgufFile(tmp_path / "model.gguf").metadata, tmp_path)

@@ -2,191 +2,164 @@
 tokenizer.
 
 After that a GGUF model is a folder like any other, which loads in half a second where reading the
-GGUF takes several. Weights are dequantized to float32, in which the values of all quantized formats
-are exact. llama.cpp stores query and key rows of Llama models in another order (its RoPE pairs
-neighbouring channels); that is undone.
+GGUF takes several. Tensors are converted in slices, several at a time, from the mapped file into
+their place in `model.safetensors`, so that memory holds a few slices and not the model. F16 and
+BF16 tensors keep their type; quantized ones become float32, in which alone their values are exact
+(a scale of 11 significant bits times an integer of 4 to 8).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from safetensors.numpy import save_file
 
+from aioinfer.checkpoint.gguf_architectures import (
+    ROPE_TENSORS,
+    TENSORS,
+    GgufArchitecture,
+    architecture_of,
+    read_config,
+)
+from aioinfer.checkpoint.gguf_file import GgufFile, GgufTensor
+from aioinfer.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from aioinfer.errors import ConfigError
-from aioinfer.layers.rotary import RopeConfig, inverse_wavelengths
+from aioinfer.text.gguf_tokenizer import write_tokenizer
 
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_ROPE_FACTORS = "rope_freqs"
-#: How Llama 3.1 to 3.3 stretch RoPE. Their GGUF files hold the factors that it comes to, the
-#: largest of which is the missing one.
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+#: Values converted at a time: few enough to stay in a core's cache, and enough that numpy computes,
+#: without the GIL, for much longer than Python takes between its calls.
+_SLICE_VALUES = 1 << 17
+_STORED_AS_IS = {
+    gguf.GGMLQuantizationType.F16: "F16",
+    gguf.GGMLQuantizationType.BF16: "BF16",
 }
 
 
-def convert_gguf(file: Path, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """How a tensor of the file becomes one of the folder.
+
+    Attributes:
+        tensor: the source.
+        name: the destination's.
+        dtype: the destination's: "F32", or "F16" or "BF16" for a copy.
+        row_order: the source row of each row, or None for the same order.
+        offset: subtracted from each value.
+    """
+
+    tensor: GgufTensor
+    name: str
+    dtype: str
+    row_order: np.ndarray | None
+    offset: float
+
+    def slices(self) -> Iterator[tuple[_Conversion, slice]]:
+        """Yields this conversion with each of the ranges of rows to convert at a time."""
+        num_rows, row_bytes = self.tensor.rows.shape
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[self.tensor.type]
+        count = max(1, _SLICE_VALUES * block_bytes // (block_values * max(1, row_bytes)))
+        for begin in range(0, num_rows, count):
+            yield self, slice(begin, min(begin + count, num_rows))
+
+    def convert(self, rows: slice) -> np.ndarray:
+        """Returns some rows of the destination: float32, or the bytes of a copy."""
+        source = rows if self.row_order is None else self.row_order[rows]
+        if self.dtype != "F32":
+            return np.ascontiguousarray(self.tensor.rows[source])
+        values = self.tensor.values(source)
+        return values - np.float32(self.offset) if self.offset else values
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
     """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer into
     `folder`, which must exist.
 
     Raises:
         ConfigError: the file is not a GGUF file, or holds a model that is not supported.
+        OSError: the folder cannot be written.
     """
-    from aioinfer.text.gguf_tokenizer import write_tokenizer
+    file = GgufFile(path)
+    config = read_config(file)
+    conversions = list(_conversions(file, architecture_of(file), config))
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", _generation_config(file, config))
+    specs = {each.name: TensorSpec(each.dtype, each.tensor.shape) for each in conversions}
+    with (
+        SafetensorsWriter(folder / "model.safetensors", specs) as writer,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gguf") as pool,
+    ):
 
-    try:
-        reader = gguf.GGUFReader(file)
-    except (OSError, ValueError, IndexError) as error:
-        raise ConfigError(f"{file} cannot be read as GGUF: {error}") from error
-    config = _read_config(reader, file)
-    (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), "utf-8")
-    write_tokenizer(reader, folder)
-    save_file(dict(_read_tensors(reader, config)), folder / "model.safetensors")
+        def convert(work: tuple[_Conversion, slice]) -> None:
+            conversion, rows = work
+            values = conversion.convert(rows)
+            row_bytes = values.nbytes // (rows.stop - rows.start)
+            writer.write(conversion.name, rows.start * row_bytes, values)
+
+        done = pool.map(convert, (work for each in conversions for work in each.slices()))
+        write_tokenizer(file.metadata, folder)
+        for _ in done:  # raises what a thread raised, and cancels what is left
+            pass
 
 
-def _read_config(reader: gguf.GGUFReader, file: Path) -> dict[str, Any]:
-    """Returns what `config.json` would hold."""
-    name = _value(reader, "general.architecture")
-    if name not in _FAMILIES:
-        raise ConfigError(
-            f"{file} holds a model of the architecture {name!r}; supported are: "
-            f"{', '.join(_FAMILIES)}"
-        )
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2), "utf-8")
 
-    def field(key: str, default: Any = None) -> Any:
-        value = _value(reader, f"{name}.{key}", default)
-        if value is None:
-            raise ConfigError(f"{file} lacks {name}.{key}")
-        return value
 
-    heads, hidden = field("attention.head_count"), field("embedding_length")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if "token_embd.weight" not in tensors:
-        raise ConfigError(f"{file} holds no token_embd.weight")
-    config = {
-        "architectures": [_FAMILIES[name]],
-        "model_type": name,
-        # what to compute in on a GPU; the file below is float32 to keep every value
-        "dtype": "bfloat16",
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "hidden_size": hidden,
-        "intermediate_size": field("feed_forward_length"),
-        "num_hidden_layers": field("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
-        "head_dim": field("attention.key_length", hidden // heads),
-        "hidden_act": "silu",
-        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": field("context_length"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": name == "llama" and "blk.0.attn_q.bias" in tensors,
-        "rope_parameters": _read_rope(reader, name, field("rope.freq_base", 10_000.0), file),
+def _generation_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `generation_config.json` would hold: among the end tokens is that of a turn in a
+    chat, where the file has one of its own for it."""
+    generation: dict[str, Any] = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config
     }
-    for key in ("bos_token_id", "eos_token_id"):
-        token = _value(reader, f"tokenizer.ggml.{key}")
-        if token is not None:
-            config[key] = token
-    return config
+    end_of_turn = file.metadata.get("tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None and end_of_turn != generation.get("eos_token_id"):
+        ends = [generation["eos_token_id"]] if "eos_token_id" in generation else []
+        generation["eos_token_id"] = [*ends, end_of_turn]
+    return generation
 
 
-def _read_rope(reader: gguf.GGUFReader, name: str, theta: float, file: Path) -> dict[str, Any]:
-    """Returns `rope_parameters`."""
-    for tensor in reader.tensors:
-        if tensor.name.startswith(_ROPE_FACTORS):
-            return _read_llama3_rope(gguf.dequantize(tensor.data, tensor.tensor_type), theta, file)
-    kind = _value(reader, f"{name}.rope.scaling.type", "none")
-    rope = {"rope_type": "default", "rope_theta": theta}
-    if kind not in ("none", "linear", "yarn"):
-        raise ConfigError(
-            f"{file} stretches RoPE in the way {kind!r}, which is not supported, "
-            f"only 'linear' and 'yarn' are"
-        )
-    if kind != "none":
-        factor = _value(reader, f"{name}.rope.scaling.factor")
-        if factor is None:
-            raise ConfigError(f"{file} lacks {name}.rope.scaling.factor")
-        rope |= {"rope_type": kind, "factor": factor}
-        original = _value(reader, f"{name}.rope.scaling.original_context_length")
-        if original is not None:
-            rope["original_max_position_embeddings"] = original
-    return rope
+def _conversions(
+    file: GgufFile, architecture: GgufArchitecture, config: dict[str, Any]
+) -> Iterator[_Conversion]:
+    """Yields how each tensor is converted.
 
-
-def _read_llama3_rope(factors: np.ndarray, theta: float, file: Path) -> dict[str, Any]:
-    """Returns Llama 3's `rope_parameters`, if `factors` [head_size / 2], by which wavelengths are
-    stretched, are what they come to."""
-    scaling = {"factor": float(factors.max()), **_LLAMA3}
-    ropes = RopeConfig(theta), RopeConfig(theta, "llama3", scaling)
-    plain, stretched = (inverse_wavelengths(rope, 2 * len(factors))[0].numpy() for rope in ropes)
-    if not np.allclose(plain / stretched, factors, rtol=1e-3):
-        raise ConfigError(
-            f"{file} stretches RoPE by a table of factors that is not Llama 3's: "
-            f"use the model's safetensors"
-        )
-    return {"rope_type": "llama3", "rope_theta": theta, **scaling}
-
-
-def _read_tensors(
-    reader: gguf.GGUFReader, config: dict[str, Any]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (Hugging Face's name, float32 values) of each tensor."""
-    reorder = (
-        {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-        if config["model_type"] == "llama"
-        else {}
-    )
-    for tensor in reader.tensors:
-        parts = tensor.name.split(".")
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if parts[0] == "blk" and parts[2] in _LAYER_TENSORS:
-            if parts[2] in reorder:
-                values = _halves_from_pairs(values, reorder[parts[2]])
-            yield (
-                f"model.layers.{parts[1]}.{_LAYER_TENSORS[parts[2]]}.{parts[3]}",
-                np.ascontiguousarray(values),
-            )
-        elif parts[0] == _ROPE_FACTORS:
+    Raises:
+        ConfigError: a tensor is none that a model of this architecture has.
+    """
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for tensor in file.tensors.values():
+        if tensor.name in ROPE_TENSORS:
             continue
-        elif parts[0] in _TENSORS:
-            yield f"{_TENSORS[parts[0]]}.{parts[1]}", np.ascontiguousarray(values)
-        else:
+        block, layer, stem, kind = _split_name(tensor.name)
+        names = architecture.layer_tensors if block else TENSORS
+        if stem not in names:
             raise ConfigError(f"the GGUF tensor {tensor.name} is not part of a supported model")
+        prefix = f"model.layers.{layer}." if block else ""
+        row_order = None
+        if architecture.interleaved_rope and block and stem in heads:
+            row_order = _halves_from_pairs(tensor.shape[0], heads[stem])
+        offset = architecture.norm_offset if stem.endswith("norm") else 0.0
+        dtype = "F32" if offset else _STORED_AS_IS.get(tensor.type, "F32")
+        yield _Conversion(tensor, f"{prefix}{names[stem]}.{kind}", dtype, row_order, offset)
 
 
-def _halves_from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders the rows of each head from neighbouring pairs (0, 1), (2, 3)... to halves (0, n/2),
-    (1, n/2 + 1)..."""
-    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+def _split_name(name: str) -> tuple[bool, str, str, str]:
+    """Returns whether a tensor belongs to a layer, the layer's number, its name, and its kind:
+    `blk.3.attn_q.weight` gives (True, "3", "attn_q", "weight")."""
+    parts = name.split(".")
+    if parts[0] == "blk" and len(parts) == 4:
+        return True, parts[1], parts[2], parts[3]
+    return False, "", ".".join(parts[:-1]), parts[-1]
 
 
-def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
-    """Returns a scalar or a string of the metadata."""
-    entry = reader.get_field(key)
-    return default if entry is None else entry.contents()
+def _halves_from_pairs(num_rows: int, heads: int) -> np.ndarray:
+    """Returns the row that comes to each place when the rows of each head are reordered from
+    neighbouring pairs, (0, 1), (2, 3) ..., to halves, (0, n / 2), (1, n / 2 + 1) ..."""
+    return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

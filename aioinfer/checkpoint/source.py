@@ -17,9 +17,9 @@ from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 
 #: Part of a conversion's cache key: raise it when `convert_gguf` gives something else than before.
-_CONVERTER_VERSION = 1
-#: The weights once more, in the layout of another program.
-_TWICE = ["consolidated*", "original/*"]
+_CONVERTER_VERSION = 2
+#: Files that repository owners put beside the weights: the same in another program's layout.
+_OTHER_LAYOUTS = ["consolidated*", "original/*"]
 _TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
 
 
@@ -106,7 +106,7 @@ def _downloaded(config: ModelConfig) -> Path:
                 config.path,
                 revision=config.revision,
                 allow_patterns=patterns,
-                ignore_patterns=_TWICE,
+                ignore_patterns=_OTHER_LAYOUTS,
             )
         )
     except Exception as error:  # the hub's client has a dozen kinds

@@ -1,20 +1,20 @@
 """Writes the tokenizer that a GGUF file describes as a folder in Hugging Face's layout.
 
 `aioinfer.checkpoint.gguf` calls it when it converts a GGUF file; afterwards the folder is like any
-other. A GGUF file holds the vocabulary, the merges and a name for the pre-tokenizer; what the name
-means is llama.cpp's knowledge (`llama-vocab.cpp`), of which `_PRE_TOKENIZERS` holds the part for
-the supported model families.
+other. A GGUF file holds the vocabulary, the merges and a name for the pre-tokenizer. The pattern
+behind each name is defined in llama.cpp's `llama-vocab.cpp`; `_PRE_TOKENIZERS` has those of the
+supported model families.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from aioinfer.errors import ConfigError
@@ -43,7 +43,8 @@ class _PreTokenizer:
 
 
 def _qwen2_pattern(digits: str) -> str:
-    """Returns the pattern that Qwen 2 and Llama 3 share but for how many digits stay together."""
+    """Returns the pattern of Qwen 2, Llama 3 and GPT-4, which differ in how many digits stay
+    together."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -57,15 +58,21 @@ _TEKKEN_PATTERN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = _PreTokenizer(_qwen2_pattern(r"\p{N}{1,3}"), ignore_merges=True, adds_bos=True)
+_GPT4 = _PreTokenizer(_qwen2_pattern(r"\p{N}{1,3}"))
+_SMOLLM = _PreTokenizer(digits_apart=True)
 _QWEN2 = _PreTokenizer(_qwen2_pattern(r"\p{N}"), nfc=True)
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(),
-    "smollm": _PreTokenizer(digits_apart=True),
+    "smollm": _SMOLLM,
+    "refact": _SMOLLM,  # Granite 3
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "dbrx": _GPT4,  # Phi-4, OLMo 2
+    "chatglm-bpe": _GPT4,
+    "glm4": _GPT4,
     "tekken": _PreTokenizer(_TEKKEN_PATTERN, ignore_merges=True, adds_bos=True),
 }
 _NAMED_TOKENS = {
@@ -76,15 +83,19 @@ _NAMED_TOKENS = {
 }
 
 
-def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     """Writes `tokenizer.json`, `tokenizer_config.json` and the chat templates into `folder`, which
     must exist.
+
+    Args:
+        metadata: the key-value pairs of the GGUF file.
+        folder: where to write.
 
     Raises:
         ConfigError: the file has no tokenizer, or one of a kind that is not known here; the message
             says which, and that `model.tokenizer` can name a folder to use in its place.
     """
-    fields = _Fields(reader)
+    fields = _Fields(metadata)
     model = fields.get("ggml.model")
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(fields)
@@ -115,13 +126,12 @@ def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> None:
 class _Fields:
     """The metadata of a GGUF file under `tokenizer.`."""
 
-    def __init__(self, reader: gguf.GGUFReader):
-        self._reader = reader
+    def __init__(self, metadata: Mapping[str, Any]):
+        self._metadata = metadata
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the value of `tokenizer.NAME`: a str, a number, a bool, or a list of these."""
-        field = self._reader.get_field(f"tokenizer.{name}")
-        return default if field is None else field.contents()
+        return self._metadata.get(f"tokenizer.{name}", default)
 
     def need(self, name: str) -> Any:
         """Returns the value of `tokenizer.NAME`, or raises `ConfigError`."""
@@ -131,7 +141,7 @@ class _Fields:
         return value
 
     def error(self, problem: str) -> ConfigError:
-        """Returns an error that says what helps."""
+        """Returns an error that says that `model.tokenizer` can name another tokenizer."""
         return ConfigError(
             f"the GGUF file's tokenizer cannot be read: {problem}. Let model.tokenizer name the "
             f"original model's folder or id"
@@ -170,6 +180,7 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(fields: _Fields) -> Tokenizer:
+    """Returns the tokenizer of a sentencepiece vocabulary."""
     texts = fields.need("ggml.tokens")
     pieces = Pieces(
         texts, fields.need("ggml.scores"), fields.get("ggml.token_type", [1] * len(texts))

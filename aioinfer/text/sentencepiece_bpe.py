@@ -26,8 +26,7 @@ from tokenizers import (
 from aioinfer.errors import ConfigError
 
 #: Where a space is put before a text, as the training of most models did: nowhere; before the whole
-#: text
-#: (transformers' `legacy = false`); or also after each special token (`legacy = true`).
+#: text (transformers' `legacy = false`); or also after each special token (`legacy = true`).
 PrefixSpace = Literal["never", "first", "always"]
 
 
@@ -139,8 +138,8 @@ def build(pieces: Pieces, prefix_space: PrefixSpace) -> Tokenizer:
 
 
 def add_special_pieces(tokenizer: Tokenizer, texts: Sequence[str], types: Sequence[int]) -> None:
-    """Has control and user-defined pieces found whole in a text; only control pieces are
-    special."""
+    """Makes control and user-defined pieces tokens that are matched whole in a text, before it is
+    split; only control and unknown pieces are special."""
     added = (PieceType.CONTROL, PieceType.USER_DEFINED, PieceType.UNKNOWN)
     tokenizer.add_tokens(
         [
@@ -152,7 +151,7 @@ def add_special_pieces(tokenizer: Tokenizer, texts: Sequence[str], types: Sequen
 
 
 def add_bos_eos(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Has encoding put these tokens around a text; None leaves one out."""
+    """Makes encoding add `bos` before a text and `eos` after it; None leaves one out."""
     template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=template,
@@ -163,8 +162,9 @@ def add_bos_eos(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
 def _merges(pieces: Pieces) -> list[tuple[str, str]]:
     """Returns the merges that lead to each piece, those of the highest score first.
 
-    Where a piece has several, the longest left half goes first: equal scores are merged from the
-    left in sentencepiece, which builds up the left half of a run (of spaces, say) first.
+    Where a piece has several, the one with the longest left half comes first: sentencepiece merges
+    pairs of equal scores from the left, which builds up the left half of a run (of spaces, say)
+    first.
     """
     scores = {
         text: score
