@@ -1,5 +1,5 @@
-"""Settings for all tests: threads and memory, the order of files, which tests `make test-fast` runs,
-and Triton's interpreter for `tests/kernels`."""
+"""Settings for all tests: threads and memory, the order of files, which tests `make test-fast`
+leaves out, and Triton's interpreter for `tests/kernels`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,30 @@ TESTS = Path(__file__).parent
 KERNELS = TESTS / "kernels"
 #: Files that take longest, which begin first, so that none of them is left to one core at the end.
 LONGEST = ("test_equality.py", "test_multiprocess.py")
-#: What `make test-fast` leaves out, besides tests that are marked `slow` one by one: folders, and
-#: files whose tests start workers, load real models or compile.
-SLOW = ("functional", "compiled", "models")
+#: Folders and files that are marked `slow`, which `make test-fast` leaves out: their tests start
+#: servers or worker processes, load real models, or compile.
+SLOW = frozenset(
+    [
+        "compiled",
+        "functional",
+        "gpu",
+        "models",
+        "kernels/test_gpu_llama.py",
+        "test_bench_gpu.py",
+        "test_bench_plot.py",
+        "test_bench_sweep.py",
+        "test_gguf.py",
+        "test_gguf_tokenizer.py",
+        "test_main.py",
+        "test_multiprocess.py",
+        "test_parallel.py",
+    ]
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Switches Triton's interpreter on for a run of the kernel tests alone. Triton reads the variable
-    at its import; worker processes of pytest-xdist inherit it."""
+    """Switches Triton's interpreter on for a run of the kernel tests alone. Triton reads the
+    variable at its import; worker processes of pytest-xdist inherit it."""
     invoked_in = config.invocation_params.dir
     paths = [(invoked_in / argument.split("::")[0]).resolve() for argument in config.args]
     if (
@@ -73,8 +89,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks slow tests, and puts the files that take longest first; the sort leaves the others, and
     the tests of each, in their order."""
     for item in items:
-        place = item.path.relative_to(TESTS)
-        if place.parts[0] in SLOW:
+        path = item.path.relative_to(TESTS)
+        if path.parts[0] in SLOW or path.as_posix() in SLOW:
             item.add_marker("slow")
     items.sort(
         key=lambda item: (

@@ -34,7 +34,7 @@ PATIENCE = 3000
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LoadRequest:
     """A request, and whether it is to be aborted."""
 
     prompt: list[int]
@@ -43,7 +43,7 @@ class Wish:
 
 
 #: The same request now and then, whose text must not depend on what goes on around it.
-CANARY = Wish(
+CANARY = LoadRequest(
     list(range(10, 90)),
     SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     doomed=False,
@@ -87,37 +87,37 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def random_wishes(count: int, rng: random.Random) -> list[Wish]:
+def random_requests(count: int, rng: random.Random) -> list[LoadRequest]:
     """Returns requests of which some begin alike, every fiftieth the canary."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(20)]
-    sampling_flags = []
+    requests = []
     for index in range(count):
         length = rng.randint(1, 200)
         stem = rng.choice(stems) if rng.random() < 0.3 else []
         prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
-        sampling_flags.append(
-            Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
+        requests.append(
+            LoadRequest(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
         )
-    return sampling_flags
+    return requests
 
 
 async def run_clients(
-    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
+    frontend: Frontend, requests: list[LoadRequest], rng: random.Random
 ) -> list[Generation]:
-    """Serves the sampling_flags to `CLIENTS` clients and returns the generations, all ended.
+    """Serves the requests to `CLIENTS` clients and returns the generations, all ended.
 
     With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the
     middle of its prompt, between two tokens, or after a preemption.
     """
-    queue = iter(sampling_flags)
+    queue = iter(requests)
     generations: list[Generation] = []
     doomed: list[Generation] = []
 
     async def client() -> None:
-        for wish in queue:
-            generation = await frontend.submit(wish.prompt, wish.params)
+        for request in queue:
+            generation = await frontend.submit(request.prompt, request.params)
             generations.append(generation)
-            if wish.doomed:
+            if request.doomed:
                 doomed.append(generation)
             async for _ in generation:
                 if rng.random() < len(doomed) / PATIENCE:
@@ -162,7 +162,7 @@ def check_ends(generations: list[Generation]) -> Counter[str]:
 
 
 async def measure_round(
-    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
+    frontend: Frontend, requests: list[LoadRequest], rng: random.Random
 ) -> tuple[Counter[str], set[tuple[int, ...]], int]:
     """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU
     memory in use when it is over, apart from `bytes_by_demand`.
@@ -170,7 +170,7 @@ async def measure_round(
     The canary goes last and alone, so that what the worker keeps of its last step is the same after
     every round.
     """
-    generations = await run_clients(frontend, sampling_flags, rng)
+    generations = await run_clients(frontend, requests, rng)
     await come_to_rest(frontend)
     generations += await run_clients(frontend, [CANARY], rng)
     await come_to_rest(frontend)
@@ -196,7 +196,11 @@ def bytes_by_demand(frontend: Frontend) -> int:
 
 
 async def serve_load(
-    folder: Path, device: str, dtype: str, requests: int = REQUESTS, first_measured_step: int = 2000
+    folder: Path,
+    device: str,
+    dtype: str,
+    num_requests: int = REQUESTS,
+    first_measured_step: int = 2000,
 ) -> None:
     """Serves the load and checks the books after every round, and the memory from the given step
     on."""
@@ -211,15 +215,15 @@ async def serve_load(
         "scheduler.max_num_batched_tokens": 512,
     }
     rng = random.Random(dtype)
-    sampling_flags = random_wishes(requests, rng)
+    requests = random_requests(num_requests, rng)
     frontend = await Frontend.launch(load_config(None, settings))
     try:
         reasons: Counter[str] = Counter()
         texts: set[tuple[int, ...]] = set()
         memory: list[int] = []
-        for first in range(0, requests, requests // ROUNDS):
+        for first in range(0, num_requests, num_requests // ROUNDS):
             counted, seen, used = await measure_round(
-                frontend, sampling_flags[first : first + requests // ROUNDS], rng
+                frontend, requests[first : first + num_requests // ROUNDS], rng
             )
             reasons += counted
             texts |= seen
@@ -230,7 +234,7 @@ async def serve_load(
         await frontend.close()
     assert min(stats["preemptions"], stats["prefix_tokens_hit"], stats["wasted_rows"]) > 0, stats
     assert 0.25 < (reasons["abort"] + reasons["abort early"]) / reasons.total() < 0.4, reasons
-    assert min(reasons.values()) > requests / 100, reasons
+    assert min(reasons.values()) > num_requests / 100, reasons
     assert dtype != "float32" or len(texts) == 1
     assert len(memory) >= 2
     # the allocator rounds up
