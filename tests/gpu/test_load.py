@@ -25,7 +25,7 @@ REQUESTS = 10_000
 ROUNDS = 10
 CLIENTS = 100
 VOCAB_SIZE = 512
-#: The share of requests that are to be aborted. Some end before their time comes: about a third
+#: The fraction of requests that are to be aborted. Some end before their time comes: about a third
 #: are.
 DOOMED = 0.45
 #: Each delta that any client gets ends a doomed request with a chance of one in so many. Requests
@@ -138,7 +138,7 @@ async def come_to_rest(frontend: Frontend) -> None:
     assert frontend.engines[0].scheduler.is_idle
     assert await frontend.drain(0)
     async with asyncio.timeout(30):
-        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
+        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - no event tells of rows that were wasted
             await asyncio.sleep(0.001)
     frontend.engines[0].scheduler.check_integrity()
     assert frontend.engines[0].scheduler.pool.num_free == frontend.engines[0].report.num_blocks
@@ -202,8 +202,8 @@ async def serve_load(
     num_requests: int = REQUESTS,
     first_measured_step: int = 2000,
 ) -> None:
-    """Serves the load and checks the books after every round, and the memory from the given step
-    on."""
+    """Serves the load and checks the scheduler's integrity after every round, and the memory from
+    the given step on."""
     settings = {
         "model.path": str(folder),
         "model.dtype": dtype,
