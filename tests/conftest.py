@@ -41,7 +41,7 @@ SLOW = frozenset(
         "functional",
         "gpu",
         "models",
-        "kernels/test_gpu_llama.py",
+        "kernels/test_decoder_kernels.py",
         "test_bench_gpu.py",
         "test_bench_plot.py",
         "test_bench_sweep.py",
