@@ -1,7 +1,7 @@
 # make serve        installs what the server needs into .venv and serves SmolLM2-135M-Instruct on 127.0.0.1:8000
 # make test         installs what the tests need as well, checks the code and runs all tests (ten minutes on two cores)
-# make test-fast    checks the code and runs what needs no server, no worker process and no real model: for daily work,
-#                   under two minutes on two cores. tests/conftest.py (SLOW) says what it leaves out.
+# make test-fast    checks the code and runs the tests without servers, worker processes, real models and kernels: for
+#                   daily work, under two minutes on two cores. tests/conftest.py (SLOW) lists what it leaves out.
 # make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`
 # The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
 
@@ -33,8 +33,7 @@ test-kernels: $(VENV)/.test
 	$(PYTEST) --dist load tests/kernels
 
 test-fast: check
-	$(PYTEST) --dist load -m "not slow" tests/kernels
-	$(PYTEST) --dist loadfile -m "not slow" --ignore tests/functional --ignore tests/gpu --ignore tests/compiled $(ARGS)
+	$(PYTEST) --dist loadfile -m "not slow" $(addprefix --ignore tests/,compiled functional gpu models) $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

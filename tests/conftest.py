@@ -34,14 +34,14 @@ KERNELS = TESTS / "kernels"
 #: Files that take longest, which begin first, so that none of them is left to one core at the end.
 LONGEST = ("test_equality.py", "test_multiprocess.py")
 #: Folders and files that are marked `slow`, which `make test-fast` leaves out: their tests start
-#: servers or worker processes, load real models, or compile.
+#: servers or worker processes, load real models, or compile. (It leaves out the kernels as well,
+#: which take a run of their own.)
 SLOW = frozenset(
     [
         "compiled",
         "functional",
         "gpu",
         "models",
-        "kernels/test_decoder_kernels.py",
         "test_bench_gpu.py",
         "test_bench_plot.py",
         "test_bench_sweep.py",
