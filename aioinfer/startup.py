@@ -74,10 +74,7 @@ class StartupDisplay:
 
 
 def _cache_text(report: WorkerReport) -> str:
-    return (
-        f"{_size(report.kv_cache_bytes)} a worker: {report.num_blocks} blocks of "
-        f"{report.block_size} tokens"
-    )
+    return f"{_size(report.kv_cache_bytes)} a worker: {report.num_blocks} blocks of {report.block_size} tokens"
 
 
 def _size(count: int) -> str:

@@ -25,7 +25,7 @@ REQUESTS = 10_000
 ROUNDS = 10
 CLIENTS = 100
 VOCAB_SIZE = 512
-#: The fraction of requests that are to be aborted. Some end before their time comes: about a third
+#: The share of requests that are to be aborted. Some end before their time comes: about a third
 #: are.
 DOOMED = 0.45
 #: Each delta that any client gets ends a doomed request with a chance of one in so many. Requests
@@ -34,7 +34,7 @@ PATIENCE = 3000
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRequest:
+class Wish:
     """A request, and whether it is to be aborted."""
 
     prompt: list[int]
@@ -43,7 +43,7 @@ class LoadRequest:
 
 
 #: The same request now and then, whose text must not depend on what goes on around it.
-CANARY = LoadRequest(
+CANARY = Wish(
     list(range(10, 90)),
     SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     doomed=False,
@@ -87,37 +87,37 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def random_requests(count: int, rng: random.Random) -> list[LoadRequest]:
+def random_wishes(count: int, rng: random.Random) -> list[Wish]:
     """Returns requests of which some begin alike, every fiftieth the canary."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(20)]
-    requests = []
+    sampling_flags = []
     for index in range(count):
         length = rng.randint(1, 200)
         stem = rng.choice(stems) if rng.random() < 0.3 else []
         prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
-        requests.append(
-            LoadRequest(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
+        sampling_flags.append(
+            Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
         )
-    return requests
+    return sampling_flags
 
 
 async def run_clients(
-    frontend: Frontend, requests: list[LoadRequest], rng: random.Random
+    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
 ) -> list[Generation]:
-    """Serves the requests to `CLIENTS` clients and returns the generations, all ended.
+    """Serves the sampling_flags to `CLIENTS` clients and returns the generations, all ended.
 
     With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the
     middle of its prompt, between two tokens, or after a preemption.
     """
-    queue = iter(requests)
+    queue = iter(sampling_flags)
     generations: list[Generation] = []
     doomed: list[Generation] = []
 
     async def client() -> None:
-        for request in queue:
-            generation = await frontend.submit(request.prompt, request.params)
+        for wish in queue:
+            generation = await frontend.submit(wish.prompt, wish.params)
             generations.append(generation)
-            if request.doomed:
+            if wish.doomed:
                 doomed.append(generation)
             async for _ in generation:
                 if rng.random() < len(doomed) / PATIENCE:
@@ -138,7 +138,7 @@ async def come_to_rest(frontend: Frontend) -> None:
     assert frontend.engines[0].scheduler.is_idle
     assert await frontend.drain(0)
     async with asyncio.timeout(30):
-        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - no event tells of rows that were wasted
+        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
             await asyncio.sleep(0.001)
     frontend.engines[0].scheduler.check_integrity()
     assert frontend.engines[0].scheduler.pool.num_free == frontend.engines[0].report.num_blocks
@@ -162,7 +162,7 @@ def check_ends(generations: list[Generation]) -> Counter[str]:
 
 
 async def measure_round(
-    frontend: Frontend, requests: list[LoadRequest], rng: random.Random
+    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
 ) -> tuple[Counter[str], set[tuple[int, ...]], int]:
     """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU
     memory in use when it is over, apart from `bytes_by_demand`.
@@ -170,7 +170,7 @@ async def measure_round(
     The canary goes last and alone, so that what the worker keeps of its last step is the same after
     every round.
     """
-    generations = await run_clients(frontend, requests, rng)
+    generations = await run_clients(frontend, sampling_flags, rng)
     await come_to_rest(frontend)
     generations += await run_clients(frontend, [CANARY], rng)
     await come_to_rest(frontend)
@@ -196,14 +196,10 @@ def bytes_by_demand(frontend: Frontend) -> int:
 
 
 async def serve_load(
-    folder: Path,
-    device: str,
-    dtype: str,
-    num_requests: int = REQUESTS,
-    first_measured_step: int = 2000,
+    folder: Path, device: str, dtype: str, requests: int = REQUESTS, first_measured_step: int = 2000
 ) -> None:
-    """Serves the load and checks the scheduler's integrity after every round, and the memory from
-    the given step on."""
+    """Serves the load and checks the books after every round, and the memory from the given step
+    on."""
     settings = {
         "model.path": str(folder),
         "model.dtype": dtype,
@@ -215,15 +211,15 @@ async def serve_load(
         "scheduler.max_num_batched_tokens": 512,
     }
     rng = random.Random(dtype)
-    requests = random_requests(num_requests, rng)
+    sampling_flags = random_wishes(requests, rng)
     frontend = await Frontend.launch(load_config(None, settings))
     try:
         reasons: Counter[str] = Counter()
         texts: set[tuple[int, ...]] = set()
         memory: list[int] = []
-        for first in range(0, num_requests, num_requests // ROUNDS):
+        for first in range(0, requests, requests // ROUNDS):
             counted, seen, used = await measure_round(
-                frontend, requests[first : first + num_requests // ROUNDS], rng
+                frontend, sampling_flags[first : first + requests // ROUNDS], rng
             )
             reasons += counted
             texts |= seen
@@ -234,7 +230,7 @@ async def serve_load(
         await frontend.close()
     assert min(stats["preemptions"], stats["prefix_tokens_hit"], stats["wasted_rows"]) > 0, stats
     assert 0.25 < (reasons["abort"] + reasons["abort early"]) / reasons.total() < 0.4, reasons
-    assert min(reasons.values()) > num_requests / 100, reasons
+    assert min(reasons.values()) > requests / 100, reasons
     assert dtype != "float32" or len(texts) == 1
     assert len(memory) >= 2
     # the allocator rounds up

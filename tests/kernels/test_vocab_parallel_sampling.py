@@ -191,7 +191,7 @@ def test_merged_log_probabilities_of_shards_are_those_of_the_whole_vocabulary() 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_biases_of_tokens_out_of_shard_are_skipped() -> None:
+def test_biases_of_other_ranks_tokens_are_skipped() -> None:
     ids, values = torch.tensor([[5, 6, 14, 5]]), torch.tensor([[1.0, -2.0, 3.0, 0.0]])
     whole, slots = torch.zeros(1, 15), torch.zeros(1, dtype=torch.int32)
     penalties.add_biases(whole, slots, ids, values)
