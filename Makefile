@@ -1,5 +1,8 @@
-# make serve   installs what the server needs into .venv and serves SmolLM2-135M-Instruct on 127.0.0.1:8000
-# make test    installs what the tests need as well, checks the code and runs all tests
+# make serve        installs what the server needs into .venv and serves SmolLM2-135M-Instruct on 127.0.0.1:8000
+# make test         installs what the tests need as well, checks the code and runs all tests (ten minutes on two cores)
+# make test-fast    checks the code and runs the tests without servers, worker processes, real models and kernels: for
+#                   daily work, under two minutes on two cores. tests/conftest.py (SLOW) lists what it leaves out.
+# make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`
 # The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
 
 VENV := .venv
@@ -14,13 +17,23 @@ TEST_DATA := mistral-common==1.13.1
 USABLE := import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do $$python -c '$(USABLE)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: serve test check format docs lock clean
+PYTEST := $(BIN)/python -m pytest -n 3
+
+.PHONY: serve test test-fast test-kernels check format docs lock clean
 
 serve: $(VENV)/.run-time
 	@exec $(BIN)/python -m aioinfer --config configs/smollm2.toml $(ARGS)
 
-test: check
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+# The tests of one file run in one process, since they share models and servers; the kernel tests share nothing.
+# These take a run of their own: Triton decides for a whole process whether it interprets or compiles kernels.
+test: check test-kernels
+	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-kernels: $(VENV)/.test
+	$(PYTEST) --dist load tests/kernels
+
+test-fast: check
+	$(PYTEST) --dist loadfile -m "not slow" $(addprefix --ignore tests/,compiled functional gpu models) $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

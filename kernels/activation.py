@@ -1,10 +1,10 @@
-"""SiLU and multiply, the gate of Llama's and Qwen's MLP. Called between the two products of the MLP
-on GPUs.
+"""SiLU and multiply: the gate of a gated MLP, computed on GPUs between its gate-and-up projection
+and its down projection.
 
-On GPUs the first product's weight has the rows of its two projections interleaved
-(`gated_product.interleave`), and so are the columns of the product: `GATE_RUN` of the gate, then
-the `GATE_RUN` that they are multiplied with. A run is 16 bytes of bf16, what a thread reads at
-once.
+The merged gate-and-up weight has the rows of its two projections interleaved
+(`gated_product.interleave`), and so are the columns of the product: `GATE_RUN` columns of the gate,
+then the `GATE_RUN` columns of up that they are multiplied with. A run is 16 bytes of bf16, which is
+what a thread reads at once.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -18,8 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 1024
-#: Neighbouring rows of one projection in the interleaved weight. Output n has its gate in row n + n
-#: // GATE_RUN * GATE_RUN.
+#: Neighbouring rows of one projection in the interleaved weight. The gate of output n is row
+#: n + n // GATE_RUN * GATE_RUN.
 GATE_RUN = 8
 
 
@@ -56,10 +56,13 @@ def silu_mul(
     """Returns silu(gate) * up, computed in float32.
 
     Args:
-        gate_up: [T, 2 * I], interleaved: eight columns of the gate, then their eight of up, and so
-            on; I a multiple of 8; bf16, fp16 or fp32; rows may be strided.
+        gate_up: [T, 2 * I], interleaved: eight columns of the gate, then the matching eight of up,
+            and so on; I a multiple of 8; bf16, fp16 or fp32; rows may be strided.
         out: [T, I] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: for another shape or strided columns.
     """
     rows, double = gate_up.shape
     if double % (2 * GATE_RUN) or gate_up.stride(1) != 1:
@@ -91,6 +94,6 @@ def silu_mul(
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu_mul` in plain torch, for columns [..., 2 * I] interleaved as its own."""
+    """`silu_mul` in plain torch, for interleaved columns [..., 2 * I]."""
     gate, up = gate_up.unflatten(-1, (-1, 2, GATE_RUN)).unbind(-2)
     return (torch.nn.functional.silu(gate) * up).flatten(-2)

@@ -1,20 +1,20 @@
-"""Summing the partial products of tensor-parallel ranks through peer memory, with the residual add
-and the norm that follow.
+"""All-reduce of the partial products of tensor-parallel ranks over symmetric memory, fused with the
+residual add and the RMSNorm that follow.
 
 Called after every row-parallel product on GPUs, and after the embedding; captured in the step's
-graph. Two kernels, of which each call takes one, and no copy or launch beside it:
+CUDA graph. A call is one launch of one of two kernels, without any copy beside it:
 
-- Few rows: `_push_kernel`, one program a row. Each rank writes its row into the memory of all
-  others, as 8-byte words that hold 4 bytes of data and a number that says of which exchange they
-  are; the reader polls the data itself, so one way over the link is all the latency (the "LL"
-  protocol of NCCL).
+- Few rows: the one-shot `_push_kernel`, one program a row. Each rank writes its row into the memory
+  of all others, as 8-byte words of 4 bytes of data and the epoch, the number of the all-reduce that
+  they belong to. The reader polls the data itself, so the latency is one way over the link (the
+  "LL" protocol of NCCL).
 - Many rows: `_two_shot_kernel`. Of every `size` rows each rank sums one, reading the others'
   partial products, and writes the sum to all of them (the two-shot all-reduce of TensorRT-LLM and
-  vLLM). Two flags a program order it.
+  vLLM). Two flags for each program order these reads and writes.
 
 Every rank gets the same bits: a row is summed in the order of the ranks, in float32, with the
-residual, and rounded once. Nothing multicasts. What a rank may overwrite, and when, is argued at
-the kernels.
+residual, and rounded once. No multicast is used. The kernels' docstrings argue why no rank
+overwrites what another still reads.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -28,24 +28,33 @@ import triton.language as tl
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: Up to so many rows are pushed to one other rank, and fewer to more: twice the bytes, half the
-#: latency (docs/kernels-notes.md).
+#: The most rows that two ranks all-reduce with `_push_kernel`, which moves twice the bytes of
+#: `_two_shot_kernel` at half its latency; more ranks take proportionally fewer rows.
 PUSHED_ROWS = 64
-#: Programs of the two-shot kernel: enough rows in flight to fill the link, few enough that all run
-#: at a time.
+#: Programs of the two-shot kernel: enough rows in flight to fill the link, few enough to be
+#: resident on the GPU together.
 MAX_PROGRAMS = 528
 _ALIGNMENT = 256
+_ELEMENTS = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceLayout:
-    """Where what lies in a rank's peer memory, in bytes from its beginning. The same on every rank.
+    """Offsets into a rank's symmetric memory, in bytes. The same on every rank.
 
     Attributes:
-        max_rows, pushed_rows, programs: the most rows of an exchange, of one that is pushed, and
-            the most programs of the others.
-        words: [pushed_rows, 2, size] rows of 8-byte words. flags: int32 [programs, 2, size].
-        partial, sums: [max_rows, hidden] of the model's dtype. nbytes: of all.
+        max_rows: the most rows of an all-reduce.
+        pushed_rows: the most rows of an all-reduce by `_push_kernel`.
+        programs: the most programs of `_two_shot_kernel`.
+        words: offset of `_push_kernel`'s LL buffers, [pushed_rows, 2, size] rows of 8-byte words.
+        flags: offset of `_two_shot_kernel`'s flags, int32 [programs, 2, size].
+        partial, sums: offsets of the partial products and of the sums, [max_rows, hidden] each, of
+            the model's dtype.
+        nbytes: size of the whole.
     """
 
     max_rows: int
@@ -78,17 +87,17 @@ class AllReduceLayout:
 
 
 class AllReduce:
-    """The sums of one model's ranks: its peer memory, and what counts the exchanges. Used by one
-    stream at a time.
+    """All-reduce among the ranks of one model: its symmetric memory and the epochs, which count the
+    calls. Used by one stream at a time.
 
     Attributes:
-        partial: [max_rows, hidden], where a product is to be written whose sum is wanted.
+        partial: [max_rows, hidden]: this rank writes its partial product here before `add`.
     """
 
     def __init__(
         self, peers: SymmetricBuffer, layout: AllReduceLayout, hidden: int, dtype: torch.dtype
     ):
-        """Takes peer memory of `layout`, zeroed on every rank."""
+        """Takes symmetric memory of `layout`, zeroed on every rank."""
         nbytes = layout.max_rows * hidden * dtype.itemsize
         self.partial = (
             peers.local[layout.partial : layout.partial + nbytes]
@@ -113,10 +122,14 @@ class AllReduce:
         Args:
             partial: [T, hidden], the beginning of `self.partial`.
             residual: [T, hidden], the same on every rank, before and after.
-            norm_weight: [hidden]; without it nothing is normed or returned.
+            norm_weight: [hidden]; None: no norm is computed, and None returned.
             eps: added to the mean square.
-            is_first: `residual` becomes the sum alone; what it held is not read.
+            is_first: `residual` is set to the sum of the partial products instead of added to; its
+                old values are not read.
             pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+        Raises:
+            ValueError: `partial` lies elsewhere, or `residual` differs in shape or is strided.
         """
         rows = len(partial)
         normed = None if norm_weight is None else torch.empty_like(residual)
@@ -128,12 +141,12 @@ class AllReduce:
             or not residual.is_contiguous()
         ):
             raise ValueError(
-                "partial must be the beginning of the exchange's own, and residual "
-                "contiguous and like it"
+                "partial must be the first rows of AllReduce.partial, and residual contiguous and "
+                "of the same shape"
             )
         peers, layout, size = self._peers, self._layout, self._peers.size
-        # A tensor of 2-byte numbers is read as pairs of them: the words that are pushed hold as
-        # much.
+        # The kernels read 4-byte words, the payload of an LL word: pairs of 2-byte numbers, or one
+        # float32.
         words = [partial.view(torch.int32), residual.view(torch.int32)]
         words += [words[0] if t is None else t.view(torch.int32) for t in (norm_weight, normed)]
         width = words[0].shape[1]
@@ -141,7 +154,7 @@ class AllReduce:
             "RANK": peers.rank, "SIZE": size, "WIDTH": width,
             "BLOCK": triton.next_power_of_2(width),
             "PAIRS": partial.element_size() == 2,
-            "ELEMENT": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[partial.dtype],
+            "ELEMENT": _ELEMENTS[partial.dtype],
             "HAS_RESIDUAL": not is_first, "HAS_NORM": norm_weight is not None, "PDL": pdl,
         }  # fmt: skip
         warps = min(16, max(1, flags["BLOCK"] // 128))
@@ -162,7 +175,7 @@ class AllReduce:
 
 @triton.jit
 def _halves(words, PAIRS: tl.constexpr, ELEMENT: tl.constexpr):
-    """Returns the two float32 that each int32 word holds (of float32 the one, twice)."""
+    """Returns the two numbers of each int32 word as float32 (of float32 the one, twice)."""
     if PAIRS:
         low = (words & 0xFFFF).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
         high = ((words >> 16) & 0xFFFF).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
@@ -187,7 +200,7 @@ def _as_words(low, high, PAIRS: tl.constexpr, ELEMENT: tl.constexpr):
 def _norm(
     low, high, weight_words, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr, ELEMENT: tl.constexpr
 ):
-    """Returns the words of the RMS norm of a row, given in float32 as it was rounded."""
+    """Returns the words of the RMSNorm of a row, given as float32 that were rounded to ELEMENT."""
     weight_low, weight_high = _halves(weight_words, PAIRS, ELEMENT)
     square = tl.sum(low * low + high * high) / 2 if PAIRS else tl.sum(low * low)
     scale = tl.rsqrt(square / WIDTH + eps)
@@ -198,8 +211,8 @@ def _norm(
 def _begin(
     weight, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr
 ):
-    """Returns the columns, which of them there are, and the norm's weight, which is read before the
-    kernel before is waited for."""
+    """Returns the columns, their mask, and the words of the norm's weight, which are loaded before
+    waiting for the preceding kernel."""
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     weight_words = tl.zeros([BLOCK], tl.int32)
@@ -218,43 +231,43 @@ def _push_kernel(
     PAIRS: tl.constexpr, ELEMENT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: a word is (epoch << 32) | data. A row has two places, used in turn, and an epoch of
-    its own that counts its exchanges.
+    """Sums one row. A word is (epoch << 32) | data. A row has two LL buffers, used alternately, and
+    an epoch of its own that counts its all-reduces.
 
-    Two places suffice: a rank pushes exchange e + 2 of a row only after it has got all of e + 1,
-    which every other rank pushed after its program of exchange e was done reading; so nobody reads
-    what e + 2 overwrites.
+    Two buffers suffice: a rank pushes all-reduce e + 2 of a row only after it has received all of
+    e + 1, which every other rank pushed after its program of all-reduce e was done reading; so
+    nobody still reads what e + 2 overwrites.
     """
     row = tl.program_id(0)
     columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)
     epoch = tl.load(epochs + row) + 1
-    places = words_at + ((row * 2 + (epoch & 1)) * SIZE).to(tl.int64) * WIDTH * 8
+    buffer = words_at + ((row * 2 + (epoch & 1)) * SIZE).to(tl.int64) * WIDTH * 8
     own = tl.load(partial + row * WIDTH + columns, mask, 0)
     words = (epoch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            there = (tl.load(addresses + peer) + places + RANK * WIDTH * 8).to(
+            remote = (tl.load(addresses + peer) + buffer + RANK * WIDTH * 8).to(
                 tl.pointer_type(tl.int64)
             )
-            tl.store(there + columns, words, mask)
+            tl.store(remote + columns, words, mask)
     low = tl.zeros([BLOCK], tl.float32)
     high = tl.zeros([BLOCK], tl.float32)
     if HAS_RESIDUAL:
         low, high = _halves(tl.load(residual + row * WIDTH + columns, mask, 0), PAIRS, ELEMENT)
-    tl.debug_barrier()  # no store may be put off until after the waiting
+    tl.debug_barrier()  # no store may be delayed until after the polling
     for sender in tl.static_range(SIZE):
-        got = own
+        received = own
         if sender != RANK:
-            here = (tl.load(addresses + RANK) + places + sender * WIDTH * 8).to(
+            mine = (tl.load(addresses + RANK) + buffer + sender * WIDTH * 8).to(
                 tl.pointer_type(tl.int64)
             )
-            words = tl.load(here + columns, mask, 0, volatile=True)
+            words = tl.load(mine + columns, mask, 0, volatile=True)
             while tl.max((mask & ((words >> 32).to(tl.int32) != epoch)).to(tl.int32)) > 0:
-                words = tl.load(here + columns, mask, 0, volatile=True)
-            got = words.to(tl.int32)
-        got_low, got_high = _halves(got, PAIRS, ELEMENT)
-        low += got_low
-        high += got_high
+                words = tl.load(mine + columns, mask, 0, volatile=True)
+            received = words.to(tl.int32)
+        received_low, received_high = _halves(received, PAIRS, ELEMENT)
+        low += received_low
+        high += received_high
     total = _as_words(low, high, PAIRS, ELEMENT)
     tl.store(residual + row * WIDTH + columns, total, mask)
     if HAS_NORM:
@@ -271,11 +284,11 @@ def _push_kernel(
 def _signal(
     addresses, flags_at, stage: tl.constexpr, epoch, RANK: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Tells every other rank's program of this number that this one has come to `stage`, with all
-    that it wrote before.
+    """Signals to the programs of the same number on all other ranks that this one has reached
+    `stage`; its earlier writes are visible to them then.
 
-    A thread for each of them: a release waits until what was written has arrived, and they need not
-    do so one after the other.
+    One thread for each rank: a release waits until the writes have arrived, and these waits overlap
+    that way.
     """
     tl.debug_barrier()
     place = flags_at + ((tl.program_id(0) * 2 + stage) * SIZE + RANK) * 4
@@ -287,8 +300,8 @@ def _signal(
 
 @triton.jit
 def _await(addresses, flags_at, stage: tl.constexpr, epoch, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Waits until the other ranks' programs of this number have come to `stage`, and sees what they
-    wrote before."""
+    """Waits until the programs of the same number on all other ranks have reached `stage`; their
+    earlier writes are visible then."""
     place = flags_at + (tl.program_id(0) * 2 + stage) * SIZE * 4
     for peer in tl.static_range(SIZE):
         if peer != RANK:
@@ -306,12 +319,13 @@ def _two_shot_kernel(
     PAIRS: tl.constexpr, ELEMENT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs take groups of SIZE rows in turn; rank i sums the group's row i.
+    """Sums groups of SIZE rows, distributed round-robin over the programs; rank i sums row i of a
+    group.
 
-    The first flag says that a rank's partial products are there, and that it is done with the sums
-    of the exchange before (its kernel has ended); the second one that the sums are there, and that
-    it is done reading partial products. So a partial product may be overwritten when this kernel
-    has ended, and a sum after the next exchange's first flag.
+    The first flag says that a rank's partial products are written, and that it has read the sums of
+    the all-reduce before (whose kernel has ended). The second flag says that this rank's sums are
+    written, and that it has read the partial products. So a partial product may be overwritten once
+    this kernel has ended, and a sum after the first flag of the next all-reduce.
     """
     columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)
     epoch = tl.load(epochs + tl.program_id(0)) + 1
@@ -326,10 +340,12 @@ def _two_shot_kernel(
             if HAS_RESIDUAL:
                 low, high = _halves(tl.load(residual + place, mask, 0), PAIRS, ELEMENT)
             for sender in tl.static_range(SIZE):
-                there = (tl.load(addresses + sender) + partial_at).to(tl.pointer_type(tl.int32))
-                got_low, got_high = _halves(tl.load(there + place, mask, 0), PAIRS, ELEMENT)
-                low += got_low
-                high += got_high
+                remote = (tl.load(addresses + sender) + partial_at).to(tl.pointer_type(tl.int32))
+                received_low, received_high = _halves(
+                    tl.load(remote + place, mask, 0), PAIRS, ELEMENT
+                )
+                low += received_low
+                high += received_high
             total = _as_words(low, high, PAIRS, ELEMENT)
             tl.store(residual + place, total, mask)
             for peer in tl.static_range(SIZE):
@@ -367,7 +383,7 @@ def _two_shot_kernel(
 def all_reduce_reference(
     partials: list[torch.Tensor], residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the new residual and its norm, in plain torch and the inputs' dtype (pass float64 for
-    a reference)."""
+    """`AllReduce.add` in plain torch: returns the new residual and its norm, in the inputs' dtype
+    (pass float64 for a reference)."""
     total = residual + sum(partials)
     return total, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * norm_weight

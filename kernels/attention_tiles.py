@@ -1,8 +1,8 @@
-"""What kernels around attention share: heads loaded, normed and rotated, a tile of the paged cache,
-a softmax step.
+"""Device functions of the attention kernels: loading heads, norm and RoPE of a head, loading a tile
+of the paged cache, a step of the online softmax.
 
 Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2
-throughout (scaled by log2 e).
+throughout: they are scaled by log2(e).
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -16,16 +16,16 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def pairs(d, ROTARY: tl.constexpr):
-    """Returns the channel with which each channel is rotated, the one half of ROTARY further or
-    back (GPT-NeoX's order); else itself."""
+    """Returns the channel with which RoPE pairs each channel, ROTARY / 2 further or back
+    (GPT-NeoX's order); channels that are not rotated are paired with themselves."""
     half: tl.constexpr = ROTARY // 2
     return tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
 
 
 @triton.jit
 def load_angles(angles, d, ROTARY: tl.constexpr):
-    """Returns the factors of each channel and of its pair; `angles` is a position's row: ROTARY / 2
-    cosines, then the sines."""
+    """Returns the factors of each channel and of its pair; `angles` is one position's row of
+    cos_sin: ROTARY / 2 cosines, then as many sines."""
     half: tl.constexpr = ROTARY // 2
     angle = tl.where(d < half, d, d - half)
     cos = tl.load(angles + angle, d < ROTARY, 1.0)
@@ -35,7 +35,7 @@ def load_angles(angles, d, ROTARY: tl.constexpr):
 
 @triton.jit
 def load_with_pairs(rows, d, pair, mask):
-    """Returns rows as float32, and the same with each channel's pair in its place."""
+    """Returns rows as float32, and the same rows with each channel replaced by its pair."""
     return tl.load(rows + d, mask, 0.0).to(tl.float32), tl.load(rows + pair, mask, 0.0).to(
         tl.float32
     )
@@ -45,8 +45,8 @@ def load_with_pairs(rows, d, pair, mask):
 def rotated_heads(
     x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Returns heads of one token, float32 [N, HEAD_PAD], normed if there is a weight, and rotated:
-    `other` holds their pairs."""
+    """Returns heads of one token, float32 [N, HEAD_PAD], after their RMSNorm (with HAS_NORM) and
+    RoPE. `other` are the heads with each channel replaced by its pair."""
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
         x = x * scale * weight
@@ -56,8 +56,8 @@ def rotated_heads(
 
 @triton.jit
 def cached_head(block, offset, head, strides):
-    """Returns where a head of the token at `offset` of a block begins in a cache; `strides` are a
-    block's, a token's and a head's."""
+    """Returns the offset in a KV cache of a head of the token at `offset` within `block`; `strides`
+    are those of blocks, tokens and heads."""
     return block * strides[0] + offset * strides[1] + head * strides[2]
 
 
@@ -69,24 +69,24 @@ def load_tile(
     """Returns the keys [HEAD_PAD, TILE], values [TILE, HEAD_PAD] and positions [TILE] of KV tile
     `index` of a row.
 
-    What lies past the row's end is zeros, whatever the cache holds there.
+    Positions past the row's end are loaded as zeros, whatever the cache contains there.
     """
     d = tl.arange(0, HEAD_PAD)
     position = index * TILE + tl.arange(0, TILE)
-    held = position < seq_len
+    in_row = position < seq_len
     if TILE <= BLOCK_SIZE:
         block = tl.load(table + index * TILE // BLOCK_SIZE).to(tl.int64)
         offset = index * TILE % BLOCK_SIZE + tl.arange(0, TILE)
     else:
-        block = tl.load(table + position // BLOCK_SIZE, held, 0).to(tl.int64)
+        block = tl.load(table + position // BLOCK_SIZE, in_row, 0).to(tl.int64)
         offset = position % BLOCK_SIZE
     k_line = cached_head(block, offset, head, k_strides)
     v_line = cached_head(block, offset, head, v_strides)
     key = tl.load(
-        k_cache + k_line[None, :] + d[:, None], held[None, :] & (d < HEAD_SIZE)[:, None], 0.0
+        k_cache + k_line[None, :] + d[:, None], in_row[None, :] & (d < HEAD_SIZE)[:, None], 0.0
     )
     value = tl.load(
-        v_cache + v_line[:, None] + d[None, :], held[:, None] & (d < HEAD_SIZE)[None, :], 0.0
+        v_cache + v_line[:, None] + d[None, :], in_row[:, None] & (d < HEAD_SIZE)[None, :], 0.0
     )
     return key, value, position
 
@@ -102,8 +102,8 @@ def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CA
     """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums
     and outputs.
 
-    The sums `l` are [rows], or still to be summed [rows, TILE], which spares threads of several
-    warps that share a row a trip through shared memory.
+    The sums `l` are [rows], or [rows, TILE] and summed by the caller after the last step: where
+    several warps work on one row, that saves a reduction through shared memory in each step.
     """
     s = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
     if SOFT_CAP:

@@ -1,18 +1,19 @@
 """Attention of rows of one token over the paged KV cache, split along the keys. Called through
 `paged_attention`.
 
-The work of a step is the sequence of all KV tiles, row by row and head by head. A fixed number of
-programs share it in equal runs ("stream-K", Osama et al. 2023; for attention "Lean Attention",
-Sanovar et al. 2024): a run may begin in the middle of one (row, head) and end in the middle of
-another. So a long sequence is spread over as many programs as its length is worth, whatever else is
-in the batch, and the grid never changes: the division is computed on the GPU from the lengths, once
-a step, by `plan_decode`, and holds inside CUDA graphs. Where several programs shared a (row, head),
-the last to finish merges their partial results, always in the same order.
+The work of a step is the sequence of all KV tiles, row by row and head by head. It is divided among
+a fixed number of programs in spans of equal length ("stream-K", Osama et al. 2023; for attention
+"Lean Attention", Sanovar et al. 2024): a span may begin in the middle of one (row, head) and end in
+the middle of another. So a long sequence is split over as many programs as its length needs,
+whatever else is in the batch, and the grid never changes: `plan_decode` computes the spans on the
+GPU from the lengths, once a step, so that they are right in a replayed CUDA graph too. Where the
+tiles of a (row, head) lie in several spans, the last program to finish merges the partial results,
+always in the same order.
 
-The kernel can take the fused projection of queries, keys and values as it is (`Projection`): each
-program norms and rotates the queries that it needs, and the one that has a row's last tile does so
-with the row's newest key, starts its softmax with it, and writes it to the cache. That saves a
-launch and a trip through memory in every layer of a decode step.
+The kernel can take the output of the fused qkv projection as it is (`Projection`): each program
+applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
+with the row's newest key as well, starts its softmax with it, and writes it to the cache. That
+saves a launch and a round trip through memory in every layer of a decode step.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -35,9 +36,11 @@ from aioinfer.kernels.attention_tiles import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# the least rows of a tensor-core product; the query heads of one KV head fill the first of them
+# the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
+# them
 QUERY_ROWS = 16
-# row, head, tile, tiles to do, tiles a program, keys of the row: one 32-byte sector
+# first row, head and tile, number of tiles, tiles a program, keys of the first row: one 32-byte
+# sector
 PLAN_FIELDS = 8
 MIN_ROWS_PAD = 256
 
@@ -80,15 +83,14 @@ class DecodeWorkspace:
     KV head, D head size.
 
     Attributes:
-        config: what the buffers and the plan were made for.
-        num_kv_heads, window: likewise.
-        plan: int32 [P, 8], each program's share of the step.
-        partials: float32 [P, 2, G, D], unnormalised outputs of shares that cover a part of a (row,
-            head): the one that a program enters in the middle, and the one that it leaves in the
-            middle.
+        config, num_kv_heads, window: what the buffers and the plan were made for.
+        plan: int32 [P, 8], each program's span of the step's tiles.
+        partials: float32 [P, 2, G, D], unnormalised outputs of (row, head) pairs that a span covers
+            in part: the one that the span begins in the middle of, and the one that it ends in the
+            middle of.
         maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
-        counters: int32 [P], how many programs have finished with the (row, head) that program p
-            leaves in the middle. All zero between launches.
+        counters: int32 [P], how many programs have finished their part of the (row, head) that
+            the span of program p ends in the middle of. All zero between launches.
     """
 
     config: DecodeConfig
@@ -116,8 +118,8 @@ class DecodeWorkspace:
         Args:
             window: the sliding window of these layers, 0 for none; layers with another one need
                 another workspace.
-            config, programs: instead of the table's and of the multiprocessors' number (for tests
-                and tuning).
+            config: instead of `decode_config`'s (for tests and tuning).
+            programs: P, instead of one number for each multiprocessor (for tests and tuning).
         """
         _, _, kv_heads, head_size = k_cache.shape
         device = k_cache.device
@@ -143,7 +145,7 @@ class DecodeWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Queries, keys and values of the newest tokens before norm and rotation.
+    """Queries, keys and values of the newest tokens before norm and RoPE.
 
     Attributes:
         qkv: [T, (Hq + 2 * Hkv) * D], a row's newest token in each line: q's heads, then k's, then
@@ -163,8 +165,8 @@ class Projection:
 
 @triton.jit
 def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The first tile that a row's token attends to, and how many there are: at least one, so that
-    every row is visited."""
+    """Returns the first tile that a row's token attends to and the number of tiles, which is at
+    least one so that the output of every row is written."""
     first = seq_len * 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - WINDOW, 0) // TILE
@@ -183,8 +185,8 @@ def _plan_kernel(
     _, tiles = _tile_range(lens, WINDOW, TILE)
     tiles = tl.where(rows < num_rows, tiles, 0)
     total = tl.sum(tiles) * KV_HEADS
-    share = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
-    start = program * share
+    span = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
+    start = program * span
     row = tl.sum((tl.cumsum(tiles) * KV_HEADS <= start).to(tl.int32))
     before = tl.sum(tl.where(rows < row, tiles, 0)) * KV_HEADS
     here = tl.maximum(tl.sum(tl.where(rows == row, tiles, 0)), 1)
@@ -192,14 +194,14 @@ def _plan_kernel(
     tl.store(place, row)
     tl.store(place + 1, (start - before) // here)
     tl.store(place + 2, (start - before) % here)
-    tl.store(place + 3, tl.maximum(tl.minimum(share, total - start), 0))
-    tl.store(place + 4, share)
+    tl.store(place + 3, tl.maximum(tl.minimum(span, total - start), 0))
+    tl.store(place + 4, span)
     tl.store(place + 5, tl.sum(tl.where(rows == row, lens, 0)))
 
 
 @triton.jit
 def _load_plan(place):
-    """Returns the fields of a program's share as `_plan_kernel` has stored them."""
+    """Returns the fields of a program's span in the order in which `_plan_kernel` stores them."""
     return (
         tl.load(place),
         tl.load(place + 1),
@@ -211,10 +213,10 @@ def _load_plan(place):
 
 
 def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
-    """Divides a step's KV tiles among the programs; to be called when the lengths are known, before
-    the first layer.
+    """Divides a step's KV tiles among the programs. Called once a step, before the first layer.
 
     Args:
+        workspace: of the layers that the plan is for; its `plan` is written.
         seq_lens: int32 [R], keys that each row of one token attends to, its own included. A row of
             0 is padding: its output becomes zeros.
     """
@@ -234,8 +236,8 @@ def _merge(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the partial results of the programs first .. first + count - 1 make together for
-    one (row, head)."""
+    """Merges the partial results of the programs first .. first + count - 1 for one (row, head),
+    and writes the output."""
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_PAD)
     m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -244,11 +246,11 @@ def _merge(
     for begin in range(0, count, SPLITS):
         split = begin + tl.arange(0, SPLITS)
         entry = ((first + split) * 2 + (split == 0).to(tl.int32))[:, None] * GROUP + g[None, :]
-        held = (split < count)[:, None] & (g < GROUP)[None, :]
-        part_m = tl.load(maxima + entry, held, float("-inf"))
-        part_l = tl.load(sums + entry, held, 0.0)
+        valid = (split < count)[:, None] & (g < GROUP)[None, :]
+        part_m = tl.load(maxima + entry, valid, float("-inf"))
+        part_l = tl.load(sums + entry, valid, 0.0)
         part = tl.load(
-            partials + entry[:, :, None] * HEAD_PAD + d[None, None, :], held[:, :, None], 0.0
+            partials + entry[:, :, None] * HEAD_PAD + d[None, None, :], valid[:, :, None], 0.0
         )
         new_m = tl.maximum(m, tl.max(part_m, axis=0))
         safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -266,15 +268,15 @@ def _merge(
 
 
 @triton.jit
-def _share(
-    m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, share, v_scale,
+def _store_part(
+    m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, span, v_scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a program's part of a (row, head) that has `tiles` tiles; the last of those who share
-    it merges the parts.
+    """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
+    part of it merges them.
 
-    `at` is the place of the part's first tile, the row's `tile`, in the sequence of all tiles.
+    The part begins with the row's tile `tile`, which is tile `at` in the sequence of all tiles.
     """
     g = tl.arange(0, acc.shape[0])
     d = tl.arange(0, HEAD_PAD)
@@ -286,19 +288,19 @@ def _share(
         acc,
         (g < GROUP)[:, None] & (d < HEAD_PAD)[None, :],
     )
-    begun = (at - tile) // share
-    sharers = (at - tile + tiles - 1) // share - begun + 1
-    # every thread's partial results are written before one thread counts them as there
+    first_program = (at - tile) // span
+    parts = (at - tile + tiles - 1) // span - first_program + 1
+    # every thread has written its partial results before one thread counts them
     tl.debug_barrier()
-    if tl.atomic_add(counters + begun, 1, sem="acq_rel") == sharers - 1:
-        tl.store(counters + begun, 0)
+    if tl.atomic_add(counters + first_program, 1, sem="acq_rel") == parts - 1:
+        tl.store(counters + first_program, 0)
         _merge(
             partials,
             maxima,
             sums,
             out,
-            begun,
-            sharers,
+            first_program,
+            parts,
             v_scale,
             GROUP,
             GROUP_PAD,
@@ -316,7 +318,7 @@ def _channels(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 @triton.jit
 def _repeated(x, ROWS: tl.constexpr):
-    """Returns x [N, D] as often as it fits into ROWS."""
+    """Returns x [N, D] repeated ROWS / N times: [ROWS, D]."""
     return tl.broadcast_to(x[None, :, :], ROWS // x.shape[0], x.shape[0], x.shape[1]).reshape(
         ROWS, x.shape[1]
     )
@@ -330,13 +332,13 @@ def _begin_row(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Returns the queries of a row whose newest token's projection begins at `line`, and the
-    softmax's state.
+    """Returns the queries of a row whose newest token's projection begins at `line`, and the state
+    of the softmax.
 
-    With `is_last` the token's key and value are cached, and the softmax begins with them, as they
-    are when they are read back. All loads come before what is made of them, so that they are waited
-    for once. All are as wide as the queries' heads, also where every head has the same: so none
-    changes the layout of another, which takes barriers.
+    With `is_last` the token's key and value are written to the cache, and the softmax begins with
+    them, rounded as they are in the cache. All loads come before the computations, so that their
+    latencies overlap. All tensors have the shape of the query heads, also those that are the same
+    for every head: converting between layouts would take barriers.
     """
     g = tl.arange(0, GROUP_PAD)[:, None]
     d = _channels(GROUP_PAD, HEAD_PAD)
@@ -382,8 +384,8 @@ def _decode_kernel(
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, head, tile, todo, share, seq_len = _load_plan(plan + program * FIELDS)
-    at = program * share
+    row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
+    at = program * span
     g = tl.arange(0, ROWS)
     d = tl.arange(0, HEAD_PAD)
     own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
@@ -391,8 +393,7 @@ def _decode_kernel(
         (k_block_stride, k_token_stride, k_head_stride),
         (v_block_stride, v_token_stride, v_head_stride),
     )
-    # without norms these are loads of something that nobody looks at, and the compiler leaves them
-    # out
+    # without norms the results of these loads are unused, and the compiler removes the loads
     if PROJECTED:
         wide = _channels(GROUP_PAD, HEAD_PAD)
         q_norm = load_with_pairs(q_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
@@ -452,10 +453,10 @@ def _decode_kernel(
                 own,
             )
         else:
-            _share(
+            _store_part(
                 m, l, acc, partials, maxima, sums, counters,
                 out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
-                program, tile, tiles, at, share, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
+                program, tile, tiles, at, span, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
                 SPLITS,
             )  # fmt: skip
         todo -= end - tile
@@ -484,8 +485,8 @@ def launch_decode(
     projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launches the decode kernel; arguments as `paged_attention` checked them, `scale` in base 2
-    with the keys' scale."""
+    """Launches the decode kernel; arguments as checked by `paged_attention`. `scale` includes
+    log2(e) and `k_scale`."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = workspace.config
     group = out.shape[1] // kv_heads

@@ -1,18 +1,18 @@
-"""The gated product of Llama's and Qwen's MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on
-Hopper GPUs, in Triton's Gluon dialect.
+"""The gated product of an MLP, silu(x @ gate.T) * (x @ up.T), as one kernel on Hopper GPUs, in
+Triton's Gluon dialect.
 
-Called by the MLP of the models on GPUs for the numbers of rows for which it `use_fused`, where
-`supports` says so; others take `skinny_linear` or cuBLAS and `silu_mul`. All of them read the
-weight in the order that `interleave` makes, which is the only one: eight rows of the gate, then the
-eight rows of the other projection that they meet, and so on. wgmma gives rows r and r + 8 of
-sixteen to the same thread, so SiLU and the product happen in the registers of the accumulator.
+Called by the gated MLP on GPUs where `supports` returns true and for as many rows as `use_fused`
+says; elsewhere `skinny_linear`, or cuBLAS and `silu_mul`, compute the same. All of them read the
+weight as `interleave` orders it: eight rows of the gate, then the matching eight rows of up, and so
+on. wgmma gives rows r and r + 8 of sixteen to the same thread, so SiLU and the product are computed
+in the registers of the accumulator.
 
 The weight is the left operand: a tile of the output is 64 weight rows for each consumer warpgroup,
-times the tile's tokens as columns. One warp loads both through a ring of shared-memory stages with
-TMA, which fills what lies over the edges of x and weight with zeros and leaves out what lies over
-those of the output, so tiles need not divide anything. Programs are persistent: while the consumers
-write a tile, the loads of the next one are under way. The order of the tiles keeps the weights that
-a group of token tiles shares in the L2 cache (Tillet et al., "Triton", 2019). The schedule is
+times the tile's tokens as columns. One warp loads both with TMA through a ring of shared-memory
+stages. TMA reads zeros beyond the edges of x and weight and writes nothing beyond those of the
+output, so tiles need not divide the shapes. Programs are persistent: while the consumers write a
+tile, the loads of the next one are under way. Tiles are ordered so that the weights that a group of
+token tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019). The schedule is
 CUTLASS's cooperative one (Thakkar et al., 2023).
 """
 # ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
@@ -37,13 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-WEIGHT_ROWS = 64  # of a consumer warpgroup, gate and up together: what one wgmma multiplies
-# warpgroups that multiply; the tile is as wide as their registers allow
+# weight rows of a consumer warpgroup, gate and up together: the rows of one wgmma
+WEIGHT_ROWS = 64
+# consumer warpgroups; the width of a tile is what their registers hold
 CONSUMERS = gl.constexpr(3)
-# of a consumer's thread: a third of what remains of 64 Ki beside the producer, in the steps that
-# setmaxnreg takes
+# registers of a consumer thread: a third of the 65 536 that the producer leaves, in the granularity
+# of setmaxnreg
 REGISTERS = 160
-STEP = 64  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma
+STEP = 64  # input features of a stage: 128 bytes, the widest swizzle of TMA and wgmma
 LOG2_E = gl.constexpr(1.4426950408889634)
 TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -54,8 +55,9 @@ class GatedConfig:
 
     Attributes:
         tokens: columns of a tile: 64, 128 or 256.
-        stages: of the ring; each holds 64 inputs of the tile's tokens and weight rows.
-        group: token tiles that take turns on a weight tile before the next one comes.
+        stages: stages of the ring; each holds 64 input features of the tile's tokens and weight
+            rows.
+        group: token tiles that are computed with a weight tile before the next weight tile.
     """
 
     tokens: int
@@ -63,20 +65,19 @@ class GatedConfig:
     group: int = 8
 
 
-#: What a tile of 4096 inputs takes, in microseconds, when every multiprocessor has one: measured on
-#: an H200 with 256 rows
-#: and more of Qwen3-8B's weight, where the operations decide (with fewer the bytes of the weight
-#: do).
+#: Microseconds that a tile of 4096 input features takes when every multiprocessor computes one:
+#: measured on an H200 with Qwen3-8B's weight and 256 rows or more, where arithmetic is the bound
+#: (with fewer rows it is reading the weight).
 TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
 SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `use_fused`
 
 
 def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
-    """Returns the configuration that needs the least time for `features` outputs of `tokens` rows,
-    if every tile takes `TILE_TIMES`.
+    """Returns the configuration with the shortest time for `features` outputs of `tokens` rows, if
+    every tile takes `TILE_TIMES`.
 
-    The programs take their tiles in turns, and a last turn that few of them have work for takes as
-    long as the others.
+    Tiles are computed in waves of one for each program, and a last wave that occupies few programs
+    takes as long as a full one (wave quantization).
     """
 
     def time(config: GatedConfig) -> float:
@@ -90,14 +91,19 @@ def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
 
 
 def use_fused(rows: int, weight: torch.Tensor) -> bool:
-    """Whether the kernel is faster than cuBLAS's product followed by `silu_mul`.
+    """Whether this kernel is faster than cuBLAS's product followed by `silu_mul`.
 
-    As measured on an H200 for 9 rows and more of Qwen3-0.6B's weight (12 MB), and of Qwen3-8B's on
-    two GPUs (100 MB) and on one (201 MB). With a small weight it always was, since it begins while
-    the kernel before is still running; 2 to 8 rows are taken to be like 9. A large one takes as
-    long to read either way for few rows; a little more than 256 rows need a last turn that few
-    programs have work for, which cuBLAS's smaller tiles spare; and where the small tiles of 64
-    tokens would have to serve the largest weight, cuBLAS's are as good.
+    Measured on an H200 for 9 rows and more, with the weights of Qwen3-0.6B (12 MB) and of Qwen3-8B
+    on two GPUs (100 MB) and on one (201 MB). With a small weight it was always faster, since it
+    starts while the preceding kernel is still running; 2 to 8 rows, not measured, are assumed to be
+    like 9. With a large weight and few rows, both are bound by reading the weight. A little more
+    than 256 rows take a last wave that occupies few programs, which cuBLAS's smaller tiles avoid.
+    From 129 to 239 rows of the largest weight this kernel needs its small tiles of 64 tokens, which
+    are no faster than cuBLAS.
+
+    Args:
+        rows: tokens of x.
+        weight: [2 * N, K], on this rank.
     """
     if weight.nbytes <= SMALL_WEIGHT:
         return rows > 1
@@ -131,10 +137,10 @@ def _produce(
     PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items,
     token_tiles, weight_tiles, steps
 ):  # fmt: skip
-    """Loads the stages of every work item as they become free; with PDL the first weights before x
-    is known to be complete.
+    """Loads the stages of every work item as they become free; with PDL, the first weights are
+    loaded before waiting for the preceding kernel, which writes x.
 
-    The consumers need not wait for the kernel before: they write nothing before they have
+    The consumers need not wait for the preceding kernel: they write nothing before they have
     multiplied an x that was loaded after the wait.
     """
     STAGES: gl.constexpr = x_smem.shape[0]
@@ -173,14 +179,14 @@ def _consume(
     PART: gl.constexpr, GROUP: gl.constexpr, out, staging, x_smem, w_smem, full, empty, items,
     token_tiles, weight_tiles, steps
 ):  # fmt: skip
-    """Computes the part of every work item that consumer `PART` has: 64 weight rows, 32 outputs of
-    each token."""
+    """Computes the part of consumer `PART` of every work item: 64 weight rows, which are 32 outputs
+    of each token."""
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     ROWS: gl.constexpr = w_smem.shape[1]
     OUTPUTS: gl.constexpr = ROWS // 2
-    # With 512 threads the kernel is assembled for 128 registers, too few for a wgmma of 256
-    # columns: two of 128 then.
+    # With 512 threads the kernel is assembled for 128 registers a thread, too few for a wgmma of
+    # 256 columns: two wgmmas of 128 columns instead.
     COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     mine = staging.index(PART)
@@ -206,7 +212,7 @@ def _consume(
         value = (
             (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS]).to(out.dtype)
         )
-        tma.store_wait(0)  # of the tile before
+        tma.store_wait(0)  # until the store of the preceding tile has read `mine`
         gl.thread_barrier()
         mine.permute((1, 0)).store(value)
         fence_async_shared()
@@ -254,10 +260,10 @@ def _gated_kernel(
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this kernel serves x [T, K] and weight [2 * N, K]: Hopper, bf16 or fp16, K a multiple
-    of 64, N of 8.
+    """Whether this kernel can compute x [T, K] times weight [2 * N, K]: on Hopper, in bf16 or fp16,
+    K a multiple of 64, N of 8.
 
-    TMA wants the rows of x contiguous, and their beginnings at multiples of 16 bytes.
+    TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
     """
     return (
         x.is_cuda
@@ -287,20 +293,20 @@ def gated_product(
 
     Args:
         x: [T, K], bf16 or fp16; rows may be strided.
-        weight: [2 * N, K], gate and up as `interleave` orders them; of x's dtype.
+        weight: [2 * N, K], gate and up as ordered by `interleave`; of x's dtype.
         out: [T, N] to write to; rows may be strided by multiples of 16 bytes; by default a new
             tensor.
-        pdl: launch as a programmatic dependent of the kernel before; `weight` is read before that
-            kernel ends, so it must not be what writes it.
-        config: instead of the table's (for tests and tuning).
+        pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
+            that kernel ends, so that kernel must not write it.
+        config: instead of `gated_config`'s (for tests and tuning).
 
     Raises:
-        ValueError: for tensors whose shapes do not fit or that `supports` refuses.
+        ValueError: the shapes do not fit, or `supports` returns false.
     """
     (rows, inputs), features = x.shape, weight.shape[0] // 2
     if weight.shape[1] != inputs or not supports(x, weight):
         raise ValueError(
-            f"x must be [T, K] and weight [2 * N, K] as supports() has them, not "
+            f"x must be [T, K] and weight [2 * N, K] that supports() accepts, not "
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
@@ -335,14 +341,13 @@ def _descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def interleave(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the gate's rows and the other projection's, eight of the one and eight of the other
-    in turn.
+    """Returns the rows of gate and up, alternating in runs of eight (`GATE_RUN`).
 
     Args:
         weight: [2 * N, ...], the gate's N rows first (or its bias [2 * N]); N a multiple of 8.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: N is not a multiple of 8.
     """
     if weight.shape[0] % (2 * GATE_RUN):
         raise ValueError(
@@ -352,7 +357,7 @@ def interleave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def separate(weight: torch.Tensor) -> torch.Tensor:
-    """Undoes `interleave`."""
+    """Inverse of `interleave`."""
     return weight.unflatten(0, (-1, 2, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
 
 

@@ -1,14 +1,14 @@
-"""Linear layers for one to sixteen rows, where reading the weights is all the work; more rows are
-cuBLAS's business.
+"""Linear layers for one to sixteen rows, whose time is that of reading the weights. More rows are
+left to cuBLAS.
 
-Called by the linear layers in decode steps of few streams. Two kernels: for one row plain
+Called by the linear layers in decode steps of small batches. Two kernels: for one row plain
 multiply-adds, where each thread reads 16 bytes of weights at a time; for more rows a tensor-core
 product with the weights as the left operand, whose 16 to 64 rows are output features.
 
-What surrounds the product in a transformer can be done in it: the gate of the MLP or the residual
-add after, and for one row RMSNorm of the input before (by scaling the sums). The rows of a gated
-weight are interleaved, as `gated_product.interleave` orders them. With programmatic dependent
-launch a program asks for its weights before it waits for the kernel before.
+The operations around the product can be fused into it: the gate of the MLP or the residual add
+after it, and for one row the RMSNorm of the input before it (by scaling the sums). The rows of a
+gated weight are interleaved by `gated_product.interleave`. With programmatic dependent launch a
+program loads its first weights before it waits for the preceding kernel.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -24,8 +24,8 @@ from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 16
-#: With fewer bytes of weights the next kernel may start as soon as this one has; with more it would
-#: only be in the way.
+#: With fewer bytes of weights the following kernel may be launched as soon as this one has started;
+#: with more it would only take bandwidth from this one.
 EARLY_TRIGGER_BYTES = 16 * 2**20
 
 
@@ -142,7 +142,7 @@ def _tensor_kernel(
     line = n + n // RUN * RUN if GATED else n
     place = weight + line.to(tl.int64)[:, None] * weight_stride + k[None, :]
     up_place = place + RUN * weight_stride
-    held = (n < features)[:, None]
+    in_features = (n < features)[:, None]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -150,7 +150,7 @@ def _tensor_kernel(
     up_totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
     for begin in range(0, INPUTS, STEP):
         inside = begin + k < INPUTS
-        w = tl.load(place + begin, held & inside[None, :], 0.0)
+        w = tl.load(place + begin, in_features & inside[None, :], 0.0)
         value = tl.load(
             x + row[None, :] * x_stride + (begin + k)[:, None],
             (row < rows)[None, :] & inside[:, None],
@@ -158,7 +158,7 @@ def _tensor_kernel(
         )
         totals = tl.dot(w, value, totals, input_precision="ieee")
         if GATED:
-            up_w = tl.load(up_place + begin, held & inside[None, :], 0.0)
+            up_w = tl.load(up_place + begin, in_features & inside[None, :], 0.0)
             up_totals = tl.dot(up_w, value, up_totals, input_precision="ieee")
     if GATED:
         totals = totals / (1.0 + tl.exp(-totals)) * up_totals
@@ -168,7 +168,7 @@ def _tensor_kernel(
         residual,
         row[None, :],
         n[:, None],
-        held & (row < rows)[None, :],
+        in_features & (row < rows)[None, :],
         out_stride,
         residual_stride,
         HAS_RESIDUAL,
@@ -191,17 +191,22 @@ def skinny_linear(
 
     Args:
         x: [M, K], M <= 16; bf16, fp16 or fp32; rows may be strided.
-        weight: [N, K], as nn.Linear holds it; with `gated` [2 * N, K], interleaved, N a multiple of
-            8; of x's dtype.
-        norm_weight: [K]; x is first divided by its root mean square (with `eps`) and multiplied
-            with this.
+        weight: [N, K], as in nn.Linear; with `gated` [2 * N, K], interleaved, N a multiple of 8;
+            of x's dtype.
+        norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first; None for no norm.
         residual: [M, N], added to the product; may be `out`.
-        gated: weight holds two projections: eight rows of the gate, then their eight of up, and so
-            on; returns silu(x @ gate.T) * (x @ up.T).
+        gated: weight holds two projections: eight rows of the gate, then the matching eight of up,
+            and so on; returns silu(x @ gate.T) * (x @ up.T).
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
-            read before that kernel ends, so it must not be what writes it.
-        config: instead of the table's (for tests and tuning).
+            read before that kernel ends, so that kernel must not write it.
+        config: instead of `linear_config`'s (for tests and tuning).
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit, or there are more than 16 rows.
     """
     rows, inputs = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -221,7 +226,7 @@ def skinny_linear(
             f"{weight.shape[0]}"
         )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
-    if norm_weight is not None and rows > 1:  # in the product it would be repeated by every program
+    if norm_weight is not None and rows > 1:  # fused, every program would repeat it
         x = rms_norm(x, norm_weight, eps, pdl=pdl)
     added = x if residual is None else residual
     config = config or linear_config(

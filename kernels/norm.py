@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MAX_HIDDEN = 16384  # one program holds a whole row in its registers
+MAX_HIDDEN = 16384  # one program keeps a whole row in its registers
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _rms_norm_kernel(
     value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + columns
-        # The sum is rounded before it is normed: the next layers see the rounded one.
+        # The norm is that of the rounded sum, which is what the next layers read.
         total = (value + tl.load(place, mask, 0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(place, total, mask)
         value = total.to(tl.float32)

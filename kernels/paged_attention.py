@@ -1,10 +1,10 @@
-"""Attention over a paged KV cache for mixed batches of prefill chunks and decodes: the door to the
-attention kernels.
+"""Entry point of the attention kernels: attention over a paged KV cache for mixed batches of
+prefill chunks and decodes.
 
 Called by the attention layers on GPUs, once a layer. A step's rows of one token, which come first,
-go to `decode_attention` (split along the keys); longer rows go to `prefill_hopper` where the GPU
-and the shapes allow, and to `prefill_attention` elsewhere. Nothing here reads from the GPU, so a
-call can be captured in a CUDA graph.
+go to `decode_attention` (split along the keys); longer rows go to `prefill_hopper` where it
+supports the GPU and the shapes, and to `prefill_attention` elsewhere. Nothing here reads from the
+GPU, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def make_prefill_plan(
     *,
     hopper: bool = True,
 ) -> PrefillPlan:
-    """Returns room for the plan of the kernel that will serve queries of `dtype` with `num_q_heads`
-    heads over these caches.
+    """Returns an empty plan for the prefill kernel that will compute queries of `dtype` with
+    `num_q_heads` heads over these caches.
 
     Args:
-        rows, tokens: the most of a step's rows of several tokens.
-        hopper: whether the kernel for Hopper may be it.
+        rows, tokens: the maximum of rows of several tokens in a step, and of their tokens.
+        hopper: whether `prefill_hopper` may be used.
     """
     _, _, kv_heads, head_size = k_cache.shape
     hopper = hopper and supports(dtype, k_cache, v_cache)
@@ -69,8 +69,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Returns causal attention of each token over the cached keys of its row, its own included.
 
-    With `projection` the decodes' queries are taken from there, and their keys and values are
-    written to the cache, as `qk_norm_rope_cache` would; the first `num_decodes` lines of q are not
+    With `projection` the queries of the decodes are computed from it, and their keys and values are
+    written to the cache, as `qk_norm_rope_cache` would; the first `num_decodes` tokens of q are not
     read then.
 
     Args:
@@ -79,22 +79,25 @@ def paged_attention(
             q's dtype or fp8.
         block_tables: int32 [R, max_blocks]; entries past a row's length are not read.
         query_starts: int32 [R + 1], the first token of each row.
-        seq_lens: int32 [R], the keys of each row; 0 (with no tokens or, among the decodes, one) is
-            padding.
-        num_decodes: how many of the first rows have exactly one token. None if that is for the
-            plans to say, so that a graph may be replayed for any number: both kernels are launched
-            then.
-        workspace: from `DecodeWorkspace.create`; it holds the layer's sliding window, and, unless
-            there are no decodes, `plan_decode` has divided this step's `seq_lens[:num_decodes]`.
+        seq_lens: int32 [R], the number of keys of each row; 0 is padding (a row without tokens or,
+            among the decodes, with one).
+        num_decodes: how many of the first rows have exactly one token. None: the plans say so on
+            the GPU, and both kernels are launched; a CUDA graph can then be replayed for any
+            number.
+        workspace: from `DecodeWorkspace.create`, for the layer's sliding window. Unless there are
+            no decodes, `plan_decode` has been called for this step's `seq_lens[:num_decodes]`.
         prefill_plan: from `make_prefill_plan`, filled by `plan_prefill` for this step's longer
-            rows; not needed without such.
-        scale: of the products; by default 1 / sqrt(D).
+            rows; not needed without such rows.
+        scale: of the scores; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
         k_scale, v_scale: the cache's values times these are the keys and values (fp8 caches).
-        projection: the projected queries, keys and values of the decodes, line for line.
+        projection: the projected queries, keys and values of the decodes, one line a row.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel
-            must not be `plan_decode`, whose plan is read at once.
+            must not be `plan_decode`, whose plan is read before waiting for it.
+
+    Raises:
+        ValueError: sizes that the kernels do not support, or a missing plan.
     """
     head_size, group = q.shape[2], q.shape[1] // k_cache.shape[2]
     if (
@@ -108,8 +111,8 @@ def paged_attention(
         )
     if group * k_cache.shape[2] != q.shape[1] or v_cache.shape != k_cache.shape:
         raise ValueError(
-            f"{q.shape[1]} query heads do not share {k_cache.shape[2]} KV heads "
-            f"evenly, or the caches differ"
+            f"{q.shape[1]} query heads are no multiple of {k_cache.shape[2]} KV heads, "
+            f"or the caches differ in shape"
         )
     if q.stride()[1:] != (head_size, 1) or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("heads must be contiguous")
@@ -125,16 +128,16 @@ def paged_attention(
         if prefill_plan is None:
             raise ValueError("rows of several tokens need a plan")
         arguments = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, prefill_plan)
-        wants = {
+        options = {
             "scale": log2_scale,
             "window": workspace.window,
             "soft_cap": soft_cap,
             "v_scale": v_scale,
         }
         if prefill_plan.hopper:
-            launch_prefill_hopper(*arguments, **wants)
+            launch_prefill_hopper(*arguments, **options)
         else:
-            launch_prefill(*arguments, **wants, pdl=pdl)
+            launch_prefill(*arguments, **options, pdl=pdl)
     return out
 
 

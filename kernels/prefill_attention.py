@@ -1,9 +1,9 @@
-"""Attention of rows of several tokens over the paged KV cache: the plain Triton kernel, which runs
-on every GPU.
+"""Attention of rows of several tokens over the paged KV cache: the plain Triton kernel, for every
+GPU.
 
-Called through `paged_attention`, which prefers `prefill_hopper` where that can run.
-FlashAttention-2 (Dao, 2023) over KV tiles gathered by block table; the query heads that share a KV
-head are packed into the rows of one tile.
+Called through `paged_attention`, which prefers `prefill_hopper` where it is supported.
+FlashAttention-2 (Dao, 2023) over KV tiles gathered through the block table; the query heads of one
+KV head are packed into the rows of one tile.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -123,8 +123,8 @@ def launch_prefill(
     pdl: bool = False,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Launches the plain kernel; arguments as `paged_attention` checked them, `scale` in base 2
-    with the keys' scale."""
+    """Launches the plain kernel; arguments as checked by `paged_attention`. `scale` includes
+    log2(e) and the scale of the keys."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = config or prefill_config(head_size, q.element_size())
     _prefill_kernel[(plan.capacity, kv_heads)](

@@ -1,8 +1,8 @@
 """Attention of rows of several tokens over the paged KV cache on Hopper GPUs, in Triton's Gluon
 dialect.
 
-Called through `paged_attention` for bf16 and fp16 where `supports` says so; elsewhere
-`prefill_attention` computes the same. The schedule is FlashAttention-3's (Shah et al., 2024): one
+Called through `paged_attention` where `supports` returns true; elsewhere `prefill_attention`
+computes the same. The schedule is FlashAttention-3's (Shah et al., 2024): one
 warp loads KV blocks with TMA through a ring of shared-memory stages; two warpgroups, 64 packed
 query rows each, multiply them with asynchronous wgmma, so that the scores of the next block and the
 output of the last one are computed while the softmax runs. Programs are persistent: while the
@@ -33,8 +33,8 @@ TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether this kernel serves queries of `dtype`: Hopper, bf16 or fp16, head size 64, 128 or
-    256, whole blocks loadable by TMA."""
+    """Whether this kernel can compute queries of `dtype`: on Hopper, in bf16 or fp16, with head
+    size 64, 128 or 256 and KV blocks that one TMA box can load."""
     _, block_size, _, head_size = k_cache.shape
     return (
         k_cache.is_cuda
@@ -51,20 +51,21 @@ def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -
 
 
 @gluon.jit
-def _item(turn):
-    """Returns this program's work item of a turn.
+def _item(wave):
+    """Returns this program's work item of a wave (one item for each program).
 
-    Items get smaller from turn to turn, so every other turn goes the other way round.
+    Items are sorted by descending work, so they are assigned in snake order: every second wave in
+    reverse.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
+    return wave * programs + program + (wave & 1) * (programs - 1 - 2 * program)
 
 
 @gluon.jit
 def _count_items(items):
-    """Returns how many of all work items are this program's."""
-    turns = items // gl.num_programs(0)
-    return turns + (_item(turns) < items).to(gl.int32)
+    """Returns how many of the `items` work items this program computes."""
+    waves = items // gl.num_programs(0)
+    return waves + (_item(waves) < items).to(gl.int32)
 
 
 @gluon.jit
@@ -73,8 +74,8 @@ def _work(
     WINDOW: gl.constexpr, TILE: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Returns of work item `item`: tile, first token and tokens of its row, context, and the KV
-    tiles begin .. end - 1 it sees."""
+    """Returns of work item `item`: the tile within its row, the row's first token and number of
+    tokens, its context, and the visible KV tiles begin .. end - 1."""
     row = gl.load(plan + 2 + item // KV_HEADS * 2)
     tile = gl.load(plan + 3 + item // KV_HEADS * 2)
     start = gl.load(query_starts + row)
@@ -99,8 +100,8 @@ def _produce(
     """Loads the KV blocks of every work item, last block first, as stages of the ring become
     free."""
     loaded = gl.program_id(0) * 0
-    for turn in range(count):
-        item = _item(turn)
+    for wave in range(count):
+        item = _item(wave)
         _, _, _, _, begin, end = _work(
             plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS
         )
@@ -131,9 +132,9 @@ def _adjust(
     WINDOW: gl.constexpr, TILE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Caps the products, and hides from each row the keys after its own position (`limit`) and
-    those before its window."""
-    if SOFT_CAP:  # tanh by way of exp; what was scaled for base 2 comes out so
+    """Caps the scores, and masks for each row the keys after its own position (`limit`) and those
+    before its window."""
+    if SOFT_CAP:  # tanh by way of exp; the result is in base 2
         s = soft_cap * LOG2_E * (1.0 - 2.0 / (gl.exp2(s * (scale * 2.0 / soft_cap)) + 1.0))
     if MASKED:
         position = index * TILE + gl.arange(0, TILE, gl.SliceLayout(0, layout))
@@ -146,8 +147,8 @@ def _adjust(
 
 @gluon.jit
 def _softmax(s, m, l, scale, SOFT_CAP: gl.constexpr):
-    """Online softmax: returns exp2(s - new maximum), the new maxima and sums, and the factor for
-    the old outputs."""
+    """Online softmax: returns exp2(s - new maximum), the new maxima and sums, and the factor by
+    which to rescale the outputs so far."""
     if SOFT_CAP:  # already scaled
         scale = 1.0
     new_m = gl.maximum(m, gl.max(s, 1))
@@ -165,11 +166,11 @@ def _step(
     TILE: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies the last block's probabilities with its values while the scores of block `index`
-    become probabilities.
+    """Multiplies the probabilities of the previous block with its values while the softmax of block
+    `index` is computed.
 
-    The assembler hoists the wait for the output above the softmax unless a branch lies between: the
-    wait for the next keys, which has to come somewhere, is that branch.
+    The assembler hoists the wait for the output above the softmax unless a branch lies between
+    them: the wait for the next keys is placed there as that branch.
     """
     k_stage = count % STAGES
     v_stage = (count - 1) % STAGES
@@ -195,8 +196,8 @@ def _step(
 
 @gluon.jit
 def _clear_rows(smem, begin, TILE: gl.constexpr, layout: gl.constexpr):
-    """Writes zeros to the rows from `begin` on: what a block holds past its row's end may be NaN,
-    and 0 * NaN is not 0."""
+    """Writes zeros to the rows of a block from `begin` on: past the end of a sequence the cache may
+    contain NaN, and 0 * NaN is not 0."""
     for chunk in gl.static_range(0, TILE, 16):
         part = smem.slice(chunk, 16)
         rows = chunk + gl.arange(0, 16, gl.SliceLayout(1, layout))
@@ -213,8 +214,8 @@ def _first_step(
     SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, p_layout: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Turns the scores of a row's last block into probabilities; returns them with the first maxima
-    and sums."""
+    """Computes the scores of the last block and their softmax; returns the probabilities with the
+    first maxima and sums."""
     stage = count % STAGES
     phase = (count // STAGES) & 1
     rows: gl.constexpr = q_smem.shape[0]
@@ -246,8 +247,8 @@ def _attend(
     STAGES: gl.constexpr,
     s_layout: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin;
-    from `whole` on some are hidden."""
+    """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin.
+    The blocks from `whole` on contain masked keys."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows: gl.constexpr = q_smem.shape[0]
@@ -257,14 +258,14 @@ def _attend(
         scale, soft_cap,
         SOFT_CAP, WINDOW, TILE, STAGES, s_layout, p_layout, wide,
     )  # fmt: skip
-    hiding = gl.maximum(end - whole, 1)
-    for index in range(1, hiding):
+    first_unmasked = gl.maximum(end - whole, 1)
+    for index in range(1, first_unmasked):
         acc, operand, m, l = _step(
             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index,
             begin, limit, acc, operand, m, l,
             scale, soft_cap, SOFT_CAP, True, WINDOW, TILE, STAGES, s_layout, o_layout, p_layout,
         )  # fmt: skip
-    for index in range(hiding, end - begin):
+    for index in range(first_unmasked, end - begin):
         acc, operand, m, l = _step(
             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used + index, end - 1 - index,
             begin, limit, acc, operand, m, l,
@@ -288,7 +289,7 @@ def _consume(
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Computes half of the packed query rows of every work item."""
+    """Computes half of the packed query rows of every work item, in one warpgroup."""
     HALF: gl.constexpr = ROWS // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     wide: gl.constexpr = gl.BlockedLayout(
@@ -296,18 +297,18 @@ def _consume(
     )
     columns = gl.arange(0, HEAD_SIZE, gl.SliceLayout(0, wide))[None, :]
     used = gl.program_id(0) * 0
-    for turn in range(count):
-        item = _item(turn)
+    for wave in range(count):
+        item = _item(wave)
         tile, start, length, context, begin, end = _work(
             plan, item, query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS
         )
         first = tile * ROWS + WARPGROUP * HALF
         packed = first + gl.arange(0, HALF, gl.SliceLayout(1, wide))
         token = packed // GROUP
-        held = (token < length)[:, None]
+        in_row = (token < length)[:, None]
         column = (item % KV_HEADS * GROUP + packed % GROUP)[:, None] * HEAD_SIZE + columns
         q_smem.store(
-            gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, held, 0.0)
+            gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, in_row, 0.0)
         )
         fence_async_shared()
         limit = context + (first + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))) // GROUP
@@ -321,7 +322,7 @@ def _consume(
         )  # fmt: skip
         used += end - begin
         place = out + (start + token).to(gl.int64)[:, None] * out_stride + column
-        gl.store(place, gl.convert_layout(result.to(q.dtype.element_ty), wide), held)
+        gl.store(place, gl.convert_layout(result.to(q.dtype.element_ty), wide), in_row)
 
 
 @gluon.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
@@ -351,14 +352,16 @@ def _prefill_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
+            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
+                        q_stride, out_stride,
                         q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
-            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
+            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
+                        q_stride, out_stride,
                         q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
-            (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count, table_stride,
-                        k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+            (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
+                        table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
         ],
         [4, 1],
@@ -367,8 +370,8 @@ def _prefill_kernel(
 
 
 def pipeline_stages(head_size: int, block_size: int) -> int:
-    """Returns how many KV blocks to hold in shared memory: what fits beside the queries, up to
-    four."""
+    """Returns the number of KV blocks in flight in shared memory: as many as fit beside the
+    queries, at most four."""
     return min(4, 160 * 1024 // (4 * head_size * block_size))
 
 
@@ -387,8 +390,8 @@ def launch_prefill_hopper(
     soft_cap: float,
     v_scale: float,
 ) -> None:
-    """Launches the kernel; arguments as `paged_attention` checked them, `scale` in base 2 with the
-    keys' scale."""
+    """Launches the kernel; arguments as checked by `paged_attention`. `scale` includes log2(e) and
+    the scale of the keys."""
     blocks, block_size, kv_heads, head_size = k_cache.shape
     layout = gl.NVMMASharedLayout.get_default_for([block_size, head_size], TORCH_DTYPES[q.dtype])
 

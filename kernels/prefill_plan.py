@@ -1,10 +1,10 @@
-"""Which query tiles a step's rows of several tokens have: a list on the GPU, made once a step for
-all layers.
+"""The query tiles of a step's rows of several tokens: a list on the GPU, made once a step for all
+layers.
 
-The prefill kernels take their work from it, so what they do depends on nothing that the host says
-at their launch: a graph that holds them serves any mixture of rows. Tiles that see more keys come
-first, whatever row they are of, so that programs which take turns through the list end at nearly
-the same time.
+The prefill kernels read their work from this list, and depend on nothing that the host knows at
+launch: so a captured CUDA graph serves any mixture of rows. Tiles are sorted by descending number
+of visible keys, whatever row they are of, so that programs which are assigned tiles in snake order
+end at nearly the same time.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -21,15 +21,15 @@ MIN_ROWS_PAD = 256
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The query tiles of a step, of which each is `tile_rows` packed query rows (tokens by query
-    heads of one KV head) of one row.
+    """The query tiles of a step. A tile is `tile_rows` packed query rows (tokens times query heads
+    of one KV head) of one row of the step.
 
     Attributes:
-        tiles: int32 [1 + N, 2]; the number of tiles first, then row and tile within the row of
-            each.
+        tiles: int32 [1 + N, 2]; the number of tiles first, then for each tile its row and its index
+            within the row.
         group: query heads a KV head.
-        tile_rows: of the kernel that the plan is for.
-        hopper: whether that is `prefill_hopper`.
+        tile_rows: packed query rows of a tile of the kernel that the plan is for.
+        hopper: whether that kernel is `prefill_hopper`.
     """
 
     tiles: torch.Tensor
@@ -48,8 +48,8 @@ class PrefillPlan:
         *,
         hopper: bool,
     ) -> PrefillPlan:
-        """Returns a plan without tiles, with room for those of `rows` rows that have `tokens`
-        tokens together."""
+        """Returns a plan without tiles, with capacity for `rows` rows of `tokens` tokens in
+        total."""
         return cls(
             torch.zeros(
                 1 + tokens * group // tile_rows + rows, 2, dtype=torch.int32, device=device
@@ -61,14 +61,14 @@ class PrefillPlan:
 
     @property
     def capacity(self) -> int:
-        """N, the most tiles."""
+        """N, the maximum number of tiles."""
         return len(self.tiles) - 1
 
 
 @triton.jit
 def _tiles_that_see(keys, tiles, lengths, contexts, GROUP: tl.constexpr, TILE_ROWS: tl.constexpr):
-    """How many tiles of each row have a token that sees `keys` keys or more."""
-    needed = keys - 1 - contexts  # of the row's own tokens, before the first that does
+    """Returns how many tiles of each row have a token that sees `keys` keys or more."""
+    needed = keys - 1 - contexts  # the row's tokens before the first that sees so many
     some = tiles - tl.maximum(needed, 0) * GROUP // TILE_ROWS
     return tl.where(needed < lengths, some, 0)
 
@@ -100,7 +100,7 @@ def _plan_kernel(
         )
         more = _tiles_that_see(seen + 1, tiles, lengths, contexts, GROUP, TILE_ROWS)
         as_many = _tiles_that_see(seen, tiles, lengths, contexts, GROUP, TILE_ROWS) - more
-        # and those of its own row that see as many keys
+        # add the tiles of the same row that see as many keys
         before = tl.sum(more) + tl.sum(tl.where(r < row, as_many, 0))
         rank = before + here - 1 - tile - tl.sum(tl.where(own, more, 0))
         tl.store(plan + 2 + 2 * rank, row)
@@ -119,11 +119,14 @@ def plan_prefill(
     """Lists the query tiles of a step's rows of several tokens.
 
     Args:
-        plan: to be filled.
+        plan: is filled.
         query_starts: int32 [R + 1], the first token of each row.
         seq_lens: int32 [R], the keys of each row, its own tokens included.
-        first_row: of those with several tokens, which come last.
-        num_tokens: at least the tokens of these rows.
+        first_row: the first of the rows with several tokens, which come last.
+        num_tokens: an upper bound of the tokens of these rows.
+
+    Raises:
+        ValueError: the plan has no capacity for so many.
     """
     rows = len(seq_lens)
     count = num_tokens * plan.group // plan.tile_rows + rows - first_row

@@ -1,10 +1,10 @@
-"""From slots to the inputs of a step, and from sampled tokens back to the slots: all of it on the
+"""Step inputs from the slots, embedding, and sampled tokens written back to the slots, all on the
 GPU.
 
-The worker keeps for every slot its tokens and its block table in GPU memory. A step names rows
-(slot, start, length); `prepare_inputs` derives everything the model needs from that, so the CPU
-computes nothing per token. Called once a step, at the head of the step's graph; `embed` follows it
-and `append_tokens` ends the step.
+The worker keeps the tokens and the block table of every slot in GPU memory. A step plan names rows
+(slot, start, length); `prepare_inputs` derives everything that the model reads from them, so the
+CPU computes nothing per token. It is the first kernel of a step's graph; `embed` follows it, and
+`append_tokens` ends the step.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -23,8 +23,8 @@ MIN_ROWS_PAD = 256  # few sizes, so that few specialisations have to be compiled
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model reads in a step. R rows, T tokens; rows and tokens past the step's own are
-    padding.
+    """What the model reads in a step of R rows and T tokens. Rows and tokens beyond those of the
+    step plan are padding.
 
     Attributes:
         input_ids: int32 [T]; 0 in padding.
@@ -33,7 +33,7 @@ class StepInputs:
             padding.
         query_starts: int32 [R + 1], the first token of each row; padding rows are empty.
         seq_lens: int32 [R], start + length; 0 for padding rows.
-        block_tables: int32 [R, max_blocks]; entries past a row's length keep what they held.
+        block_tables: int32 [R, max_blocks]; entries past a row's length keep their old values.
     """
 
     input_ids: torch.Tensor
@@ -49,7 +49,7 @@ class StepInputs:
     ) -> StepInputs:
         """Returns buffers for R rows and T tokens.
 
-        Block tables start as zeros: padding names a block that exists.
+        Block tables start as zeros, the number of a block that exists: padding may be read.
         """
 
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _prepare_kernel(
     all_lengths = tl.load(lengths + rows, rows < num_rows, 0)
     first = tl.sum(tl.where(rows < row, all_lengths, 0))
     index = chunk * BLOCK + tl.arange(0, BLOCK)
-    if row == num_rows:  # the program after the last row pads
+    if row == num_rows:  # the program after the last row writes the padding
         at = first + index
         mask = at < num_tokens
         tl.store(input_ids + at, 0, mask)
@@ -138,8 +138,11 @@ def prepare_inputs(
         tables: int32 [num_slots, max_blocks], the KV blocks of each slot.
         inputs: the buffers to fill; its T may exceed the lengths' sum, the rest becomes padding.
         block_size: tokens a KV block.
-        max_length: the longest row of any step that this launch (or the graph it is captured in)
-            serves.
+        max_length: the maximum length of a row in any step that this launch, or the CUDA graph that
+            it is captured in, is used for.
+
+    Raises:
+        ValueError: the buffers are too small, or of a wrong dtype or layout.
     """
     rows, num_tokens = slots.shape[0], inputs.input_ids.shape[0]
     if inputs.seq_lens.shape[0] != rows or inputs.block_tables.shape[1] < tables.shape[1]:
@@ -197,10 +200,11 @@ def prepare_inputs_reference(
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["sampled", "slots", "positions", "wanted", "turn"],
+    do_not_specialize_on_alignment=["sampled", "slots", "positions", "is_appended", "buffer_index"],
 )
 def _append_kernel(
-    sampled, slots, positions, wanted, tokens, results, turn, tokens_stride, results_stride, rows,
+    sampled, slots, positions, is_appended, tokens, results, buffer_index, tokens_stride,
+    results_stride, rows,
     HAS_RESULTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -210,14 +214,14 @@ def _append_kernel(
     mask = row < rows
     token = tl.load(sampled + row, mask, 0)
     if HAS_RESULTS:
-        tl.store(results + tl.load(turn) * results_stride + row, token, mask)
-    mask = mask & (tl.load(wanted + row, mask, 0) != 0)
+        tl.store(results + tl.load(buffer_index) * results_stride + row, token, mask)
+    mask = mask & (tl.load(is_appended + row, mask, 0) != 0)
     place = (
         tokens
         + tl.load(slots + row, mask, 0).to(tl.int64) * tokens_stride
         + tl.load(positions + row, mask, 0)
     )
-    # a row that failed must still leave an id that can be embedded
+    # the next step embeds this id, so a row that failed writes a valid one
     tl.store(place, tl.maximum(token, 0), mask)
 
 
@@ -225,22 +229,25 @@ def append_tokens(
     sampled: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    wanted: torch.Tensor,
+    is_appended: torch.Tensor,
     tokens: torch.Tensor,
     *,
     results: torch.Tensor | None = None,
     turn: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Writes tokens[slots[i], positions[i]] = sampled[i] where wanted[i] is not 0; -1, a row that
-    failed, becomes 0.
+    """Writes tokens[slots[i], positions[i]] = sampled[i] where is_appended[i] is not 0; -1, a row
+    that failed, becomes 0.
 
     Args:
-        sampled, slots, positions, wanted: int32 [S]; positions are where the tokens go, the rows'
-            seq_lens.
+        sampled: int32 [S], token ids or -1.
+        slots: int32 [S], the slot of each row.
+        positions: int32 [S], where the tokens are written: the seq_lens of the rows.
+        is_appended: int32 [S], 0 for rows whose token is not kept.
         tokens: int32 [num_slots, max_len].
-        results, turn: int32 [turns, >= S] and [1], both or neither: also writes results[turn, i] =
-            sampled[i], so that the next steps leave alone what is still being copied to the host.
+        results, turn: int32 [N, >= S] and [1], both or neither: the result buffers and the index of
+            this step's buffer. Also writes results[turn, i] = sampled[i]; with N buffers the next
+            steps do not overwrite results that are still being copied to the host.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows = sampled.shape[0]
@@ -248,8 +255,8 @@ def append_tokens(
         grid = (triton.cdiv(rows, 128),)
         kept, at = (sampled, sampled) if results is None or turn is None else (results, turn)
         _append_kernel[grid](
-            sampled, slots, positions, wanted, tokens, kept, at, tokens.stride(0), kept.stride(0),
-            rows,
+            sampled, slots, positions, is_appended, tokens, kept, at, tokens.stride(0),
+            kept.stride(0), rows,
             HAS_RESULTS=results is not None, BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
 
@@ -273,9 +280,9 @@ def _embed_kernel(
         gdc_wait()
         gdc_launch_dependents()
     index = tl.load(ids + row) - first
-    held = (index >= 0) & (index < vocab)
+    in_shard = (index >= 0) & (index < vocab)
     mask = columns < hidden
-    value = tl.load(weight + index.to(tl.int64) * weight_stride + columns, mask & held, 0.0)
+    value = tl.load(weight + index.to(tl.int64) * weight_stride + columns, mask & in_shard, 0.0)
     tl.store(out + row * out_stride + columns, value, mask)
 
 
@@ -287,7 +294,7 @@ def embed(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Gathers the rows of an embedding; ids that this shard does not hold give zeros.
+    """Gathers the rows of a (vocabulary-parallel) embedding; ids that are out of shard give zeros.
 
     Args:
         ids: int32 or int64 [T].
@@ -327,5 +334,5 @@ def embed(
 def embed_reference(ids: torch.Tensor, weight: torch.Tensor, first: int = 0) -> torch.Tensor:
     """`embed` in plain torch."""
     index = ids.long() - first
-    held = (index >= 0) & (index < weight.shape[0])
-    return torch.where(held[:, None], weight[index.clamp(0, weight.shape[0] - 1)], 0)
+    in_shard = (index >= 0) & (index < weight.shape[0])
+    return torch.where(in_shard[:, None], weight[index.clamp(0, weight.shape[0] - 1)], 0)

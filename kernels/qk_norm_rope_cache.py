@@ -1,9 +1,9 @@
-"""What happens to q, k and v between the fused projection and attention, in one pass: norm,
-rotation, KV write.
+"""The operations between the fused qkv projection and attention in one kernel: norm of q and k,
+RoPE, KV cache write.
 
 Called once a layer on GPUs. Rotary embeddings: Su et al., "RoFormer", 2021, in the half-split order
-of GPT-NeoX, which Llama and Qwen checkpoints use. The norm of q and k over a head is Qwen3's
-(optional).
+of GPT-NeoX, which Llama and Qwen checkpoints use. The optional norm of q and k over a head is
+Qwen3's.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -104,7 +104,8 @@ def qk_norm_rope_cache(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Norms (if weights are given) and rotates q and k, writes k and v to the cache and returns q.
+    """Applies RMSNorm (if weights are given) and RoPE to q and k, writes k and v to the cache and
+    returns q.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D], q's heads, then k's, then v's; bf16, fp16 or fp32; rows may be
@@ -118,13 +119,16 @@ def qk_norm_rope_cache(
         num_q_heads: Hq.
         q_weight, k_weight: [D] of the norms, both or neither.
         eps: of the norms.
-        k_scale, v_scale: what the cache's values are to be multiplied with when read (fp8 caches);
-            1 otherwise.
+        k_scale, v_scale: the factors by which the cache's values are multiplied when read (fp8
+            caches); 1 otherwise.
         out: [T, Hq, D] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
     Returns:
         q: [T, Hq, D] in qkv's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit.
     """
     tokens = qkv.shape[0]
     block_size, kv_heads, head_size = k_cache.shape[1:]
@@ -179,8 +183,8 @@ def qk_norm_rope_cache_reference(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """`qk_norm_rope_cache` in plain torch and in the inputs' dtype; writes to the caches and
-    returns q [T, Hq, D]."""
+    """`qk_norm_rope_cache` in plain torch, in the inputs' dtype; writes to the caches and returns
+    q [T, Hq, D]."""
     kv_heads, head_size = k_cache.shape[2:]
     half = cos_sin.shape[1] // 2
     q, k, v = qkv.unflatten(1, (-1, head_size)).split([num_q_heads, kv_heads, kv_heads], dim=1)
@@ -193,9 +197,11 @@ def qk_norm_rope_cache_reference(
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
-    kept = slot_mapping >= 0
-    k_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = apply_rope(k)[kept].to(
-        k_cache.dtype
+    is_written = slot_mapping >= 0
+    k_cache.view(-1, kv_heads, head_size)[slot_mapping[is_written].long()] = apply_rope(k)[
+        is_written
+    ].to(k_cache.dtype)
+    v_cache.view(-1, kv_heads, head_size)[slot_mapping[is_written].long()] = v[is_written].to(
+        v_cache.dtype
     )
-    v_cache.view(-1, kv_heads, head_size)[slot_mapping[kept].long()] = v[kept].to(v_cache.dtype)
     return apply_rope(q)

@@ -1,24 +1,24 @@
-"""Choosing tokens on the GPU: greedy or Gumbel-max, with min-p, top-k and top-p found by search
-instead of a sort.
+"""Sampling of tokens on the GPU: greedy or Gumbel-max, with min-p, top-k and top-p computed by
+search instead of a sort.
 
-Called at the end of a step, for its sampling rows; captured in the step's graph. The rules are
+Called at the end of a step, for its sampled rows; captured in the step's CUDA graph. The rules are
 those of `aioinfer.worker.sampler`, which documents them: the noise is a pure function of seed,
-position and token id (the uniforms are the same bit for bit), filters keep everything down to some
-logit, a row whose logits hold NaN or infinity chooses -1. Penalties and biases have been applied by
-`penalties`; log-probabilities are in `logprobs`.
+position and token id (the uniforms are equal to the CPU's bit for bit), each filter keeps the
+tokens above some logit, and a row whose logits contain NaN or infinity gets -1. Penalties and
+biases have been applied by `penalties`; log-probabilities are computed by `logprobs`.
 
 Two launches: all chunks of all rows at once (`_chunk_kernel`), then one program a row
-(`_sample_kernel`). A row without filters is only merged there. For others the k-th largest logit is
-found by bisection over the few chunks whose maximum can matter. The rest needs no search: a best
-token that the filters keep is the best of those they keep; and if it is not in the nucleus of
-top-p, the nucleus lies above it, and the best of what lies above is tried next (the idea of
-rejecting by pivots is FlashInfer's, Ye et al. 2025; with fixed noise it gives exactly the best
-token of the nucleus).
+(`_sample_kernel`). For a row without filters it only merges the chunks. Otherwise the k-th largest
+logit is found by bisection over those chunks whose maximum is large enough to contribute. min-p and
+top-p need no search. The token of the best score (logit plus noise), if the filters keep it, is the
+result. If it is not in the nucleus of top-p, the nucleus consists of larger logits, and the best
+score among these is tried next (rejection by pivots is FlashInfer's idea, Ye et al. 2025; with
+fixed noise it gives exactly the best token of the nucleus).
 
-Where ranks share the vocabulary, each has the logits of its own tokens alone. The programs of a row
-then tell each other every maximum, count, sum and best token that they come to, through a
-ll_buffer, and go on with what holds for all: so they take the same branches and choose the same
-token. Whatever a condition or a loop depends on has to be such a value.
+With a vocabulary-parallel head each rank has the logits of its shard only. The programs of a row
+all-gather every maximum, count, sum and best token over an LL buffer and continue with the result
+for the whole vocabulary: so they take the same branches and sample the same token. Every condition
+and loop bound has to depend on such a value only.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -42,13 +42,13 @@ from aioinfer.kernels.symmetric_memory import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 2048
-GATHERED = 4  # chunks that the program of a row reads at a time
+GATHERED = 4  # chunks that the program of a row loads at a time
 GREEDY_TEMPERATURE = tl.constexpr(1e-5)  # as in aioinfer.sampling_params
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """How each slot's request wants its tokens chosen; tensors [num_slots] on the GPU.
+    """The sampling parameters of each slot's request; tensors [num_slots] on the GPU.
 
     Attributes:
         seeds: int64, the 64 bits that key the noise.
@@ -65,12 +65,12 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """A rank's part of a vocabulary that several share.
+    """A rank's shard of the vocabulary.
 
     Attributes:
         first: the token id of the first column of logits.
-        vocab_size: of all ranks together.
-        ll_buffers: at least as many as rows of logits.
+        vocab_size: tokens of all shards together.
+        ll_buffers: for at least as many rows as the logits have.
     """
 
     first: int
@@ -89,8 +89,8 @@ def _mix(h):
 
 @triton.jit
 def uniform_noise(seed, position, tokens):
-    """Returns the uniforms (float32) of token ids, for a seed (int64 scalar) and a position (int32
-    scalar)."""
+    """Returns uniform random numbers (float32, between 0 and 1) for token ids, a seed (int64
+    scalar) and a position (int32 scalar)."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     at = position.to(tl.uint32)
@@ -136,7 +136,7 @@ def _chunk_kernel(
     x = tl.load(logits + row.to(tl.int64) * stride + columns, columns < vocab, float("-inf")).to(
         tl.float32
     )
-    x = tl.where(x != x, float("inf"), x)  # a NaN shows as a maximum that no sound logits have
+    x = tl.where(x != x, float("inf"), x)  # NaN becomes a maximum that valid logits never have
     slot = tl.load(slot_ids + row)
     temperature = tl.load(temperatures + slot)
     place = row * CHUNKS + chunk
@@ -153,7 +153,7 @@ def _chunk_kernel(
         best = tl.max(x)
         largest = best
     tl.store(best_scores + place, best)
-    # fewer instructions than both at once
+    # fewer instructions than a maximum with its index
     tl.store(best_tokens + place, first + tl.min(tl.where(x == best, columns, 2147483647)))
     tl.store(maxima + place, largest)
 
@@ -165,15 +165,16 @@ def _load_chunks(
     """Returns logits over temperature and their columns, both [GATHERED, CHUNK], of the listed
     chunks `begin` and following."""
     entry = begin + tl.arange(0, GATHERED)
-    held = entry < count
-    columns = tl.load(chunks + entry, held, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = tl.load(logits + columns, held[:, None] & (columns < vocab), float("-inf")).to(tl.float32)
+    listed = entry < count
+    columns = tl.load(chunks + entry, listed, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + columns, listed[:, None] & (columns < vocab), float("-inf")).to(tl.float32)
     return tl.div_rn(x, tl.zeros_like(x) + temperature), columns
 
 
 @triton.jit
 def _as_key(x):
-    """Returns integers that are ordered as the float32 x is (and back again)."""
+    """Returns int32 in the same order as the float32 x. Applied to their bits it is its own
+    inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -183,37 +184,37 @@ def _kth_largest(
     logits, chunks, count, temperature, vocab, k, low, high, to, here, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the k-th largest of all ranks' listed chunks, for float bounds low <= it <= high, and
-    the epoch.
+    """Returns the k-th largest value of all ranks' listed chunks, which lies between `low` and
+    `high`, and the epoch.
 
-    Bisects the integers between; each pass moves both ends to values that occur, so that ties end
-    the search soon.
+    Bisects the keys (`_as_key`) in between; each pass moves both bounds to values that occur, so
+    that the search ends soon with many equal values.
     """
     bottom = _as_key(low)
     top = _as_key(high) + 1  # fewer than k values are at or above
     while top > bottom + 1:
         middle = (bottom & top) + ((bottom ^ top) >> 1)  # their average, without overflow
         counts = tl.zeros([GATHERED, CHUNK], tl.int32)
-        least = tl.zeros([GATHERED, CHUNK], tl.int32) + top
-        most = tl.zeros([GATHERED, CHUNK], tl.int32) + bottom
+        smallest_above = tl.zeros([GATHERED, CHUNK], tl.int32) + top
+        largest_below = tl.zeros([GATHERED, CHUNK], tl.int32) + bottom
         for begin in range(0, count, GATHERED):
             x, _ = _load_chunks(logits, chunks, begin, count, temperature, vocab, CHUNK, GATHERED)
             key = _as_key(x)
             counts += (key >= middle).to(tl.int32)
-            least = tl.minimum(least, tl.where(key >= middle, key, top))
-            most = tl.maximum(most, tl.where(key < middle, key, bottom))
+            smallest_above = tl.minimum(smallest_above, tl.where(key >= middle, key, top))
+            largest_below = tl.maximum(largest_below, tl.where(key < middle, key, bottom))
         above = tl.sum(counts)
         if SIZE > 1:
-            aboves, least, most, _, epoch = all_gather(
-                to, here, epoch, above, tl.min(least), tl.max(most), 0, SIZE
+            aboves, smallest_above, largest_below, _, epoch = all_gather(
+                to, here, epoch, above, tl.min(smallest_above), tl.max(largest_below), 0, SIZE
             )
             above = tl.sum(tl.where(is_rank(SIZE), aboves, 0))
         if above >= k:
-            bottom = tl.min(least)
+            bottom = tl.min(smallest_above)
             if above == k:
                 top = bottom + 1
         else:
-            top = tl.max(most) + 1
+            top = tl.max(largest_below) + 1
     return _as_key(bottom.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True), epoch
 
 
@@ -222,7 +223,7 @@ def _mass_above(
     logits, chunks, count, temperature, vocab, border, excluded, largest, to, here, epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the probability, relative to exp(largest), of the tokens with border <= logit and
+    """Returns the sum of exp(logit - largest) over the tokens with border <= logit and
     excluded < logit, and the epoch."""
     mass = tl.zeros([GATHERED, CHUNK], tl.float32)
     for begin in range(0, count, GATHERED):
@@ -236,8 +237,8 @@ def _mass_above(
 
 @triton.jit
 def _best_of_ranks(to, here, epoch, largest, score, token, value, SIZE: tl.constexpr):
-    """Returns the ranks' largest `largest`; the best score's token (the lowest id among equals) and
-    its value; and the epoch."""
+    """Returns the maximum of the ranks' `largest`, the token of the best score (the lowest id among
+    equals) with its value, and the epoch."""
     all_largest, scores, tokens, values, epoch = all_gather(
         to, here, epoch, as_bits(largest), as_bits(score), token, as_bits(value), SIZE
     )  # fmt: skip
@@ -252,8 +253,8 @@ def _best_above(
     epoch,
     CHUNK: tl.constexpr, GATHERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the best of the tokens with border <= logit and excluded < logit (the lowest id among
-    equals), its logit, and the epoch."""
+    """Returns the token of the best score among those with border <= logit and excluded < logit
+    (the lowest id among equals), its logit, and the epoch."""
     best = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
     token = tl.full([GATHERED, CHUNK], 2147483647, tl.int32)
     value = tl.full([GATHERED, CHUNK], float("-inf"), tl.float32)
@@ -267,8 +268,8 @@ def _best_above(
         best = tl.where(better, score, best)
         token = tl.where(better, tokens, token)
         value = tl.where(better, x, value)
-    # No argmax over the flattened tile: Triton 3.6 reorders what it flattens for a reduction,
-    # though not the indices.
+    # No argmax over the flattened tile: for a reduction Triton 3.6 reorders the flattened values,
+    # but not their indices.
     score = tl.max(best)
     winner = tl.min(tl.where(best == score, token, 2147483647))
     value = tl.max(tl.where(token == winner, value, float("-inf")))
@@ -292,27 +293,28 @@ def _sample_filtered(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, GATHERED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the best token that min-p, top-k and top-p keep, in this order, and the epoch.
+    """Returns the token of the best score among those that min-p, top-k and top-p keep, applied in
+    this order, and the epoch.
 
-    `largest` is the largest logit over temperature, `token` the best of all and `value` its logit
-    over temperature.
+    `largest` is the largest logit over temperature, `token` the token of the best score without
+    filters and `value` its logit over temperature.
     """
     c = tl.arange(0, CHUNKS_PAD)
-    most = tl.load(maxima + c, c < CHUNKS, float("-inf"))
+    chunk_maxima = tl.load(maxima + c, c < CHUNKS, float("-inf"))
     border = float("-inf")
     if min_p > 0.0:
         border = largest + tl.log(min_p)
     filters_k = (top_k > 0) & (top_k < vocab_size)
     low = float("-inf")
     if filters_k & (top_k <= CHUNKS):  # the k-th largest is no less than the k-th largest maximum
-        rank = tl.sum((most[None, :] > most[:, None]).to(tl.int32), axis=1)
-        low = tl.min(tl.where(rank < top_k, most, float("inf")))
-    if SIZE > 1 and filters_k:  # of all ranks it is no less than of any
+        rank = tl.sum((chunk_maxima[None, :] > chunk_maxima[:, None]).to(tl.int32), axis=1)
+        low = tl.min(tl.where(rank < top_k, chunk_maxima, float("inf")))
+    if SIZE > 1 and filters_k:  # a bound of one rank's logits is one of all ranks' as well
         low, epoch = max_of_ranks(to, here, epoch, low, SIZE)
-    matters = (most >= tl.maximum(low, border)) & (c < CHUNKS)
+    matters = (chunk_maxima >= tl.maximum(low, border)) & (c < CHUNKS)
     tl.store(chunks + tl.cumsum(matters.to(tl.int32)) - 1, c, matters)
     count = tl.sum(matters.to(tl.int32))
-    tl.debug_barrier()  # the list is read by other threads than wrote it
+    tl.debug_barrier()  # the list is read by other threads than those that wrote it
     if filters_k:
         kth, epoch = _kth_largest(
             logits, chunks, count, temperature, vocab, top_k, low, largest, to, here, epoch, CHUNK,
@@ -333,18 +335,20 @@ def _sample_filtered(
         else:
             total = tl.sum(
                 tl.where(
-                    c < CHUNKS, tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(most - largest), 0.0
+                    c < CHUNKS,
+                    tl.load(sums + c, c < CHUNKS, 0.0) * tl.exp(chunk_maxima - largest),
+                    0.0,
                 )
             )
             if SIZE > 1:
                 total, epoch = sum_of_ranks(to, here, epoch, total, SIZE)
-        # The largest alone has the mass 1: what lies above a token has none or at least that.
-        wanted = tl.maximum(top_p * total, 1e-9)
+        # The largest logit alone has the mass 1: the mass above a token is 0 or at least 1.
+        nucleus_mass = tl.maximum(top_p * total, 1e-9)
         mass, epoch = _mass_above(
             logits, chunks, count, temperature, vocab, border, value, largest, to, here, epoch,
             CHUNK, GATHERED, SIZE
         )  # fmt: skip
-        while mass >= wanted:
+        while mass >= nucleus_mass:
             token, value, epoch = _best_above(
                 logits, chunks, count, temperature, vocab, first, seed, position, border, value, to,
                 here, epoch, CHUNK, GATHERED, SIZE
@@ -430,38 +434,41 @@ def sample_tokens(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Chooses a token for each row. With a share, every rank has to call it, with the same rows,
-    and returns the same tokens.
+    """Samples a token for each row. With a vocabulary shard every rank has to call this with the
+    same rows; all ranks return the same tokens.
 
     Args:
-        logits: [S, V], fp32, bf16 or fp16; rows may be strided. Not changed. Of a share, the
-            columns of this rank's tokens.
-        slot_ids: int32 [S], whose sampling_flags in `state` apply to each row.
-        positions: int32 [S], where each chosen token goes, counted from the beginning of the
+        logits: [S, V], fp32, bf16 or fp16, the columns of this rank's shard; rows may be strided.
+            Not changed.
+        slot_ids: int32 [S], the slot in `state` of each row.
+        positions: int32 [S], the position of each sampled token, counted from the beginning of the
             prompt.
-        share: which part of the vocabulary this rank has, if several share it.
+        share: this rank's shard of the vocabulary; None if the rank has all of it.
         out: int32 [S] to write to; by default a new tensor.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later).
 
     Returns:
-        tokens: int32 [S], -1 where the logits held NaN or infinity, or were all minus infinity.
+        tokens: int32 [S], -1 where the logits contain NaN or infinity, or are all minus infinity.
+
+    Raises:
+        ValueError: rows that are not contiguous, or more rows than LL buffers.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
-    count = max(1, triton.cdiv(vocab, CHUNK))  # a rank may have none of few tokens
+    count = max(1, triton.cdiv(vocab, CHUNK))  # with few tokens a rank's shard may be empty
     out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     if rows == 0:
         return out
-    first, vocab_size, boxes = (
+    first, vocab_size, buffers = (
         (0, vocab, None) if share is None else (share.first, share.vocab_size, share.ll_buffers)
     )
-    if boxes is not None and rows > len(boxes.epochs):
-        raise ValueError(f"{rows} rows of logits, and ll_buffers for {len(boxes.epochs)}")
+    if buffers is not None and rows > len(buffers.epochs):
+        raise ValueError(f"{rows} rows of logits, but LL buffers for {len(buffers.epochs)}")
     addresses, epochs, rank, size = (
         (slot_ids, slot_ids, 0, 1)
-        if boxes is None
-        else (boxes.addresses, boxes.epochs, boxes.rank, boxes.size)
+        if buffers is None
+        else (buffers.addresses, buffers.epochs, buffers.rank, buffers.size)
     )
     best_scores, maxima, sums = torch.empty(
         3, rows, count, dtype=torch.float32, device=logits.device

@@ -1,11 +1,11 @@
-"""Peer memory, what every rank of a host can read and write in every other's; and ll_buffers in it,
-for programs that talk.
+"""Symmetric memory, which all ranks of a host can read and write, and LL buffers in it, with which
+running kernels of several ranks exchange numbers.
 
-Through a ll_buffer the programs of one row, one on each rank, tell each other a few numbers in the
-midst of a kernel: see `all_gather`. `sampling` calls it; `all_reduce` has exchanges of its own, for
-whole rows. A number travels as one 8-byte word with the number of its all_gather, the epoch, in the
-upper half (the "LL" protocol of NCCL): a reader polls until it finds the epoch, so a word needs no
-flag and no fence.
+With an LL buffer the programs of one row, one on each rank, all-gather a few numbers in the middle
+of a kernel: see `all_gather`. `sampling` uses it; `all_reduce` has buffers of its own, for whole
+rows. A number is sent as one 8-byte word with the epoch, the number of the all-gather, in its upper
+half (the "LL" protocol of NCCL): a reader polls until it finds the epoch, so that no flag and no
+fence is needed.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -17,20 +17,20 @@ import torch
 import triton
 import triton.language as tl
 
-#: Numbers of 32 bits that an all_gather carries from each rank.
+#: Numbers of 32 bits that an all-gather sends from each rank.
 NUMBERS = 4
 _NUMBERS = tl.constexpr(NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffer:
-    """Memory of the same size on every rank, open to all of them.
+    """Memory of the same size on every rank, which all ranks can read and write.
 
     Attributes:
         local: uint8 [nbytes], this rank's part.
         addresses: int64 [size] on the device, the base address of each rank's part as this rank
             sees it.
-        rank, size: this rank, and how many there are.
+        rank, size: this rank, and the number of ranks.
     """
 
     local: torch.Tensor
@@ -40,20 +40,20 @@ class SymmetricBuffer:
 
 
 class LLBuffers:
-    """A ll_buffer for each row, on every rank. Used by one stream at a time, in the same order on
+    """An LL buffer for each row, on every rank. Used by one stream at a time, in the same order on
     every rank.
 
     Attributes:
-        addresses: int64 [size], as in `SymmetricBuffer`; there lie int64 words [rows, 2, size,
-            NUMBERS], by sender.
-        epochs: int32 [rows], how many exchanges each row has had. They wrap around harmlessly: no
-            word is older than two exchanges.
-        rank, size: this rank, and how many there are.
+        addresses: int64 [size], as in `SymmetricBuffer`, of int64 words [rows, 2, size, NUMBERS],
+            indexed by the rank that sends them.
+        epochs: int32 [rows], the number of all-gathers of each row. It may wrap around: no word is
+            older than two all-gathers.
+        rank, size: this rank, and the number of ranks.
     """
 
     def __init__(self, peers: SymmetricBuffer):
-        """Takes peer memory of `nbytes(rows, size)`, zeroed on every rank."""
-        self._peers = peers  # keeps the memory
+        """Takes symmetric memory of `nbytes(rows, size)`, zeroed on every rank."""
+        self._peers = peers  # keeps the memory alive
         self.addresses = peers.addresses
         self.rank = peers.rank
         self.size = peers.size
@@ -62,47 +62,47 @@ class LLBuffers:
 
     @staticmethod
     def nbytes(rows: int, size: int) -> int:
-        """Returns how much peer memory the ll_buffers of `rows` rows take on each of `size`
-        ranks."""
+        """Returns the bytes of symmetric memory that LL buffers for `rows` rows take on each of
+        `size` ranks."""
         return rows * 2 * size * NUMBERS * 8
 
 
 @triton.jit
 def is_rank(SIZE: tl.constexpr):
-    """Returns which of P entries, by rank, are no repetitions: bool [P]."""
+    """Returns which of P entries belong to a rank and are no padding: bool [P]."""
     return tl.arange(0, triton.next_power_of_2(SIZE)) < SIZE
 
 
 @triton.jit
 def open_ll_buffer(addresses, epochs, row, rank, SIZE: tl.constexpr):
-    """Returns what `all_gather` needs: pointers to where this rank's words go and to where the
-    others' arrive, and the row's epoch.
+    """Returns the arguments of `all_gather`: pointers to this rank's words in every rank's memory,
+    pointers to every rank's words in this rank's memory, and the row's epoch.
 
-    Both are [P, NUMBERS], of the ranks in order; P is the next power of two, and what is beyond the
-    ranks repeats the last. The program stores the epoch in `epochs` again when it is done.
+    Both are [P, NUMBERS], by rank; P is the next power of two, and the padding repeats the last
+    rank. The program stores the epoch in `epochs` when it is done.
     """
     sender = tl.minimum(tl.arange(0, triton.next_power_of_2(SIZE)), SIZE - 1)[:, None]
     number = tl.arange(0, _NUMBERS)[None, :]
-    box = row * (2 * SIZE * _NUMBERS)
+    row_offset = row * (2 * SIZE * _NUMBERS)
     to = tl.load(addresses + sender).to(tl.pointer_type(tl.int64)) + (
-        box + rank * _NUMBERS + number
+        row_offset + rank * _NUMBERS + number
     )
     here = tl.load(addresses + rank).to(tl.pointer_type(tl.int64)) + (
-        box + sender * _NUMBERS + number
+        row_offset + sender * _NUMBERS + number
     )
     return to, here, tl.load(epochs + row)
 
 
 @triton.jit
 def all_gather(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr):
-    """Tells all ranks four numbers of this one, and returns theirs: int32 [P] four times, and the
-    new epoch.
+    """All-gathers four numbers: sends those of this rank to all ranks, and returns those of all
+    ranks, int32 [P] four times, and the new epoch.
 
     Args:
-        to, here, epoch: of `open_ll_buffer`, or the epoch that the all_gather before returned.
+        to, here, epoch: from `open_ll_buffer`; the epoch from the previous `all_gather`, if any.
         first, second, third, fourth: int32 scalars.
 
-    A ll_buffer has two places for each word, used in turn. They suffice: all_gather e + 2
+    An LL buffer has two words for each number, used alternately. Two suffice: all-gather e + 2
     overwrites the words of e, and a rank begins it only when it has every rank's words of e + 1,
     each of which was sent after that rank's program had read all of e.
 
@@ -115,20 +115,28 @@ def all_gather(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr
         number == 0, first, tl.where(number == 1, second, tl.where(number == 2, third, fourth))
     )
     words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
-    turn = (epoch & 1) * (SIZE * _NUMBERS)
-    # A warp may be behind, and still read what the all_gather before has brought; the others wait
+    buffer_offset = (epoch & 1) * (SIZE * _NUMBERS)
+    # A warp may be behind, still reading the words of the previous all-gather; the other warps wait
     # for it here.
     tl.debug_barrier()
     once = is_rank(SIZE)[:, None] & (number >= 0)
-    tl.atomic_xchg(to + turn, tl.broadcast_to(words, once.shape), once, sem="relaxed", scope="sys")
-    got = tl.load(here + turn, volatile=True)
-    while tl.max(((got >> 32).to(tl.int32) != epoch).to(tl.int32)) > 0:
-        got = tl.load(here + turn, volatile=True)
-    # So few words are polled by several warps, and not each of them need have seen what ended the
-    # loop; after the barrier each does.
+    tl.atomic_xchg(
+        to + buffer_offset, tl.broadcast_to(words, once.shape), once, sem="relaxed", scope="sys"
+    )
+    received = tl.load(here + buffer_offset, volatile=True)
+    while tl.max(((received >> 32).to(tl.int32) != epoch).to(tl.int32)) > 0:
+        received = tl.load(here + buffer_offset, volatile=True)
+    # Several warps poll the same few words, and not every warp has seen the values that ended the
+    # loop; after the barrier every warp reads them.
     tl.debug_barrier()
-    got = tl.load(here + turn, volatile=True).to(tl.int32)
-    return _column(got, 0), _column(got, 1), _column(got, 2), _column(got, 3), epoch
+    received = tl.load(here + buffer_offset, volatile=True).to(tl.int32)
+    return (
+        _column(received, 0),
+        _column(received, 1),
+        _column(received, 2),
+        _column(received, 3),
+        epoch,
+    )
 
 
 @triton.jit
@@ -138,7 +146,7 @@ def _column(numbers, index: tl.constexpr):
 
 @triton.jit
 def as_bits(x):
-    """Returns a float32 as the int32 of the same bits."""
+    """Returns a float32 as the int32 with the same bits."""
     return x.to(tl.int32, bitcast=True)
 
 

@@ -1,39 +1,42 @@
-"""A load generator for any OpenAI-compatible server.
+r"""A load generator for any OpenAI-compatible server.
 
-    python scripts/bench.py --concurrency 8 --num-requests 64 --input-len 128 --output-len 128
-    --ignore-eos python scripts/bench.py --rate 4 --input-len 100-1024 --output-len 100-1024 --slo
-    ttft=200ms,itl=30ms python scripts/bench.py --sweep concurrency=1,2,4,8 --warmup 4 --output
-    result.json --plot result.png python scripts/bench.py --workload multi-turn --turns 4 --endpoint
-    chat python scripts/bench.py --compare before.json after.json
+    python scripts/bench.py --concurrency 8 --num-requests 64 --input-len 128 --output-len 128 \
+        --ignore-eos
+    python scripts/bench.py --rate 4 --input-len 100-1024 --output-len 100-1024 \
+        --slo ttft=200ms,itl=30ms
+    python scripts/bench.py --sweep concurrency=1,2,4,8 --warmup 4 --output result.json \
+        --plot result.png
+    python scripts/bench.py --workload multi-turn --turns 4 --endpoint chat
+    python scripts/bench.py --compare before.json after.json
 
-A closed loop keeps `--concurrency` requests under way; an open loop (`--rate`) sends them at the
-times of a Poisson process, whether or not the server keeps up. A sweep does either at several
-values. It needs aiohttp, numpy and rich, and nothing of aioinfer; with orjson and uvloop it takes
-half the CPU time. docs/benchmarking.md tells the rest.
+A closed loop keeps `--concurrency` requests in flight; an open loop (`--rate`) sends them at the
+times of a Poisson process, whether or not the server keeps up. A sweep runs either at several
+values. The script needs aiohttp, numpy and rich, and nothing of aioinfer; with orjson and uvloop it
+takes half the CPU time. docs/benchmarking.md describes the options.
 
 What the figures mean (only requests that succeeded count, failed ones are reported apart):
-    output tokens    what the server's `usage` says; chunks are counted apart, since a chunk may hold several
-                     tokens or a token no text. Without `usage`, chunks stand for tokens, and the
-                     report says so.
+    output tokens    the server's `usage`; chunks are counted apart, since a chunk may contain
+                     several tokens, or a token no text. Without `usage`, chunks are counted as
+                     tokens, and the report says so.
     output tokens/s  output tokens over the time from the first request's sending to the last
-    reply's end. TTFT             time to first token: from sending a request, connection included, to its first chunk that
-                     holds output (text, a tool call, token ids), not just a role.
-    ITL              inter-token latency: the time between two chunks that hold output, over all requests. Chunks
-                     that arrive in one piece are 0 apart, as they are for whoever reads the stream.
-    TPOT             time per output token, a figure for each request: (e2e - TTFT) / (output tokens - 1).
+                     reply's end.
+    TTFT             time to first token: from sending a request, connection included, to its first
+                     chunk that contains output (text, a tool call, token ids), not just a role.
+    ITL              inter-token latency: the time between two chunks that contain output, over all
+                     requests. Chunks that arrive in one read are 0 apart.
+    TPOT             time per output token of a request: (e2e - TTFT) / (output tokens - 1).
     end to end       from sending a request to the end of its reply.
-    chunks per token chunks that hold output over output tokens, of the replies with `usage`: much
-    below 1, tokens were
-                     merged, and the ITL is that of several tokens at once.
-    cached           the share of prompt tokens that the server reports as found in its prefix cache.
-    goodput          the requests that kept every limit of `--slo`, as a share of all sent and per second. The limit
-                     `itl` is on the 99th percentile of a request's own gaps, `tpot` on what is
-                     above.
-    client's CPU     of each client process; near 100 % of a core it is the client that is measured.
+    chunks per token chunks that contain output over output tokens, of the replies with `usage`:
+                     much below 1, tokens were merged, and the ITL is that of several tokens.
+    cached           the fraction of prompt tokens that the server reports as prefix-cache hits.
+    goodput          the requests within every limit of `--slo`, as a fraction of all sent and per
+                     second. The limit `itl` applies to the 99th percentile of a request's own gaps,
+                     `tpot` to the figure above.
+    client's CPU     of each client process; near 100 % of a core the client is the bottleneck.
 
-The exit status is 1 if a request failed. Random prompts differ from each other, so that a prefix
-cache does not help; for the same `--seed` they are the same again in the next run: change it, or
-restart the server.
+The exit status is 1 if a request failed. Random prompts differ from each other, so that they are no
+prefix-cache hits; the same `--seed` gives the same prompts in the next run: change it, or restart
+the server.
 """
 
 from __future__ import annotations
@@ -249,7 +252,7 @@ def report_sweep(
 
 
 def write_result(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Writes the figures as JSON, if that is wanted."""
+    """Writes the figures as JSON with `--output`."""
     if options.output:
         options.output.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
 

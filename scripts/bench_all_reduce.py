@@ -1,14 +1,15 @@
-"""Times the ranks' sums on the GPUs of this machine: our exchange, NCCL, and torch's symmetric
-memory, in the same run.
+r"""Times the all-reduce of the tensor-parallel ranks on this machine's GPUs: ours, NCCL, and
+torch's symmetric memory, in the same run.
 
-    python scripts/bench_all_reduce.py [--size 2] [--hidden 4096] [--rows 1,8,64,256,8192] [--rounds
-    5]
+    python scripts/bench_all_reduce.py [--size 2] [--hidden 4096] [--rows 1,8,64,256,8192] \
+        [--rounds 5]
 
 What is timed is what a layer of a transformer needs: the partial products summed over the ranks,
 added to the residual stream, and normed. Ours is one kernel; the others are followed by the fused
-add and norm. Each is captured in a CUDA graph of many, as in a decode step, and replayed; medians
-of the rounds, in microseconds an exchange. Both kernels of ours are timed at every size where both
-can be, which is what `PUSHED_ROWS` was chosen by. bf16; no multicast.
+add and norm. Each is captured many times in a CUDA graph, as in a decode step, and replayed; the
+figures are medians of the rounds, in microseconds for one all-reduce. Both kernels of ours are
+timed at every size that they support; `PUSHED_ROWS` was chosen by these figures. bf16, no
+multicast.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from aioinfer.layers.parallel import ParallelGroup
 
 DTYPE = torch.bfloat16
 EPS = 1e-6
-MOST_PUSHED = 1024
+MAX_PUSHED_ROWS = 1024
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the options."""
     parser = argparse.ArgumentParser(
-        description="Times the ranks' sums on the GPUs of this machine."
+        description="Times the all-reduce of the ranks on the GPUs of this machine."
     )
     parser.add_argument("--size", type=int, default=2, help="GPUs (default: %(default)s)")
     parser.add_argument(
@@ -75,29 +76,29 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         )
         return AllReduce(group.symmetric_buffer(layout.nbytes), layout, hidden, DTYPE)
 
-    ours = {"push": make(MOST_PUSHED, 1)} | {
+    ours = {"push": make(MAX_PUSHED_ROWS, 1)} | {
         f"two-shot, {n}": make(0, int(n)) for n in options.programs.split(",")
     }
     symmetric = group.symmetric_buffer(plain.nbytes).local.view(DTYPE).view(plain.shape)
 
-    def exchange_rows(exchange: AllReduce, rows: int) -> None:
-        exchange.add(exchange.partial[:rows], residual[:rows], weight, EPS)
+    def all_reduce_rows(all_reduce: AllReduce, rows: int) -> None:
+        all_reduce.add(all_reduce.partial[:rows], residual[:rows], weight, EPS)
 
     def reduce_rows(reduce: Callable[[], torch.Tensor], rows: int) -> None:
         add_rms_norm(reduce().view(rows, hidden), residual[:rows], weight, EPS)
 
-    def reduce_with_nccl(there: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(there)
-        return there
+    def reduce_with_nccl(values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values)
+        return values
 
     def variants(rows: int) -> dict[str, Callable[[], object]]:
         fitting = {
-            kind: exchange
-            for kind, exchange in ours.items()
-            if kind != "push" or rows <= MOST_PUSHED
+            kind: all_reduce
+            for kind, all_reduce in ours.items()
+            if kind != "push" or rows <= MAX_PUSHED_ROWS
         }
         runs: dict[str, Callable[[], object]] = {
-            kind: partial(exchange_rows, exchange, rows) for kind, exchange in fitting.items()
+            kind: partial(all_reduce_rows, all_reduce, rows) for kind, all_reduce in fitting.items()
         }
         runs["NCCL"] = partial(reduce_rows, partial(reduce_with_nccl, plain[:rows]), rows)
         for kind, operation in (("one", "one_shot_all_reduce"), ("two", "two_shot_all_reduce_")):

@@ -1,28 +1,33 @@
-"""The marks on GPUs: models of random weights at their true shapes, beside what vLLM reaches on
-H200s.
+r"""Throughput and latency on GPUs: models with random weights at their true shapes, beside the
+figures of vLLM on H200s.
 
     python scripts/bench_gpu.py --model FOLDER [--model FOLDER] --rounds 3 --json offline.jsonl
     python scripts/bench_gpu.py --model FOLDER --cases d1,d256,k64x2000
-    python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 --set
-    parallel.tensor_parallel_size=2 python scripts/bench_gpu.py --model FOLDER --http --cases
-    h256,mix --set scheduler.max_num_batched_tokens=4096
+    python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 \
+        --set parallel.tensor_parallel_size=2
+    python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix \
+        --set scheduler.max_num_batched_tokens=4096
 
-A folder holds config.json and a tokenizer; weights in it are not read. Vocabularies and numbers of
-a case may be others. vLLM's figures and the marks are those of `benchlib/vllm_figures.py`, for
-models with the shapes of Qwen3-0.6B and Qwen3-8B.
+A folder contains config.json and a tokenizer; weights in it are not read. The vocabulary and the
+numbers in a case's name may be others. vLLM's figures and the marks (what is to be reached) are
+those of `benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B and Qwen3-8B.
 
-Offline cases, through `aioinfer.LLM`, all in one engine (its text is made too, which vLLM was
-spared):
-    dN      N requests, 128 tokens in / 256 out         lN      N requests, 4096 / 128
-    pN      N requests, 4096 / 1; counts tokens in      kNxI    N requests, I / 256; kNxIxO: I / O
-    nano    256 requests, 100-1024 / 100-1024 drawn evenly, temperature 0.6; all other cases are greedy
-k8x8000x192 is what vLLM did of k8x8000: its max_model_len ended the requests there, and so only the
-former has its figure.
+Offline cases, through `aioinfer.LLM`, all in one engine (detokenization included, which the figures
+of vLLM are without):
+    dN      N requests, 128 tokens in / 256 out
+    lN      N requests, 4096 / 128
+    pN      N requests, 4096 / 1; counts tokens in
+    kNxI    N requests, I / 256; kNxIxO: I / O
+    nano    256 requests, 100-1024 / 100-1024 uniformly random, temperature 0.6; the other cases are
+            greedy
+vLLM's `max_model_len` ended the requests of k8x8000 after 192 tokens, so its figure is that of
+k8x8000x192.
 
 HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several
 client processes:
-    hN      N streams, 512 / 256, three requests a stream      mixN    N streams, two requests a stream, 100-1024 / 100-1024
-    sN      N streams, 128 / 256, three requests a stream      mix     mix256
+    hN      N streams, 512 / 256, three requests a stream
+    sN      N streams, 128 / 256, three requests a stream
+    mixN    N streams, two requests a stream, 100-1024 / 100-1024; mix: mix256
     h1      one request, 128 / 512
 
 Each case warms up with prompts of its own lengths, then runs `--rounds` times with fresh prompts;
@@ -31,10 +36,10 @@ requests may run at a time. A case counts only if each request returned exactly 
 tokens: otherwise its row is an error and the exit status 1.
 
 What the figures mean: TTFT from sending a request, connection included, to its first text. ITL
-between two reads that brought text: events that came in one read are one, as they were when vLLM
-was measured. "step" is the wall time of a round over the engine's steps in it. "ratio" is to vLLM,
-above 1 is better. "client's CPU" is that of the busiest client process; near 100 % it is the client
-that is measured. A line of JSON is printed as each case ends, and the table at the end.
+between two reads that brought text: events that came in one read count as one, as they did when
+vLLM was measured. "step" is the wall time of a round over the engine's steps in it. "ratio" is to
+vLLM, above 1 is better. "client's CPU" is that of the busiest client process; near 100 % the client
+is the bottleneck. A line of JSON is printed as each case ends, and the table at the end.
 """
 
 from __future__ import annotations
@@ -192,25 +197,27 @@ def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[
 
 
 def run_batch(
-    llm: LLM, case: Case, prompts: list[list[int]], most: int | None = None
+    llm: LLM, case: Case, prompts: list[list[int]], max_output: int | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Completes the prompts of a case, to at most `most` tokens each.
+    """Completes the prompts of a case, to at most `max_output` tokens each.
 
     Returns the seconds that it took, and what the engine's counters rose by. Raises as
     `measure_offline` does.
     """
     from aioinfer import SamplingParams
 
-    wanted = [output if most is None else min(output, most) for _, output in case.lengths()]
+    counts = [
+        output if max_output is None else min(output, max_output) for _, output in case.lengths()
+    ]
     params = [
         SamplingParams(temperature=case.temperature, ignore_eos=True, max_tokens=count)
-        for count in wanted
+        for count in counts
     ]
     before = llm.frontend.stats()
     begin = perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = perf_counter() - begin
-    _require_counts([len(output.token_ids) for output in outputs], wanted)
+    _require_counts([len(output.token_ids) for output in outputs], counts)
     return seconds, {name: value - before[name] for name, value in llm.frontend.stats().items()}
 
 

@@ -1,16 +1,17 @@
-"""What others do to a stream's latency: long prompts that come in beside it, and thousands of
-connections that do nothing.
+r"""Measures how other requests and idle connections affect a stream's latency: long prompts that
+arrive beside it, and thousands of connections that do nothing.
 
-    python scripts/bench_interference.py [--streams 64] [--prompt-tokens 200000] [--delay-ms 10]
-    [--seconds 8] python scripts/bench_interference.py --idle 5000 --streams 1024
+    python scripts/bench_interference.py [--streams 64] [--prompt-tokens 200000] [--delay-ms 10] \
+        [--seconds 8]
+    python scripts/bench_interference.py --idle 5000 --streams 1024
 
 The server runs in a process of its own, over a worker that computes nothing and answers each plan
-after `--delay-ms` (`bench_loop.EchoExecutor`), so that what is measured is the event loop alone. A
-second process keeps `--streams` streams running and notes the time between the events of each; it
-asks for `/health` every 20 ms, too. After a quiet while, this process sends prompts of
-`--prompt-tokens` tokens, one after the other: as text to be encoded, as token ids, and as a chat;
-then short ones, many at the same moment. With `--idle`, instead, it opens that many keep-alive
-connections, each after one request, and tells what they cost the server's memory.
+after `--delay-ms` (`bench_loop.EchoExecutor`), so that the event loop alone is measured. A second
+process keeps `--streams` streams running and records the time between the events of each; it also
+requests `/health` every 20 ms. After a quiet phase, this process sends prompts of `--prompt-tokens`
+tokens, one after the other: as text to be encoded, as token ids, and as a chat; then short ones,
+many at the same moment. With `--idle`, instead, it opens that many keep-alive connections, each
+after one request, and reports the server's memory for each.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STREAM_TOKENS = 800
 BURST = 256
 #: Idle connections that are opened side by side.
 OPENED_TOGETHER = 50
-#: What the text comes to with the demo model's tokenizer.
+#: Tokens of the text with the demo model's tokenizer.
 TEXT_TOKENS = 200
 #: Stands in a prompt where the number of the request will.
 _MARK = "48999"
@@ -99,7 +100,7 @@ class Watch:
             work = [asyncio.ensure_future(self._read(http)) for _ in range(streams)] + [
                 asyncio.ensure_future(self._ask_health(http))
             ]
-            while self._part.value < len(self._parts) - 1 and not any(one.done() for one in work):  # noqa: ASYNC110  # another process tells
+            while self._part.value < len(self._parts) - 1 and not any(one.done() for one in work):  # noqa: ASYNC110  # another process sets it
                 await asyncio.sleep(0.01)
             failed = [one for one in work if one.done()]
             for one in work:
@@ -259,7 +260,7 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
     for name in names[1:]:
         with_streams = server.memory_info().rss
         if arguments.idle:
-            held = await open_idle(url, arguments.idle)
+            idle = await open_idle(url, arguments.idle)
             notes[name] = (
                 f"{(server.memory_info().rss - with_streams) / 1024 / arguments.idle:.1f} KiB a "
                 f"connection"
@@ -267,7 +268,7 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
         part.value += 1
         if arguments.idle:
             await asyncio.sleep(arguments.seconds)
-            for writer in held:
+            for writer in idle:
                 writer.close()
         else:
             notes[name] = f"{await disturb(url, kinds[name], arguments.seconds)} requests"

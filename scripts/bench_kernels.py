@@ -1,4 +1,4 @@
-"""Times the GPU kernels against their floors.
+"""Times the GPU kernels against their lower bounds (floors).
 
     python scripts/bench_kernels.py [--cases decode,prefill,...] [--tune] [--json FILE]
 
@@ -27,8 +27,8 @@ from benchlib.kernel_cases import DEVICE, FAMILIES, Case, random_tensor
 
 
 def time_case(case: Case) -> float:
-    """Returns the median seconds of one run, over replays of a graph of `repeats` runs (of all
-    `runs`, at least)."""
+    """Returns the median seconds of one run, over replays of a CUDA graph of `repeats` runs, or of
+    all `runs` if these are more."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         case.runs[0]()
@@ -103,7 +103,10 @@ def main() -> None:
                 "TFLOP/s": case.flops / seconds / 1e12,
             }
             results.append(line)
-            rates = f"{line['TB/s']:5.2f} TB/s {line['TFLOP/s']:4.0f} TFLOP/s  error {line.get('error', 0):.1e}"
+            rates = (
+                f"{line['TB/s']:5.2f} TB/s {line['TFLOP/s']:4.0f} TFLOP/s  "
+                f"error {line.get('error', 0):.1e}"
+            )
             times = f"{seconds * 1e6:8.1f} us, floor {floor * 1e6:7.1f} ({floor / seconds:4.0%})"
             print(f"{family:8} {case.name:20} {case.variant:22} {times} {rates}", flush=True)
         print(f"-- {family}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -1,18 +1,18 @@
-"""What the event loop costs a streamed token, and the parts of a turn: the engine and the HTTP
-server over a worker that computes nothing.
+r"""Measures the event loop's CPU time for a streamed token, and the phases of a step: the engine
+and the HTTP server over a worker that computes nothing.
 
-    python scripts/bench_loop.py [--streams 1,64,256,512,1024] [--runs 5] [--delay-ms 0] [--tokens
-    128]
+    python scripts/bench_loop.py [--streams 1,64,256,512,1024] [--runs 5] [--delay-ms 0] \
+        [--tokens 128]
 
-The scheduler, the detokenizer (SmolLM2's tokenizer) and the HTTP server are the real ones, and so
-are the sockets; the clients are other processes that read bytes and count events. In the worker's
-place stands an executor that answers each plan after `--delay-ms`, in the next turn of the loop if
-that is 0, with tokens of a text in many scripts. Requests have 128 tokens in and a stop string that
-never comes. CPU time is that of the loop's thread, from the first request to the last event, over
-all tokens streamed. In the same run the plain way: the same engine, and for each token an object on
-an asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. And the same work as ours without
-sockets, up to the bytes that would be written: the difference is what the system takes for them.
-The parts of a turn are those of `/metrics`.
+The scheduler, the detokenizer (SmolLM2's tokenizer), the HTTP server and the sockets are real; the
+clients are other processes that read bytes and count events. Instead of a worker, an executor
+answers each plan after `--delay-ms` (in the next iteration of the event loop if that is 0) with
+tokens of a text in many scripts. Requests have 128 tokens in and a stop string that never occurs.
+CPU time is that of the event loop's thread, from the first request to the last event, over all
+tokens streamed. The same run measures a baseline: the same engine, and for each token an object on
+an asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. It also measures our path without
+sockets, up to the bytes that would be written: the difference is the system's time for them. The
+phases of a step are those of `/metrics`.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ STOP = "\u2063never\u2063"
 TEXT = (
     "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den "
     "großen Sylter Deich. "
-    "人类社会的发展离不开语言和文字。いろはにほへと ちりぬるを。Съешь же ещё этих мягких французских булок. "
+    "人类社会的发展离不开语言和文字。いろはにほへと ちりぬるを。"
+    "Съешь же ещё этих мягких французских булок. "
     "नमस्ते दुनिया, आप कैसे हैं? مرحبا بالعالم. 😀🚀🌍 def f(x): return x ** 2  # naïve façade, "
     "3.14159\n"
 )
 
 
 class EchoExecutor:
-    """Answers plans without computing: position p of slot s gets the token p + 7919 s of a text
-    that is read round and round."""
+    """Answers plans without computing: position p of slot s gets token p + 7919 s of a text, modulo
+    its length."""
 
     def __init__(self, config: Config, delay_s: float):
         self._config = config
@@ -122,7 +123,8 @@ async def make_frontend(
 
 
 class PlainServer:
-    """The plain way to stream, on the same engine."""
+    """The baseline: streaming through a queue, dicts and `StreamResponse.write`, on the same
+    engine."""
 
     def __init__(self, frontend: Frontend):
         app = web.Application()
@@ -194,7 +196,10 @@ def read_streams(url: str, streams: int, tokens: int, seed: int, begin: Any, cou
                 "stop": [STOP],
             }
         ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n"
+        )
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         events = 0
         while data := await reader.read(65536):
@@ -214,8 +219,8 @@ def read_streams(url: str, streams: int, tokens: int, seed: int, begin: Any, cou
 
 @dataclass(slots=True)
 class Figures:
-    """One load: CPU of the loop and wall time in µs a token, events a token, seconds of each part
-    of a turn, the worst lag's bound."""
+    """One load: CPU time of the event loop and wall time in µs a token, events a token, µs a token
+    of each phase of a step, and the bound of the longest lag of the loop."""
 
     cpu_us: float
     wall_us: float
@@ -276,7 +281,7 @@ async def measure(
 
 
 class NoTransport:
-    """Stands in a connection's place: what is written to it is gone."""
+    """A transport that discards what is written to it."""
 
     def get_write_buffer_size(self) -> int:
         """Nothing ever waits."""
@@ -312,7 +317,7 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
 
 
 async def compare(streams: int, tokens: int, delay_s: float, seed: int) -> tuple[Figures, Figures]:
-    """Returns the figures of the server and of the plain way, each on an engine of its own."""
+    """Returns the figures of the server and of the baseline, each on an engine of its own."""
     figures = []
     for kind in (HttpServer, PlainServer):
         frontend = await make_frontend(streams, delay_s)
@@ -345,7 +350,7 @@ def main() -> None:
     for name in (
         "streams",
         "CPU",
-        "plain way",
+        "baseline",
         "ratio",
         "no sockets",
         *names,

@@ -1,4 +1,4 @@
-"""What the ring costs: a plan encoded, posted and read back with its result by a second process, in
+"""Measures the ring: a plan encoded, posted and read back with its result by a second process, in
 microseconds.
 
 The second process decodes each plan and answers at once, so the round trip is all that an executor

@@ -1,9 +1,7 @@
-"""What the scheduler costs: planning and update, in microseconds a step, for many decoding
-requests.
+"""Measures the scheduler: planning and update, in microseconds a step, for many decoding requests.
 
-The production objects with prefix caching, penalties, stop tokens and planning ahead on; the
-worker's results are random tokens that stop nobody. Prints the median over the steps of several
-runs.
+Production objects with prefix caching, penalties, stop tokens and planning ahead; the worker's
+results are random tokens that end no request. Prints the median over the steps of several runs.
 
     python scripts/bench_scheduler.py [--requests 512] [--steps 400] [--runs 5]
 """

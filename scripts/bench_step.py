@@ -1,20 +1,20 @@
-"""What a step costs: the worker's host time, the GPU's time, and the gap between two decode steps
-on the GPU.
+r"""Measures a step of the worker: the host's time, the GPU's time, and the gap between two decode
+steps on the GPU.
 
-    python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels]
-    [--trace FILE] python scripts/bench_step.py --model FOLDER --rows 256 --prompts
-    1x512,4x448,8x512 [--kernels]
+    python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels] \
+        [--trace FILE]
+    python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512 [--kernels]
 
 Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two
-are in flight, the third is launched when the first has come back. Needs a GPU with kernels for the
-model; weights are random (the folder needs a config.json only). Events before and behind each graph
-give the gap: from the end of a step's graph to the beginning of the next one's, the copy of the
-plan between them included. The host's time is from a plan's bytes to the launch of the copy of its
-results. `--trace` writes the start and end of every step in microseconds, as JSON. With `--prompts
-NxT`, steps of each number of streams beside N prompts of T tokens each, which begin anew in every
-step; "GPU ms" is then the time in which some kernel ran, by torch's profiler, in a few steps more.
-`--kernels` adds what the profiler says of each kernel: how often a step launches it, and its time
-in microseconds.
+are in flight, the third is launched when the result of the first is there. Needs a GPU with kernels
+for the model; weights are random (the folder needs a config.json only). Events before and after
+each graph give the gap: from the end of a step's graph to the beginning of the next one's, the copy
+of the plan between them included. The host's time is from a plan's bytes to the launch of the copy
+of its results. `--trace` writes the start and end of every step in microseconds, as JSON. With
+`--prompts NxT`, steps of each number of streams beside N prompts of T tokens each, which start from
+their first token in every step; "GPU ms" is then the time in which any kernel ran, by torch's
+profiler, in a few steps more. `--kernels` adds the profiler's figures for each kernel: launches in
+a step, and microseconds.
 """
 
 from __future__ import annotations

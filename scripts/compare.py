@@ -1,12 +1,11 @@
-"""The marks on this machine: our server over HTTP, beside `generate` of transformers in the same
-run.
+"""Our server over HTTP beside `generate` of transformers, on this machine, in the same run.
 
     python scripts/compare.py [--rounds 3] [--output result.json]
 
-Start-up is timed twice, with an empty cache folder and with what the first start left there (the
-weights' file itself may be in the system's page cache both times). Then, round by round,
+Start-up is timed twice, with an empty cache folder and with the cache that the first start wrote
+(the weights' file itself may be in the system's page cache both times). Then, round by round,
 transformers completes one prompt (float32, greedy, batch 1), and the server completes as many as
-each number of streams asks for (closed loop, greedy, streamed): the ratio of the two holds when the
+each number of streams asks for (closed loop, greedy, streamed): so their ratio is right even if the
 machine's speed drifts. Medians over the rounds are printed. The figures are those of bench.py; for
 transformers they are the new tokens over the time of `generate`, prompt included.
 """
@@ -111,8 +110,8 @@ class Peer:
 def make_calls(
     options: argparse.Namespace, shape: RequestShape, count: int, seed: int
 ) -> list[Call]:
-    """Returns requests of the wanted lengths; no two seeds share a prompt, so the prefix cache does
-    not help."""
+    """Returns requests of the configured lengths; no two seeds share a prompt, so that there are no
+    prefix-cache hits."""
     lengths = (
         IntRange(options.input_len, options.input_len),
         IntRange(options.output_len, options.output_len),
@@ -178,7 +177,10 @@ def show(
     startup: dict[str, float] | None,
 ) -> None:
     """Prints the medians."""
-    title = f"{options.config.name}, {options.input_len} in / {options.output_len} out, greedy; medians of {options.rounds}; ms"
+    title = (
+        f"{options.config.name}, {options.input_len} in / {options.output_len} out, greedy; "
+        f"medians of {options.rounds}; ms"
+    )
     table = Table(
         "server",
         "output tokens/s",

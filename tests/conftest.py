@@ -1,8 +1,10 @@
-"""What holds for all tests."""
+"""Settings for all tests: threads and memory, the order of files, which tests `make test-fast`
+leaves out, and Triton's interpreter for `tests/kernels`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,13 +29,69 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
 
-#: What takes longest begins first, and does not at last keep one core alone.
-LONGEST = ("test_interpreter.py", "test_equality.py", "test_multiprocess.py")
+TESTS = Path(__file__).parent
+KERNELS = TESTS / "kernels"
+#: Files that take longest, which begin first, so that none of them is left to one core at the end.
+LONGEST = ("test_equality.py", "test_multiprocess.py")
+#: Folders and files that are marked `slow`, which `make test-fast` leaves out: their tests start
+#: servers or worker processes, load real models, or compile. (It leaves out the kernels as well,
+#: which take a run of their own.)
+SLOW = frozenset(
+    [
+        "compiled",
+        "functional",
+        "gpu",
+        "models",
+        "test_bench_gpu.py",
+        "test_bench_plot.py",
+        "test_bench_sweep.py",
+        "test_gguf.py",
+        "test_gguf_tokenizer.py",
+        "test_main.py",
+        "test_multiprocess.py",
+        "test_parallel.py",
+    ]
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Switches Triton's interpreter on for a run of the kernel tests alone. Triton reads the
+    variable at its import; worker processes of pytest-xdist inherit it."""
+    invoked_in = config.invocation_params.dir
+    paths = [(invoked_in / argument.split("::")[0]).resolve() for argument in config.args]
+    if (
+        paths
+        and all(path.is_relative_to(KERNELS) for path in paths)
+        and "triton" not in sys.modules
+    ):
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if is_interpreted():
+        # The interpreter computes with numpy, which warns where a kernel computes NaN or infinity
+        # on purpose, and uses functions that numpy has deprecated.
+        for category in ("RuntimeWarning", "DeprecationWarning"):
+            config.addinivalue_line("filterwarnings", f"ignore::{category}")
+
+
+def is_interpreted() -> bool:
+    """Whether this process interprets kernels instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Says whether the kernel tests are in this run."""
+    if is_interpreted():
+        return "Triton's interpreter: on"
+    return "Triton's interpreter: off; tests/kernels takes a run of its own (pytest tests/kernels)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first; the sort leaves the others, and the tests of each, in
-    their order."""
+    """Marks slow tests, and puts the files that take longest first; the sort leaves the others, and
+    the tests of each, in their order."""
+    for item in items:
+        path = item.path.relative_to(TESTS)
+        if path.parts[0] in SLOW or path.as_posix() in SLOW:
+            item.add_marker("slow")
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)

@@ -22,7 +22,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from aioinfer.checkpoint.gguf_file import GgufFile
 from aioinfer.text.gguf_tokenizer import write_tokenizer
 
-QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHATML_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
     "'<|im_end|>\\n' }}{% endfor %}"

@@ -23,6 +23,7 @@ from aiohttp import web
 from rich.console import Console
 
 from benchlib import client as client_module
+from benchlib import load as load_module
 from benchlib.client import Client, EventSplitter, Record, ReplyError
 from benchlib.load import Load, Run, arrival_times, run_load, send_load
 from benchlib.options import parse_arguments
@@ -55,7 +56,7 @@ CALL = Call(SHAPE.body([5], 4), 4)
 
 
 class Clock:
-    """A clock that moves only when it is told to, and that knows when it was read."""
+    """A clock that moves only in `write_after`, and records when it is read."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -279,7 +280,7 @@ def test_events_are_the_same_however_the_stream_is_cut() -> None:
         ]
 
 
-def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_is_too_long_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_EVENT_BYTES", 100)
     with pytest.raises(ReplyError, match="100 bytes"):
         list(EventSplitter().feed(b"data: " + b"x" * 100))
@@ -290,12 +291,12 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_closed_loop_keeps_its_streams_busy() -> None:
     four = asyncio.Barrier(4)  # passes only if four requests are under way together
-    in_flight = most = 0
+    in_flight = peak = 0
 
     async def reply(request: web.Request) -> web.StreamResponse:
-        nonlocal in_flight, most
+        nonlocal in_flight, peak
         in_flight += 1
-        most = max(most, in_flight)
+        peak = max(peak, in_flight)
         async with asyncio.timeout(10):
             await four.wait()
         in_flight -= 1
@@ -306,7 +307,7 @@ async def test_a_closed_loop_keeps_its_streams_busy() -> None:
         run = await run_load(
             client, SHAPE, [CALL] * 100, num_requests=12, concurrency=4, on_done=seen.append
         )
-    assert most == run.peak_in_flight == 4
+    assert peak == run.peak_in_flight == 4
     assert len(run.records) == 12
     assert seen == run.records
     assert not count_errors(run)
@@ -350,16 +351,24 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert times[0] != next(arrival_times(50.0, seed=4))
 
 
-async def test_seconds_bound_a_closed_loop() -> None:
-    async with serving(good_reply) as url, Client(url) as client:
-        load = Load(2, seconds=0.3)
+async def test_seconds_bound_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are sent until the time is over, by a clock that moves a second with each request,
+    and the last ones are waited for."""
+    now, count = 100.0, 0
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        nonlocal now, count
+        now += 1.0
+        count += 1
+        return await good_reply(request)
+
+    monkeypatch.setattr(load_module, "perf_counter", lambda: now)
+    async with serving(reply) as url, Client(url) as client:
+        load = Load(1, seconds=4.5)
         arrivals = ((index, at, CALL) for index, at in load.arrivals())
-        run = await send_load(client, SHAPE, arrivals, load, concurrency=2)
-    assert run.num_items == len(run.records) > 2
+        run = await send_load(client, SHAPE, arrivals, load, concurrency=1)
+    assert run.num_items == len(run.records) == count == 5
     assert not count_errors(run)
-    assert (
-        max(record.sent for record in run.records) - min(record.sent for record in run.records) < 5
-    )
 
 
 def test_seconds_bound_an_open_loop() -> None:
@@ -376,23 +385,21 @@ def test_an_infinite_rate_is_all_at_once() -> None:
 @pytest.mark.parametrize(
     "load", [Load(7, num_items=500), Load(7, 50.0, num_items=500), Load(7, 50.0, seconds=8.0)]
 )
-def test_processes_share_the_arrivals_of_one(load: Load) -> None:
-    shares = [list(load.arrivals(process, 3)) for process in range(3)]
-    assert sorted(arrival for share in shares for arrival in share) == list(load.arrivals())
+def test_processes_divide_the_arrivals_of_one(load: Load) -> None:
+    parts = [list(load.arrivals(process, 3)) for process in range(3)]
+    assert sorted(arrival for part in parts for arrival in part) == list(load.arrivals())
     assert [load.concurrency_of(process, 3) for process in range(3)] == [3, 2, 2]
 
 
 def test_a_thinned_poisson_process_is_one() -> None:
     for process in range(4):
-        share = list(islice(Load(1, 40.0).arrivals(process, 4), 10_000))
-        gaps = np.diff([at for _, at in share])
+        part = list(islice(Load(1, 40.0).arrivals(process, 4), 10_000))
+        gaps = np.diff([at for _, at in part])
         assert gaps.mean() == pytest.approx(4 / 40, rel=0.05)
         assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
-        # in turn instead of at random, every share would be a fourth, and no two of one process
+        # distributed round-robin instead of at random, no two arrivals of a process would be
         # neighbours
-        assert np.mean(np.diff([index for index, _ in share]) == 1) == pytest.approx(
-            1 / 4, abs=0.02
-        )
+        assert np.mean(np.diff([index for index, _ in part]) == 1) == pytest.approx(1 / 4, abs=0.02)
 
 
 # ---------------------------------------------------------------- what is sent
@@ -591,7 +598,7 @@ def test_chunks_per_token_leaves_out_replies_without_usage() -> None:
     assert summarize(Run([silent], duration_s=1.0))["tokens"]["chunks_per_token"] is None
 
 
-def test_the_most_requests_at_a_time() -> None:
+def test_peak_in_flight() -> None:
     # the third begins as the first ends
     times = [(0.0, 2.0), (1.0, 4.0), (2.0, 3.0), (2.5, 0.5), (9.0, 1.0)]
     run = Run([Record(sent, 1, e2e=e2e) for sent, e2e in times])
@@ -599,7 +606,7 @@ def test_the_most_requests_at_a_time() -> None:
     assert Run().peak_in_flight == 0
 
 
-def test_a_busy_client_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_is_the_bottleneck_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(0.0, 1, e2e=1.0, chunks=1, output_tokens=1)
     for cpu, warned in ((0.89, False), (0.95, True)):
         show(

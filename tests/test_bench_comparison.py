@@ -1,4 +1,4 @@
-"""Two result files beside each other: the ratios, which way is better, and what is refused."""
+"""Two result files beside each other: the ratios, which way is better, and what is rejected."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ratios_and_arrows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["TTFT mean ms"] == ["300.000", "150.000", "0.500", "▲ better"]
     assert found["ITL p99 ms"] == ["100.000", "50.000", "0.500", "▲ better"]
     assert found["chunks per token"] == ["0.500", "0.500", "1.000", "="]
-    assert "prompt tokens cached, %" not in found  # neither tells
+    assert "prompt tokens cached, %" not in found  # neither reports it
     assert compare(tmp_path, result(1.0), result(0.5)) == 0
     found = rows(capsys.readouterr().out)
     assert found["requests/s"] == ["2.000", "1.000", "0.500", "▼ worse"]
@@ -90,7 +90,7 @@ def test_ratios_and_arrows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows(capsys.readouterr().out)["requests/s"][3] == "="
 
 
-def test_other_workloads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_workloads_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = result(1.0, "--output-len", "100-200"), result(2.0, "--concurrency", "3")
     assert compare(tmp_path, *both) == 1
     output, errors = capsys.readouterr()
@@ -152,7 +152,7 @@ def test_points_of_sweeps_are_matched(tmp_path: Path, capsys: pytest.CaptureFixt
         ('{"settings": {}}', "was not written by"),
     ],
 )
-def test_other_files_are_refused(
+def test_other_files_are_rejected(
     tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare(tmp_path, result(1.0), content) == 1

@@ -78,7 +78,9 @@ async def test_a_chat_keeps_its_history(stream_it: bool) -> None:
         == [5, 6, 7]
     )
     assert [record.turn for record in run.records] == [1, 2, 3]
-    assert {record.text for record in run.records} == {""}  # nothing is kept that is not needed
+    assert {record.text for record in run.records} == {
+        ""
+    }  # the text is kept only while the conversation needs it
     assert all(
         record.sent >= before.sent + before.e2e
         for before, record in zip(run.records, run.records[1:], strict=False)
@@ -128,12 +130,19 @@ def test_made_conversations() -> None:
 
 def test_conversations_of_a_file(tmp_path: Path) -> None:
     talks = [
-        {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "x"},
-                           {"from": "human", "value": "b"}, {"from": "gpt", "value": "y"},
-                           {"from": "human", "value": "c"}]},
+        {
+            "conversations": [
+                {"from": "system", "value": "S"},
+                {"from": "human", "value": "a"},
+                {"from": "gpt", "value": "x"},
+                {"from": "human", "value": "b"},
+                {"from": "gpt", "value": "y"},
+                {"from": "human", "value": "c"},
+            ]
+        },
         {"conversations": [{"from": "gpt", "value": "nobody asked"}]},
         {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "z"}]},
-    ]  # fmt: skip
+    ]
     as_list, as_lines = tmp_path / "talks.json", tmp_path / "talks.jsonl"
     as_list.write_text(json.dumps(talks, indent=1), "utf-8")
     as_lines.write_text("\n".join(map(json.dumps, talks)) + "\n\n", "utf-8")

@@ -1,5 +1,4 @@
-"""The GPU benchmark on a CPU with a tiny model: real engines, a real server, real client processes,
-other numbers."""
+"""The GPU benchmark on a CPU with a tiny model: engines, server and client processes are real."""
 
 from __future__ import annotations
 
@@ -125,7 +124,9 @@ def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "s3" in ended.table
 
 
-def test_no_engine_is_a_failed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_does_not_start_is_a_failed_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended = run(
         capsys, "--model", str(folder), "--cases", "d1", "--set", "model.max_model_len=100000"
     )
@@ -186,7 +187,7 @@ def test_the_named_cases() -> None:
         Case.parse(name, http=name[0] in "hsm")
 
 
-def test_rounds_and_cases_share_no_prompt_but_their_lengths() -> None:
+def test_prompts_differ_between_rounds_and_cases_and_lengths_repeat() -> None:
     case = Case.parse("nano", http=False)
     first, second = (case.prompts(number, vocab_size=512) for number in (1, 2))
     assert (

@@ -1,5 +1,5 @@
-"""Plots: pictures of a sensible size with something on them, and matplotlib only where it is
-wanted."""
+"""Plots: pictures of a sensible size with something on them, and matplotlib is imported only
+for `--plot`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_tokens_over_time() -> None:
     }
     assert list(spans.values()) == pytest.approx([3, 3, 10])
     assert [
-        abs(at - wanted) <= span + 0.01 for at, wanted in zip(spans, (0.25, 0.75, 2.0), strict=True)
+        abs(at - expected) <= span + 0.01
+        for at, expected in zip(spans, (0.25, 0.75, 2.0), strict=True)
     ] == [True] * 3
 
 
@@ -114,7 +115,7 @@ def test_without_matplotlib_the_command_says_how_to_get_it(
     assert "pip install 'matplotlib" in capsys.readouterr().err
 
 
-def test_it_is_not_imported_without_need() -> None:
+def test_matplotlib_is_not_imported_without_plot() -> None:
     code = "import sys, bench; bench.parse_arguments([]); sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, check=True)
 

@@ -89,7 +89,7 @@ def test_runs_of_several_processes_are_one() -> None:
     [Load(6, num_items=40, seed=5), Load(64, rate=400.0, num_items=40, seed=5)],
     ids=["closed", "open"],
 )
-async def test_what_is_sent_is_the_same_by_one_or_three(
+async def test_three_processes_send_the_requests_of_one(
     processes: ClientProcesses, load: Load
 ) -> None:
     sent: list[list[int]] = []
@@ -125,14 +125,16 @@ async def test_what_is_sent_is_the_same_by_one_or_three(
     )
 
 
-async def test_they_begin_together_and_keep_the_concurrency(processes: ClientProcesses) -> None:
+async def test_processes_begin_together_and_keep_the_concurrency(
+    processes: ClientProcesses,
+) -> None:
     seven = asyncio.Barrier(7)  # passes only if all the processes' requests are under way at a time
-    in_flight = most = 0
+    in_flight = peak = 0
 
     async def reply(request: web.Request) -> web.StreamResponse:
-        nonlocal in_flight, most
+        nonlocal in_flight, peak
         in_flight += 1
-        most = max(most, in_flight)
+        peak = max(peak, in_flight)
         async with asyncio.timeout(20):
             await seven.wait()
         in_flight -= 1
@@ -143,7 +145,7 @@ async def test_they_begin_together_and_keep_the_concurrency(processes: ClientPro
         run = await asyncio.to_thread(
             processes.send, Target(url, SHAPE), Calls(calls), Load(7, num_items=7)
         )
-        assert most == run.peak_in_flight == 7
+        assert peak == run.peak_in_flight == 7
         again = await asyncio.to_thread(processes.run_load, url, SHAPE, calls, 7)
     assert len(again.records) == 7
     sent = [record.sent for record in run.records]

@@ -29,7 +29,8 @@ TOOL = {
     },
 }
 #: Uses whatever transformers adds to Jinja or sets in it.
-EVERYTHING = """\
+EVERYTHING = (
+    """\
 {%- set ns = namespace(count=0) -%}
 {% for message in messages %}
   {% if message.role == 'skipped' %}{% continue %}{% endif %}
@@ -39,10 +40,12 @@ EVERYTHING = """\
 
   {% set ns.count = ns.count + 1 %}
 {% endfor %}
-{{ ns.count }} {{ strftime_now('%Y') }} {{ tools | tojson(indent=2) if tools else 'none' }} {{ enable_thinking | default('unset') }}
+{{ ns.count }} {{ strftime_now('%Y') }} """
+    """{{ tools | tojson(indent=2) if tools else 'none' }} {{ enable_thinking | default('unset') }}
 {% if documents %}{{ documents[0].text }}{% endif %}
 {% if add_generation_prompt %}>>{% endif %}
 """
+)
 
 
 @pytest.fixture

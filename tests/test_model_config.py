@@ -114,14 +114,33 @@ def test_what_may_be_left_out(tmp_path: Path):
         ("Mistral", {"sliding_window": None}, (None,) * 4),
         ("Mistral", {}, (4096,) * 4),
         ("Qwen2", {"sliding_window": 9}, (None,) * 4),
-        ("Qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 9)),
+        (
+            "Qwen2",
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3},
+            (None, None, None, 9),
+        ),
         ("Qwen2", {"sliding_window": 9, "use_sliding_window": True}, (None,) * 4),
-        ("Qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
-         (9, None, 9, None)),
-        ("Qwen3", {"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 4}, (None,) * 4),
+        (
+            "Qwen3",
+            {
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (9, None, 9, None),
+        ),
+        (
+            "Qwen3",
+            {
+                "sliding_window": None,
+                "use_sliding_window": False,
+                "layer_types": ["full_attention"] * 4,
+            },
+            (None,) * 4,
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sliding_windows(
     tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
 ):

@@ -15,15 +15,35 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 
 
 def locked(file: str) -> dict[str, str]:
+    """Returns the versions in a lock file by package, each of which is there once."""
     lines = (ROOT / file).read_text("utf-8").splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    assert len({name for name, _ in pins}) == len(pins)
+    return dict(pins)
 
 
-def test_every_package_of_the_tree_is_installed() -> None:
+def test_every_package_of_the_tree_is_listed() -> None:
     folders = {file.parent.relative_to(ROOT) for file in (ROOT / "aioinfer").rglob("*.py")}
     assert {".".join(folder.parts) for folder in folders} | {"aioinfer.kernels"} == set(
         PROJECT["tool"]["setuptools"]["packages"]
     )
+
+
+def test_every_data_file_of_the_tree_is_listed() -> None:
+    """setuptools installs modules of the listed packages, and other files only as package data."""
+    listed = {
+        file
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for file in (ROOT / package.replace(".", "/")).glob(pattern)
+        if file.is_file()
+    }
+    data = {
+        file
+        for file in (ROOT / "aioinfer").rglob("*")
+        if file.is_file() and file.suffix != ".py" and "__pycache__" not in file.parts
+    }
+    assert data == listed
 
 
 def test_kernels_is_no_package_of_its_own() -> None:

@@ -45,7 +45,13 @@ def load_theirs(folder: Path) -> LlamaConfig:
         ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 10_240),
         ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1024}}, 4096),
         ({"rope_scaling": LLAMA3}, 4096),
-        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 512}, "original_max_position_embeddings": 1024}, 4096),
+        (
+            {
+                "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 512},
+                "original_max_position_embeddings": 1024,
+            },
+            4096,
+        ),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 4096}}, 16_384),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 1024}}, 4096),
         ({"rope_scaling": YARN}, 16_384),
@@ -53,11 +59,26 @@ def load_theirs(folder: Path) -> LlamaConfig:
         ({"rope_scaling": YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}}, 16_384),
         ({"rope_scaling": YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False}}, 16_384),
         ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 1}, "rope_theta": 100.0}, 16_384),
-        ({"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}}, 4096),
-        ({"rope_parameters": YARN | {"rope_theta": 5e5, "original_max_position_embeddings": 2048}}, 8192),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": None,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            4096,
+        ),
+        (
+            {
+                "rope_parameters": YARN
+                | {"rope_theta": 5e5, "original_max_position_embeddings": 2048}
+            },
+            8192,
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_variants_equal_transformers(tmp_path: Path, fields: dict[str, Any], longest: int):
     config = read(tmp_path, **fields)
     theirs = load_theirs(tmp_path)

@@ -51,7 +51,7 @@ class Record:
         ttft: from then until the first chunk that holds output; None if none came, or not streamed.
         gaps: the times between chunks that hold output.
         chunks: how many of those came.
-        max_tokens: the most tokens that were asked for.
+        max_tokens: the maximum of output tokens that was requested.
         prompt_tokens, output_tokens: what the server's `usage` says; None without it.
         cached_tokens: the prompt tokens that the server says it found in its cache; None if it does
             not say.
@@ -77,7 +77,7 @@ class Record:
 
     @property
     def tokens(self) -> int:
-        """Output tokens; chunks where the server does not tell."""
+        """Output tokens; chunks where the server reports no usage."""
         return self.chunks if self.output_tokens is None else self.output_tokens
 
     @property
@@ -144,7 +144,7 @@ class Client:
             ) from error
 
     async def send(self, shape: RequestShape, call: Call, *, keep_text: bool = False) -> Record:
-        """Sends a request and returns its record, with the reply's text if wanted.
+        """Sends a request and returns its record, with `keep_text` also the reply's text.
 
         A failure is part of the record, never raised.
         """
@@ -230,7 +230,7 @@ async def _read_whole(response: aiohttp.ClientResponse, record: Record, keep_tex
 def _parse(data: bytes) -> dict[str, Any]:
     """Returns the JSON object of an event or a reply.
 
-    Raises `ReplyError`, also for one that tells of an error.
+    Raises `ReplyError`, also for an error event.
     """
     try:
         parsed = loads(data)

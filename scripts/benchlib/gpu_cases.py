@@ -1,5 +1,5 @@
-"""What `bench_gpu.py` measures: model folders, and cases, which say how many requests there are,
-how long, and their prompts."""
+"""The models and cases of `bench_gpu.py`. A case is a number of requests, their lengths and their
+prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model:
     """A model folder, and what its config.json says.
 
     Attributes:
-        max_len: the most tokens of a sequence that it was made for.
+        max_len: the maximum tokens of a sequence that it was made for.
         figures: vLLM's, by case; none for shapes and numbers of GPUs that were not measured.
     """
 
@@ -79,7 +79,7 @@ class Case:
     Attributes:
         name: as on the command line.
         http: whether it goes over HTTP.
-        streams: the most requests at a time.
+        streams: the maximum of requests in flight.
         num_requests: requests of a round.
         input_len, output_len: tokens of a prompt, and tokens asked for.
     """
@@ -137,7 +137,7 @@ class Case:
 
     @property
     def max_len(self) -> int:
-        """The most tokens of a request, prompt and output together."""
+        """The maximum tokens of a request, prompt and output together."""
         return self.input_len.high + self.output_len.high
 
     def lengths(self) -> list[tuple[int, int]]:

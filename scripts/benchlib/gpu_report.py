@@ -31,7 +31,7 @@ class Rows:
             file.write_text("", "utf-8")
 
     def add(self, model: Model, case: str, figures: dict[str, Any]) -> None:
-        """Adds what is known of vLLM to the figures of a case, and prints them."""
+        """Adds vLLM's figures to those of a case, and prints them."""
         row = {"model": model.folder.name, "case": case, **figures}
         if "error" not in row and (known := model.figures.get(case)):
             row |= compare(row, known)
@@ -51,15 +51,15 @@ def compare(row: dict[str, Any], known: Figures) -> dict[str, Any]:
     """Returns vLLM's figures, the mark, the ratio to vLLM (above 1 is better) and whether the mark
     is reached."""
     ours = row[_OURS[known.unit]]
-    less_is_better = known.unit == "s"
+    lower_is_better = known.unit == "s"
     found: dict[str, Any] = {
         name: value for name, value in asdict(known).items() if value is not None
     }
     result: dict[str, Any] = {KNOWN: found}
     if known.vllm is not None:
-        result["ratio_to_vllm"] = known.vllm / ours if less_is_better else ours / known.vllm
+        result["ratio_to_vllm"] = known.vllm / ours if lower_is_better else ours / known.vllm
     if known.mark is not None:
-        reached = ours <= known.mark if less_is_better else ours >= known.mark
+        reached = ours <= known.mark if lower_is_better else ours >= known.mark
         if known.itl_p99_mark is not None and known.ttft is not None:
             ttft = row["ttft_ms"]["mean"], row["ttft_ms"]["p99"]
             reached &= row["itl_ms"]["p99"] < known.itl_p99_mark

@@ -1,5 +1,5 @@
-"""What `bench_kernels.py` times: the GPU kernels at the models' shapes, beside torch's where it has
-the same, each with a check."""
+"""The cases of `bench_kernels.py`: the GPU kernels at the models' shapes, beside torch's operations
+where these exist, with checks of the results."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(slots=True)
 class Case:
-    """Something to time. `runs` are called in turn, so that their inputs together exceed the L2
-    cache.
+    """A kernel call to time. `runs` are called one after the other, so that their inputs together
+    exceed the L2 cache.
 
     Attributes:
-        bytes, flops: the least that one run must move and compute.
-        check: returns the error of what a run left behind; None where the tests are enough.
+        bytes, flops: the minimum that one run has to move and compute.
+        check: returns the error of a run's result; None where the tests suffice.
     """
 
     family: str
@@ -87,8 +87,15 @@ def paged(
     )
 
 
-def attention_check(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, tokens: list[int],
-                    keys: list[int]) -> float:  # fmt: skip
+def attention_check(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: torch.Tensor,
+    tokens: list[int],
+    keys: list[int],
+) -> float:
     """Returns the relative error of the last row of `out` against float64."""
     row, count = len(keys) - 1, tokens[-1]
     take = min(count, 200)
@@ -107,8 +114,15 @@ def attention_check(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torc
 
 def decode_cases(tune: bool) -> Iterator[Case]:
     """Decode attention: Qwen3-8B's heads over 64-token blocks."""
-    shapes = {"256x1k": [1024] * 256, "64x2k": [2048] * 64, "8x8k": [8192] * 8, "1x32k": [32768], "1x512": [512], "256x256": [256] * 256,
-              "1x32k+200x256": [32768] + [256] * 200}  # fmt: skip
+    shapes = {
+        "256x1k": [1024] * 256,
+        "64x2k": [2048] * 64,
+        "8x8k": [8192] * 8,
+        "1x32k": [32768],
+        "1x512": [512],
+        "256x256": [256] * 256,
+        "1x32k+200x256": [32768] + [256] * 200,
+    }
     configs = [decode_config(128, 2)]
     if tune:
         configs = [
@@ -141,7 +155,10 @@ def decode_cases(tune: bool) -> Iterator[Case]:
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
                 return attention_check(q, out, k, v, tables, [1] * len(keys), keys)
 
-            variant = f"tile {config.tile} w{config.num_warps} s{config.num_stages} p{config.programs_per_sm}"
+            variant = (
+                f"tile {config.tile} w{config.num_warps} s{config.num_stages} "
+                f"p{config.programs_per_sm}"
+            )
             yield Case(
                 "decode",
                 name,
@@ -156,8 +173,13 @@ def decode_cases(tune: bool) -> Iterator[Case]:
 def prefill_cases(tune: bool) -> Iterator[Case]:
     """Causal prefill: (tokens, keys) of the rows, Qwen3-8B's heads; `hopper` over blocks of 64 and
     128, and the plain kernel."""
-    shapes = {"2x4096": [(4096, 4096)] * 2, "1x8192": [(8192, 8192)], "1x16384": [(16384, 16384)], "512@16k": [(512, 16384)],
-              "32x256": [(256, 256)] * 32}  # fmt: skip
+    shapes = {
+        "2x4096": [(4096, 4096)] * 2,
+        "1x8192": [(8192, 8192)],
+        "1x16384": [(16384, 16384)],
+        "512@16k": [(512, 16384)],
+        "32x256": [(256, 256)] * 32,
+    }
     variants: list[tuple[str, PrefillConfig | None, int]] = [
         ("hopper b128", None, 128),
         ("hopper b64", None, 64),
@@ -188,7 +210,12 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                 if block != block_size:
                     continue
                 out = torch.full_like(q, float("nan"))
-                wants = {"scale": 128**-0.5 * LOG2_E, "window": 0, "soft_cap": 0.0, "v_scale": 1.0}
+                options = {
+                    "scale": 128**-0.5 * LOG2_E,
+                    "window": 0,
+                    "soft_cap": 0.0,
+                    "v_scale": 1.0,
+                }
                 tile_rows = ROWS if config is None else config.rows
                 plan = PrefillPlan.empty(
                     len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None
@@ -196,9 +223,9 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                 plan_prefill(plan, starts, lens, 0, len(q))
                 arguments = (q, k, v, tables, starts, lens, out, plan)
                 if config is None:
-                    run = partial(launch_prefill_hopper, *arguments, **wants)
+                    run = partial(launch_prefill_hopper, *arguments, **options)
                 else:
-                    run = partial(launch_prefill, *arguments, config=config, **wants)
+                    run = partial(launch_prefill, *arguments, config=config, **options)
 
                 def check(q=q, out=out, k=k, v=v, tables=tables, tokens=tokens, keys=keys) -> float:
                     return attention_check(q, out, k, v, tables, tokens, keys)
@@ -254,7 +281,7 @@ def linear_variants(rows: int, inputs: int, tune: bool) -> list[tuple[str, Linea
 
 
 def linear_cases(tune: bool) -> Iterator[Case]:
-    """Skinny products with what is fused into them, beside torch's products alone."""
+    """Skinny linear layers with the fused operations, beside torch's product alone."""
     for name, (features, inputs, normed, gated) in LINEARS.items():
         copies = max(1, int(3e8 / (features * (1 + gated) * inputs * 2)))
         weights = [
@@ -360,10 +387,14 @@ def chain_cases(tune: bool) -> Iterator[Case]:
     ):
         k, v, tables = paged([512], 8, 128, 64)
         weights = [
-            [random_tensor((q_heads + 16) * 128, hidden, scale=0.02), random_tensor(hidden, q_heads * 128, scale=0.02),
-             random_tensor(2 * width, hidden, scale=0.02), random_tensor(hidden, width, scale=0.02)]
+            [
+                random_tensor((q_heads + 16) * 128, hidden, scale=0.02),
+                random_tensor(hidden, q_heads * 128, scale=0.02),
+                random_tensor(2 * width, hidden, scale=0.02),
+                random_tensor(hidden, width, scale=0.02),
+            ]
             for _ in range(layers)
-        ]  # fmt: skip
+        ]
         head = random_tensor(151936, hidden, scale=0.02)
         workspace, lens = DecodeWorkspace.create(q_heads, k), ints([512])
         plan_decode(workspace, lens)
@@ -422,7 +453,7 @@ def chain_cases(tune: bool) -> Iterator[Case]:
 
 
 #: Temperature, top-k, top-p, min-p.
-WISHES = {
+SAMPLING_PARAMS = {
     "greedy": (0.0, 0, 1.0, 0.0),
     "T 0.6": (0.6, 0, 1.0, 0.0),
     "top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
@@ -438,7 +469,7 @@ def sampling_cases(tune: bool) -> Iterator[Case]:
         slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         for kind, spread in (("flat", 2.0), ("peaked", 4.0)):
             logits = torch.randn(rows, 151_936, device=DEVICE) * spread
-            for variant, (temperature, top_k, top_p, min_p) in WISHES.items():
+            for variant, (temperature, top_k, top_p, min_p) in SAMPLING_PARAMS.items():
                 numbers = [
                     torch.full((rows,), x, device=DEVICE) for x in (temperature, top_p, min_p)
                 ]

@@ -27,8 +27,8 @@ class Load:
     """How much is sent, and when. An item is a request, or a conversation of several.
 
     Attributes:
-        concurrency: the most items at a time. Without a rate (a closed loop) there are always so
-            many.
+        concurrency: the maximum of items in flight. Without a rate (a closed loop) there are always
+            so many.
         rate: items a second, sent at the times of a Poisson process (an open loop), all at once if
             infinite; an item that finds `concurrency` others under way waits in the client, before
             its clock starts.
@@ -48,9 +48,9 @@ class Load:
         """Yields the number and the time, in seconds from the start, of each item that one of
         several client processes sends.
 
-        A closed loop deals them out in turn. An open loop gives each arrival to a process chosen at
-        random (thinning: what each sends is a Poisson process again, and all of them together send
-        the very arrivals of a single one).
+        A closed loop distributes them round-robin. An open loop gives each arrival to a random
+        process (thinning: each process sends a Poisson process again, and all of them together send
+        the same arrivals as a single one).
         """
         if self.rate is None:
             arrivals = ((index, 0.0) for index in itertools.count(process, processes))
@@ -70,7 +70,7 @@ class Load:
             yield index, at
 
     def concurrency_of(self, process: int, processes: int) -> int:
-        """Returns the share of the concurrency that one of several client processes has."""
+        """Returns the part of the concurrency that one of several client processes keeps."""
         return self.concurrency // processes + (process < self.concurrency % processes)
 
 
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def peak_in_flight(self) -> int:
-        """The most requests that were under way at a time."""
+        """The maximum of requests in flight at a time."""
         if not self.records:
             return 0
         sent = np.array([record.sent for record in self.records])
@@ -122,8 +122,7 @@ def merge_runs(runs: Sequence[Run]) -> Run:
 
 
 def prepare(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
-    """Makes the first items of a load, so that a burst at its start is not held up by the
-    making."""
+    """Makes the first items of a load in advance, so that a burst at its start is not delayed."""
     arrivals = iter(arrivals)
     return itertools.chain(list(itertools.islice(arrivals, PREPARED)), arrivals)
 
@@ -143,7 +142,7 @@ async def send_load(
     Args:
         arrivals: in order of time.
         load: gives how long a closed loop goes on.
-        concurrency: the most items at a time.
+        concurrency: the maximum of items in flight.
         begin: the start, on the clock of `perf_counter`; now, if that is past.
         on_done: called with each record when it is there.
     """

@@ -19,7 +19,7 @@ LATENCIES = {
     "tpot": "time per output token (TPOT)",
     "e2e": "end to end",
 }
-#: A client process above this share of a core measures itself.
+#: A client process that uses more than this of a core is itself the bottleneck.
 BUSY_CLIENT = 0.9
 
 
@@ -77,12 +77,12 @@ def summarize(run: Run, slo: Slo | None = None) -> dict[str, Any]:
 
 
 def cached_share(records: Sequence[Record]) -> float | None:
-    """Returns the share of the prompt tokens that the server found in its prefix cache, over the
-    replies that tell; None without one."""
-    told = [record for record in records if record.cached_tokens is not None]
+    """Returns the fraction of prompt tokens that were prefix-cache hits, over the replies that
+    report it; None without one."""
+    reported = [record for record in records if record.cached_tokens is not None]
     return _ratio(
-        sum(record.cached_tokens or 0 for record in told),
-        sum(record.prompt_tokens or 0 for record in told),
+        sum(record.cached_tokens or 0 for record in reported),
+        sum(record.prompt_tokens or 0 for record in reported),
     )
 
 

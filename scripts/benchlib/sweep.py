@@ -92,7 +92,10 @@ def show_sweep(points: Sequence[dict[str, Any]], kind: str, title: str, console:
             console.print(f"At no {kind} did {ENOUGH:.0%} of the requests meet the limits.")
         else:
             share, rate = best["goodput"]["share"], best["goodput"]["requests_per_s"]
-            text = f"The greatest {kind} at which {ENOUGH:.0%} met the limits: {best['value']:g} ({share:.1%}, {rate:.3f} good requests/s)"
+            text = (
+                f"The greatest {kind} at which {ENOUGH:.0%} met the limits: {best['value']:g} "
+                f"({share:.1%}, {rate:.3f} good requests/s)"
+            )
             console.print(text)
 
 

@@ -1,6 +1,6 @@
-"""What vLLM reaches in the cases of `bench_gpu.py`, and what aioinfer is to reach.
+"""vLLM's figures in the cases of `bench_gpu.py`, and the marks that aioinfer is to reach.
 
-vLLM 0.25.1 from its wheel on one NVIDIA H200, or two that share the model (torch 2.11 for CUDA
+vLLM 0.25.1 from its wheel on one NVIDIA H200, or two with tensor parallelism (torch 2.11 for CUDA
 13.0; FlashAttention 3, CUDA graphs, torch.compile, asynchronous scheduling), random weights in
 bfloat16 at the shapes of Qwen3, `max_model_len` 8192, no prefix cache, one run after a warm-up.
 Over HTTP: streamed `/v1/completions`, 8 client processes.
@@ -19,7 +19,7 @@ class Figures:
     Attributes:
         vllm: what vLLM reaches.
         mark: what is to be reached.
-        unit: output tokens/s, input tokens/s, or seconds until ready (where less is better).
+        unit: output tokens/s, input tokens/s, or seconds until ready (where lower is better).
         ttft: vLLM's mean and p99.
         itl: vLLM's p50 and p99.
         itl_p99_mark: a mark of its own for the ITL; with it, TTFT must be no worse than vLLM's.
@@ -33,7 +33,7 @@ class Figures:
     itl_p99_mark: float | None = None
 
 
-#: By (hidden size, layers) of the model and the GPUs that share it, then by case.
+#: By (hidden size, layers, number of GPUs), then by case.
 VLLM_H200: dict[tuple[int, int, int], dict[str, Figures]] = {
     # Qwen3-0.6B
     (1024, 28, 1): {

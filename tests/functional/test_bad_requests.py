@@ -197,7 +197,10 @@ async def test_unknown_path(served: Served, path: str) -> None:
 async def test_a_large_body_is_refused_by_its_length(served: Served) -> None:
     """The answer comes although the 50 MB are only announced: nobody waits for them."""
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {50 * 2**20}\r\n\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {50 * 2**20}\r\n\r\n"
+    )
     writer.write(head.encode() + b'{"prompt": "')
     status = await asyncio.wait_for(reader.readline(), 5)
     writer.close()

@@ -26,7 +26,10 @@ async def client(
     """Sends a request on a connection of its own; the end of the block is the client's going
     away."""
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
     writer.write(head.encode() + raw)
     await writer.drain()

@@ -45,7 +45,10 @@ async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyn
             "ignore_eos": True,
         }
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
+    )
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
     return reader, writer
 

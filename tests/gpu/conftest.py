@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: they are skipped without one, and float32 means float32.
+"""Settings of the tests on a GPU: they are skipped without one, and TF32 is off.
 
 Those of `test_tensor_parallel` compare free memory, so nothing else may use their GPUs meanwhile:
 run them with `-n 1`. The others may run side by side.

@@ -1,5 +1,5 @@
-"""The ranks' sums on real GPUs: against NCCL for all sizes, and 100 000 rounds in which ranks come
-late at random."""
+"""All-reduce of the ranks on real GPUs: against NCCL for all sizes, and 100 000 calls in which
+ranks are late at random."""
 
 from __future__ import annotations
 
@@ -16,35 +16,9 @@ from aioinfer.layers.parallel import ParallelGroup
 HIDDEN = 4096
 MAX_ROWS = 8192
 ROWS = [
-    1,
-    2,
-    3,
-    4,
-    7,
-    8,
-    16,
-    31,
-    32,
-    48,
-    63,
-    64,
-    65,
-    66,
-    67,
-    100,
-    128,
-    200,
-    256,
-    511,
-    512,
-    513,
-    1000,
-    1056,
-    1057,
-    2048,
-    4097,
-    8192,
-]
+    1, 2, 3, 4, 7, 8, 16, 31, 32, 48, 63, 64, 65, 66, 67, 100,
+    128, 200, 256, 511, 512, 513, 1000, 1056, 1057, 2048, 4097, 8192,
+]  # fmt: skip
 EPS = 1e-6
 LATE_ROWS = 520
 ROUNDS = 100_000
@@ -58,19 +32,19 @@ def join(rank: int, size: int, folder: Path) -> ParallelGroup:
     return ParallelGroup.connect(rank, size, dist.FileStore(str(folder / "store"), size), device)
 
 
-def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
+def check_against_nccl(rank: int, size: int, folder: Path) -> None:
     from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
     from aioinfer.kernels.norm import rms_norm_reference
 
     group = join(rank, size, folder)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)):
         layout = AllReduceLayout.of(size, MAX_ROWS, HIDDEN, dtype)
-        exchange = AllReduce(group.symmetric_buffer(layout.nbytes), layout, HIDDEN, dtype)
+        all_reduce = AllReduce(group.symmetric_buffer(layout.nbytes), layout, HIDDEN, dtype)
         weight = torch.rand(HIDDEN, device="cuda").to(dtype)
         dist.broadcast(weight, 0)
         for number, rows in enumerate(ROWS):
             partial, residual = (
-                exchange.partial[:rows],
+                all_reduce.partial[:rows],
                 torch.randn(rows, HIDDEN, device="cuda").to(dtype),
             )
             partial.copy_(torch.randn(rows, HIDDEN, device="cuda"))
@@ -79,17 +53,17 @@ def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
             total = partial.double()
             dist.all_reduce(total)
             total += 0 if is_first else residual.double()
-            normed = exchange.add(partial, residual, weight, EPS, is_first=is_first)
+            normed = all_reduce.add(partial, residual, weight, EPS, is_first=is_first)
             assert normed is not None
-            for got, wanted in (
+            for result, expected in (
                 (residual, total),
                 (normed, rms_norm_reference(total, weight.double(), EPS)),
             ):
-                error = ((got.double() - wanted).norm() / wanted.norm()).item()
+                error = ((result.double() - expected).norm() / expected.norm()).item()
                 assert error < tolerance, (dtype, rows, error)
-                others = [torch.empty_like(got) for _ in range(size)]
-                dist.all_gather(others, got)
-                assert all(torch.equal(other, got) for other in others), (
+                others = [torch.empty_like(result) for _ in range(size)]
+                dist.all_gather(others, result)
+                assert all(torch.equal(other, result) for other in others), (
                     dtype,
                     rows,
                     "the ranks differ",
@@ -97,14 +71,14 @@ def sum_as_nccl_does(rank: int, size: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def come_late(rank: int, size: int, folder: Path) -> None:
-    """Rounds of both kinds after random waits on the GPU; numbers are small integers, so that sums
-    are exact."""
+def check_late_ranks(rank: int, size: int, folder: Path) -> None:
+    """Calls of both kernels after random waits on the GPU; the values are small integers, so that
+    sums are exact."""
     from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 
     group = join(rank, size, folder)
     layout = AllReduceLayout.of(size, LATE_ROWS, HIDDEN, torch.bfloat16)
-    exchange = AllReduce(group.symmetric_buffer(layout.nbytes), layout, HIDDEN, torch.bfloat16)
+    all_reduce = AllReduce(group.symmetric_buffer(layout.nbytes), layout, HIDDEN, torch.bfloat16)
     # the same rows everywhere, other waits
     rounds, waits = random.Random(0), random.Random(rank + 1)
     pattern = torch.arange(HIDDEN + 256 + CHECKED, device="cuda").remainder(13).to(torch.bfloat16)
@@ -116,8 +90,8 @@ def come_late(rank: int, size: int, folder: Path) -> None:
         values = pattern[shift : shift + HIDDEN].expand(rows, HIDDEN)
         if waits.random() < 0.3:
             torch.cuda._sleep(waits.randrange(60_000))  # cycles: up to 30 microseconds
-        torch.mul(values, rank + 1, out=exchange.partial[:rows])
-        exchange.add(exchange.partial[:rows], residual[:rows], None, EPS, is_first=True)
+        torch.mul(values, rank + 1, out=all_reduce.partial[:rows])
+        all_reduce.add(all_reduce.partial[:rows], residual[:rows], None, EPS, is_first=True)
         if number % 5 == 0:
             wrong += (residual[:rows] != values * (size * (size + 1) // 2)).sum()
     assert wrong.item() == 0
@@ -125,7 +99,7 @@ def come_late(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("work", [sum_as_nccl_does, come_late])
+@pytest.mark.parametrize("work", [check_against_nccl, check_late_ranks])
 @pytest.mark.timeout(300)
 def test_all_reduce(work, size: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     if torch.cuda.device_count() < size:

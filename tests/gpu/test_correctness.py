@@ -1,4 +1,4 @@
-"""The engine on a GPU: tokens in float32 as transformers chooses them, rounding errors in bfloat16
+"""The engine on a GPU: tokens in float32 as transformers samples them, rounding errors in bfloat16
 no worse than its own.
 
 Random models of both usual head sizes are always there; SmolLM2 with its real weights where its
@@ -89,7 +89,7 @@ def make_model(name: str, folder: Path) -> Model:
 @contextmanager
 def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
     """An engine in this process, in float32 and without a prefix cache unless `settings` say
-    otherwise; its books are checked."""
+    otherwise; the scheduler's integrity is checked at the end."""
     merged = engine_settings(
         **{"parallel__device": device, "parallel__executor": "inline"} | settings
     )
@@ -335,7 +335,7 @@ def test_siblings_share_a_prompt(
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=24, logprobs=5)
 #: Each has to change the text of some prompt. Token 2 ends the text of all models here.
-WISHES = {
+PARAMETERS = {
     "repetition": replace(SHORT, repetition_penalty=1.5),
     "presence": replace(SHORT, presence_penalty=2.0),
     "frequency": replace(SHORT, frequency_penalty=1.5),
@@ -352,34 +352,34 @@ WISHES = {
     ),
 }
 
-Choices = dict[str, list[Output]]
+SampledOutputs = dict[str, list[Output]]
 
 
-def choices_of(llm: LLM, prompts: list[list[int]]) -> Choices:
-    """Returns the outputs for the prompts with every wish and without, all in one batch."""
-    sampling_flags = {"none": SHORT} | WISHES
+def sampled_outputs(llm: LLM, prompts: list[list[int]]) -> SampledOutputs:
+    """Returns the outputs for the prompts with every kind of parameters and without, all in one
+    batch."""
+    kinds = {"none": SHORT} | PARAMETERS
     outputs = llm.generate(
-        prompts * len(sampling_flags),
-        [params for params in sampling_flags.values() for _ in prompts],
+        prompts * len(kinds),
+        [params for params in kinds.values() for _ in prompts],
     )
     return {
-        name: outputs[i * len(prompts) : (i + 1) * len(prompts)]
-        for i, name in enumerate(sampling_flags)
+        name: outputs[i * len(prompts) : (i + 1) * len(prompts)] for i, name in enumerate(kinds)
     }
 
 
 @pytest.fixture(scope="module")
-def both(model: Model, llm: LLM, prompts: list[list[int]]) -> tuple[Choices, Choices]:
-    """The choices on the GPU, and those on the CPU."""
+def both(model: Model, llm: LLM, prompts: list[list[int]]) -> tuple[SampledOutputs, SampledOutputs]:
+    """The sampled tokens on the GPU, and those on the CPU."""
     with running(model, "cpu") as on_cpu:
-        return choices_of(llm, prompts[:8]), choices_of(on_cpu, prompts[:8])
+        return sampled_outputs(llm, prompts[:8]), sampled_outputs(on_cpu, prompts[:8])
 
 
-def check_choices(mine: Choices, cpus: Choices, wish: str) -> None:
-    assert tokens_of(mine[wish]) == tokens_of(cpus[wish])
-    if wish != "none":
-        assert tokens_of(mine[wish]) != tokens_of(mine["none"]), "the wish changes nothing"
-    for one, other in zip(mine[wish], cpus[wish], strict=True):
+def check_sampled(mine: SampledOutputs, cpus: SampledOutputs, kind: str) -> None:
+    assert tokens_of(mine[kind]) == tokens_of(cpus[kind])
+    if kind != "none":
+        assert tokens_of(mine[kind]) != tokens_of(mine["none"]), "the parameter changes nothing"
+    for one, other in zip(mine[kind], cpus[kind], strict=True):
         check_logprobs(
             one.completions[0].logprobs or [],
             other.completions[0].logprobs or [],
@@ -407,12 +407,14 @@ def check_logprobs(mine: list[TokenLogprob], cpus: list[TokenLogprob], length: i
 
 
 @pytest.mark.timeout(300)  # the CPU computes here too
-@pytest.mark.parametrize("wish", ["none", *WISHES])
-def test_choices_are_those_of_the_cpu(both: tuple[Choices, Choices], wish: str) -> None:
-    check_choices(*both, wish)
+@pytest.mark.parametrize("kind", ["none", *PARAMETERS])
+def test_sampled_tokens_are_those_of_the_cpu(
+    both: tuple[SampledOutputs, SampledOutputs], kind: str
+) -> None:
+    check_sampled(*both, kind)
 
 
-def test_biases_and_end_tokens_act(both: tuple[Choices, Choices]) -> None:
+def test_biases_and_end_tokens_act(both: tuple[SampledOutputs, SampledOutputs]) -> None:
     mine = both[0]
     assert tokens_of(mine["bias"]) == [[77] * 24] * 8
     assert tokens_of(mine["end"]) == [[2]] * 8

@@ -1,5 +1,5 @@
-"""Every kernel, compiled, against float64 references: random shapes, fresh inputs, outputs poisoned
-first."""
+"""Every kernel, compiled, against float64 references: random shapes and inputs, outputs filled with
+NaN before."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_decodes_of_every_distribution(rows: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_decodes_that_norm_rotate_and_cache_by_themselves(
+def test_decodes_from_a_projection_apply_norm_and_rope_and_write_the_cache(
     head_size: int, dtype: torch.dtype
 ) -> None:
     rng = random.Random(head_size)
@@ -214,7 +214,7 @@ def test_silu_mul(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False])
-def test_rotation_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
+def test_qk_norm_rope_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
     for tokens, q_heads, kv_heads, head_size, rotary in (
         (1, 32, 8, 128, 128),
         (300, 9, 3, 64, 64),
@@ -311,7 +311,7 @@ def test_gated_products_as_dependents(rows: int) -> None:
 
 
 @needs_hopper
-def test_gated_product_refuses_what_it_cannot_load() -> None:
+def test_gated_product_rejects_what_tma_cannot_load() -> None:
     x, weight = (torch.zeros(n, 128, dtype=torch.bfloat16, device=DEVICE) for n in (4, 32))
     assert supports(x, weight)
     assert not supports(x[:, :96], weight[:, :96].contiguous())
@@ -352,21 +352,21 @@ def test_embedding_and_append() -> None:
         torch.randperm(300, device=DEVICE).int(),
         torch.randint(0, 50, (300,), dtype=torch.int32, device=DEVICE),
     )
-    sampled, wanted = (
+    sampled, is_appended = (
         torch.randint(-1, 2, (300,), dtype=torch.int32, device=DEVICE) for _ in range(2)
     )
-    append_tokens(sampled + 5, slots, positions, wanted, tokens)
+    append_tokens(sampled + 5, slots, positions, is_appended, tokens)
     expected = torch.zeros_like(tokens)
-    expected[slots.long(), positions.long()] = torch.where(wanted != 0, sampled + 5, 0).int()
+    expected[slots.long(), positions.long()] = torch.where(is_appended != 0, sampled + 5, 0).int()
     assert torch.equal(tokens, expected)
 
 
-def test_uniforms_are_those_of_the_cpu() -> None:
+def test_uniforms_equal_those_of_the_cpu_bit_for_bit() -> None:
     assert uniforms_agree(DEVICE)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_choices_follow_the_rules(rounded: bool) -> None:
+def test_sampled_tokens_follow_the_rules_of_the_cpu_sampler(rounded: bool) -> None:
     wrong, different = sample_and_judge(
         96, 151_936, make_state(200, DEVICE), DEVICE, rounded=rounded
     )
@@ -374,7 +374,7 @@ def test_choices_follow_the_rules(rounded: bool) -> None:
     assert different <= 3
 
 
-def test_a_choice_does_not_depend_on_its_neighbours() -> None:
+def test_a_sampled_token_does_not_depend_on_the_other_rows() -> None:
     state = make_state(64, DEVICE)
     logits = torch.randn(64, 50_000, device=DEVICE) * 3
     slots, positions = (torch.arange(64, dtype=torch.int32, device=DEVICE) for _ in range(2))
@@ -386,7 +386,7 @@ def test_a_choice_does_not_depend_on_its_neighbours() -> None:
         )
 
 
-def test_broken_logits_choose_nothing() -> None:
+def test_rows_with_nan_or_infinite_logits_give_minus_one() -> None:
     logits = torch.randn(5, 30_000, device=DEVICE)
     logits[0, 3], logits[1, 4], logits[2], logits[3, :29_999] = (
         float("nan"),
@@ -410,10 +410,10 @@ def test_broken_logits_choose_nothing() -> None:
 
 def test_logprobs() -> None:
     logits = torch.randn(40, 151_936, device=DEVICE)
-    chosen = torch.randint(0, 151_936, (40,), dtype=torch.int32, device=DEVICE)
-    ours = logprobs.token_logprobs(logits, chosen, torch.ones_like(chosen), 20)
+    sampled = torch.randint(0, 151_936, (40,), dtype=torch.int32, device=DEVICE)
+    ours = logprobs.token_logprobs(logits, sampled, torch.ones_like(sampled), 20)
     for mine, theirs in zip(
-        ours, logprobs.token_logprobs_reference(logits.double(), chosen, 20), strict=True
+        ours, logprobs.token_logprobs_reference(logits.double(), sampled, 20), strict=True
     ):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=1e-4)
 
@@ -425,15 +425,15 @@ def test_penalties() -> None:
         penalties.count_occurrences(
             torch.tensor(ids, dtype=torch.int32, device=DEVICE), len(ids) // 2, occurrences[row]
         )
-    sampling_flags = [1.3, 0.8, 1.0], [0.5, -0.5, 0.0], [0.25, 1.0, -2.0]
+    params = [1.3, 0.8, 1.0], [0.5, -0.5, 0.0], [0.25, 1.0, -2.0]
     logits, rows = (
         torch.randn(3, 1000, device=DEVICE),
         torch.arange(3, dtype=torch.int32, device=DEVICE),
     )
     expected = penalties.penalties_reference(
-        logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *sampling_flags
+        logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *params
     )
     penalties.apply_penalties(
-        logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in sampling_flags)
+        logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in params)
     )
     torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)

@@ -38,12 +38,12 @@ from tests.gpu.test_compilation import random_params
 
 pytestmark = pytest.mark.timeout(300)
 
-VOCAB_SIZE = 4099  # a prime number: the shares of the ranks differ
+VOCAB_SIZE = 4099  # a prime number: the shards of the ranks differ
 TOP = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, max_tokens=48, ignore_eos=True, logprobs=5)
 #: What a request may ask of the choice of its tokens. Seeds are added, one a prompt.
-WISHES = {
+PARAMETERS = {
     "plain": SEEDED,
     "greedy": replace(SEEDED, temperature=0.0),
     "top_k": replace(SEEDED, top_k=20),
@@ -68,7 +68,7 @@ SIZES = [pytest.param(2, marks=NEEDS_TWO), pytest.param(4, marks=NEEDS_FOUR)]
 @contextmanager
 def running(folder: Path, size: int, **settings: Any) -> Iterator[LLM]:
     """Worker processes on `size` GPUs, in float32 and without a prefix cache unless `settings` say
-    otherwise; the books are checked."""
+    otherwise; the schedulers' integrity is checked."""
     merged = engine_settings(
         **{"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": size} | settings
     )
@@ -124,13 +124,13 @@ class Expected:
 
     Attributes:
         greedy: the greedy tokens of each prompt.
-        choices: the outputs of each wish, for the first prompts.
+        sampled: the outputs under each kind of parameters, for the first prompts.
         likeliest: the first prompts' outputs with many log-probabilities, in float32.
         rounded: the same in bfloat16.
     """
 
     greedy: list[list[int]]
-    choices: dict[str, list[Output]]
+    sampled: dict[str, list[Output]]
     likeliest: list[Output]
     rounded: list[Output]
 
@@ -138,14 +138,17 @@ class Expected:
 LIKELIEST = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=TOP)
 
 
-def choices_of(llm: LLM, prompts: Sequence[list[int]]) -> dict[str, list[Output]]:
-    """Returns the outputs under every wish, all of which share their steps."""
+def sampled_outputs(llm: LLM, prompts: Sequence[list[int]]) -> dict[str, list[Output]]:
+    """Returns the outputs under every kind of parameters, all in the same steps."""
     params = [
-        replace(wish, seed=number) for wish in WISHES.values() for number, _ in enumerate(prompts)
+        replace(params, seed=number)
+        for params in PARAMETERS.values()
+        for number, _ in enumerate(prompts)
     ]
-    outputs = llm.generate([*prompts] * len(WISHES), params)
+    outputs = llm.generate([*prompts] * len(PARAMETERS), params)
     return {
-        name: outputs[i * len(prompts) : (i + 1) * len(prompts)] for i, name in enumerate(WISHES)
+        name: outputs[i * len(prompts) : (i + 1) * len(prompts)]
+        for i, name in enumerate(PARAMETERS)
     }
 
 
@@ -153,13 +156,13 @@ def choices_of(llm: LLM, prompts: Sequence[list[int]]) -> dict[str, list[Output]
 def expected(folder: Path, prompts: list[list[int]]) -> Expected:
     with running(folder, 1) as llm:
         greedy = tokens_of(llm.generate(prompts, GREEDY))
-        choices, likeliest = choices_of(llm, prompts[:6]), llm.generate(prompts, LIKELIEST)
+        sampled, likeliest = sampled_outputs(llm, prompts[:6]), llm.generate(prompts, LIKELIEST)
     with running(folder, 1, model__dtype="bfloat16") as llm:
         rounded = llm.generate(prompts, LIKELIEST)
     assert len({tuple(tokens) for tokens in greedy}) == len(greedy), (
         "the prompts are too alike to tell anything"
     )
-    return Expected(greedy, choices, likeliest, rounded)
+    return Expected(greedy, sampled, likeliest, rounded)
 
 
 # ---------------------------------------------------------------- the same tokens
@@ -171,21 +174,21 @@ def test_tokens_are_those_of_one_gpu(
 ) -> None:
     """Greedily: together, so that prompts and decodes share steps, and one after the other.
 
-    By seed: under every wish.
+    By seed: under every kind of parameters.
     """
     with running(folder, size) as llm:
         assert tokens_of(llm.generate(prompts, GREEDY)) == expected.greedy
         assert [
             llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[:4]
         ] == expected.greedy[:4]
-        choices = choices_of(llm, prompts[:6])
-    for name, outputs in expected.choices.items():
-        assert tokens_of(choices[name]) == tokens_of(outputs), name
+        sampled = sampled_outputs(llm, prompts[:6])
+    for name, outputs in expected.sampled.items():
+        assert tokens_of(sampled[name]) == tokens_of(outputs), name
         if name != "plain":
-            assert tokens_of(outputs) != tokens_of(expected.choices["plain"]), (
+            assert tokens_of(outputs) != tokens_of(expected.sampled["plain"]), (
                 f"{name} changes nothing"
             )
-        for one, other in zip(choices[name], outputs, strict=True):
+        for one, other in zip(sampled[name], outputs, strict=True):
             check_logprobs(one, other)
 
 
@@ -294,9 +297,9 @@ def test_ranks_that_are_out_of_step(
         with disturbed(workers, seed=size, longest_s=0.05) as stopped:
             for _ in range(10):
                 assert tokens_of(llm.generate(prompts, GREEDY)) == expected.greedy
-                assert {name: tokens_of(o) for name, o in choices_of(llm, prompts[:6]).items()} == {
-                    name: tokens_of(o) for name, o in expected.choices.items()
-                }
+                assert {
+                    name: tokens_of(o) for name, o in sampled_outputs(llm, prompts[:6]).items()
+                } == {name: tokens_of(o) for name, o in expected.sampled.items()}
     assert set(stopped) == set(workers)
     assert len(stopped) > 20
 
@@ -305,7 +308,7 @@ def test_ranks_that_are_out_of_step(
 def test_no_kernel_is_compiled_while_serving(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Workers tell of a kernel that they compile after their warm-up, on their standard error."""
+    """Workers report a kernel that they compile after their warm-up on their standard error."""
     rng = random.Random(0)
     with running(folder, 2, scheduler__max_num_seqs=300, cache__num_blocks=800) as llm:
         for prompt in random_prompts(10, 300, seed=2):
@@ -333,8 +336,8 @@ def test_two_engines_of_two_ranks(
 def check_engines(folder: Path, size: int, prompts: list[list[int]], expected: Expected) -> None:
     with running(folder, size, parallel__data_parallel_size=2) as llm:
         assert tokens_of(llm.generate(prompts, GREEDY)) == expected.greedy
-        assert {name: tokens_of(o) for name, o in choices_of(llm, prompts[:6]).items()} == {
-            name: tokens_of(o) for name, o in expected.choices.items()
+        assert {name: tokens_of(o) for name, o in sampled_outputs(llm, prompts[:6]).items()} == {
+            name: tokens_of(o) for name, o in expected.sampled.items()
         }
         assert len(llm.frontend.engines) == 2
         assert all(engine.scheduler.stats.steps > 0 for engine in llm.frontend.engines)

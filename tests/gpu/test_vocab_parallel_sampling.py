@@ -1,5 +1,5 @@
-"""Ranks that share the vocabulary on real GPUs choose what one alone chooses: in graphs, over many
-rounds, and out of step."""
+"""Vocabulary-parallel ranks on real GPUs sample the tokens that one rank samples: in CUDA graphs,
+over many rounds, and out of step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 300
 VOCAB_SIZE = 50_021  # no number of ranks divides it
 
 
-def choose_together(rank: int, size: int, folder: Path) -> None:
+def sample_together(rank: int, size: int, folder: Path) -> None:
     from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
     from aioinfer.kernels.symmetric_memory import LLBuffers
     from sampling_cases import make_state
@@ -29,7 +29,7 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
     torch.cuda.set_device(device)
     group = ParallelGroup.connect(rank, size, dist.FileStore(str(folder / "store"), size), device)
     vocabulary = Vocabulary(VOCAB_SIZE, group)
-    share = VocabShard(
+    shard = VocabShard(
         vocabulary.start,
         VOCAB_SIZE,
         LLBuffers(group.symmetric_buffer(LLBuffers.nbytes(ROWS, size))),
@@ -50,11 +50,11 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
     logits[5, VOCAB_SIZE - 1] = logits[7, 0] = float("nan")
     mine = logits[:, vocabulary.start : vocabulary.start + vocabulary.local_size]
     together, alone = (torch.zeros(ROWS, dtype=torch.int32, device="cuda") for _ in range(2))
-    sample_tokens(mine, slots, positions, state, share=share, out=together)
+    sample_tokens(mine, slots, positions, state, share=shard, out=together)
     sample_tokens(logits, slots, positions, state, out=alone)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample_tokens(mine, slots, positions, state, share=share, out=together)
+        sample_tokens(mine, slots, positions, state, share=shard, out=together)
     waits = random.Random(rank)
     surely_equal = state.top_p[slots.long()] == 1
     wrong, different = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
@@ -64,11 +64,11 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
             torch.cuda._sleep(waits.randrange(200_000))  # cycles: up to 100 microseconds
         if number % 4:
             graph.replay()
-        else:  # few rows, one after the other: the same ll_buffers
+        else:  # few rows, one after the other: the same LL buffers
             for begin in range(0, ROWS, 75):
                 rows = slice(begin, begin + 75)
                 sample_tokens(
-                    mine[rows], slots[rows], positions[rows], state, share=share, out=together[rows]
+                    mine[rows], slots[rows], positions[rows], state, share=shard, out=together[rows]
                 )
         sample_tokens(logits, slots, positions, state, out=alone)
         wrong += ((together != alone) & surely_equal).sum()
@@ -87,7 +87,7 @@ def choose_together(rank: int, size: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.timeout(300)
-def test_choices_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
+def test_sampled_tokens_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    torch.multiprocessing.spawn(choose_together, args=(size, tmp_path), nprocs=size)
+    torch.multiprocessing.spawn(sample_together, args=(size, tmp_path), nprocs=size)

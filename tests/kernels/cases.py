@@ -1,9 +1,9 @@
-"""Random inputs for every kernel, and its result beside the reference's: used under the interpreter
-and on a GPU.
+"""Random inputs for every kernel, and its result beside that of the reference: for the
+interpreter's tests and the tests on a GPU.
 
-Each case poisons the outputs first (NaN, or a token id that cannot be), draws fresh inputs, and
-returns results with the float64 reference's. KV caches hold NaN wherever no token of a row was
-written.
+Each case fills the outputs with NaN, or with a token id that cannot occur, generates random inputs,
+and returns results together with those of the float64 reference. KV caches contain NaN wherever no
+token of a row was written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NAN = float("nan")
 
 
 def error(pair: Pair) -> float:
-    """Returns the normwise relative error of a result beside its reference; NaN stays NaN, which is
-    no small number."""
+    """Returns the normwise relative error of a result against its reference. It is NaN if the
+    result contains NaN, and NaN compares as not smaller than any bound."""
     result, reference = (t.double() for t in pair)
     return float((result - reference).norm() / reference.norm())
 
@@ -49,7 +49,7 @@ def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 class AttentionCase:
     """One attention problem.
 
-    `rows` are (tokens, keys) of each row; rows of one token are put first.
+    `rows` are the numbers (tokens, keys) of each row; rows of one token are sorted to the front.
     """
 
     rows: list[tuple[int, int]]
@@ -124,8 +124,9 @@ def attention(case: AttentionCase) -> Pair:
 
 
 def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[Pair]:
-    """Runs decodes that norm, apply_rope and cache by themselves: the output, and the caches,
-    beside one step after the other."""
+    """Runs decodes from a `Projection`, with norm, RoPE and KV write in the attention kernel.
+    Returns the output and the caches beside those of the references, one operation after the
+    other."""
     device, dtype, heads = case.device, case.dtype, case.q_heads + 2 * case.kv_heads
     lens = torch.tensor([keys for _, keys in case.rows], dtype=torch.int32, device=device)
     width = max(1, -(-int(lens.max()) // case.block_size))
@@ -182,7 +183,7 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
 
 
 def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
-    """Runs `rms_norm`, and `add_rms_norm` with what it leaves in the residual."""
+    """Runs `rms_norm`, and `add_rms_norm` with the residual that it updates."""
     x, residual = (normal(rows, hidden, dtype=dtype, device=device) for _ in range(2))
     weight = normal(hidden, dtype=dtype, device=device)
     alone = rms_norm(x, weight, 1e-6, out=poisoned(rows, hidden, dtype=dtype, device=device))
@@ -215,8 +216,8 @@ def qk_norm_rope(
     dtype: torch.dtype,
     device: str,
 ) -> list[Pair]:
-    """Runs `qk_norm_rope_cache` with one token of padding: q, and the caches' written and unwritten
-    places."""
+    """Runs `qk_norm_rope_cache` with one token of padding. Returns q and the whole caches, the
+    entries that must not be written included."""
     block_size, blocks = 16, tokens // 8 + 2
     qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
     positions = torch.randint(0, 1000, (tokens,), dtype=torch.int32, device=device)
@@ -264,8 +265,8 @@ def linear(
     gated: bool,
     config: LinearConfig | None = None,
 ) -> Pair:
-    """Runs `skinny_linear` with a residual, if it is not gated; `features` is a multiple of 8, if
-    it is."""
+    """Runs `skinny_linear`: with a residual where it is not gated; where it is, `features` is a
+    multiple of 8."""
     x = normal(rows, inputs, dtype=dtype, device=device)
     weight = (torch.randn(features * (1 + gated), inputs, device=device) * inputs**-0.5).to(dtype)
     norm_weight = normal(inputs, dtype=dtype, device=device) if normed else None
@@ -286,13 +287,13 @@ def linear(
 
 
 def random_rows(
-    count: int, longest: int, most_tokens: int, rng: random.Random
+    count: int, max_keys: int, max_tokens: int, rng: random.Random
 ) -> list[tuple[int, int]]:
     """Returns rows of a mixed batch: (tokens, keys), about half of them decodes."""
     rows = []
     for _ in range(count):
-        tokens = 1 if rng.random() < 0.5 else rng.randint(2, most_tokens)
+        tokens = 1 if rng.random() < 0.5 else rng.randint(2, max_tokens)
         rows.append(
-            (tokens, tokens + rng.randint(0, longest - tokens) if rng.random() < 0.7 else tokens)
+            (tokens, tokens + rng.randint(0, max_keys - tokens) if rng.random() < 0.7 else tokens)
         )
     return rows

@@ -1,5 +1,5 @@
-"""Several ranks over shared memory, each a process in which the interpreter runs its kernels: what
-peer memory is on GPUs."""
+"""Ranks as processes on a CPU: the interpreter runs the kernels, and shared memory stands in for
+the symmetric memory of GPUs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import multiprocessing
 
 
 def run_ranks(size: int, nbytes: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Returns what `work(peers, *arguments)` returned in each of `size` processes, which have
-    `nbytes` of peer memory a rank.
+    """Calls `work(peers, *arguments)` in each of `size` processes with `nbytes` of symmetric memory
+    a rank, and returns the results by rank.
 
     Raises:
         ProcessRaisedException: one of them failed.
     """
     parts = [torch.zeros(nbytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     with TemporaryDirectory() as folder:
-        # Forked: importing torch and Triton anew takes each process longer than most of what the
-        # tests do.
+        # Forked: a spawned process would spend more time on importing torch and Triton than on the
+        # test.
         multiprocessing.start_processes(
             _run, (parts, Path(folder), work, arguments), nprocs=size, start_method="fork"
         )

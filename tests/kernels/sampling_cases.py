@@ -15,29 +15,29 @@ from aioinfer.worker.sampler import filter_tokens, gumbel_keys, gumbel_noise, un
 
 
 def make_state(slots: int, device: str) -> SamplingState:
-    """Returns sampling_flags of every kind, for `slots` slots."""
+    """Returns random sampling parameters for `slots` slots, with and without each filter."""
     rng = np.random.default_rng()
 
-    def choose(*values: float) -> torch.Tensor:
+    def random_values(*values: float) -> torch.Tensor:
         return torch.from_numpy(rng.choice(np.array(values, np.float32), slots)).to(device)
 
     return SamplingState(
         seeds=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, slots, np.int64)).to(device),
-        temperature=choose(0.0, 0.6, 1.0, 1.4),
-        top_k=choose(0, 0, 1, 5, 20, 200, 10**6).int(),
-        top_p=choose(1.0, 1.0, 0.3, 0.9, 0.95),
-        min_p=choose(0.0, 0.0, 0.05, 0.3),
+        temperature=random_values(0.0, 0.6, 1.0, 1.4),
+        top_k=random_values(0, 0, 1, 5, 20, 200, 10**6).int(),
+        top_p=random_values(1.0, 1.0, 0.3, 0.9, 0.95),
+        min_p=random_values(0.0, 0.0, 0.05, 0.3),
     )
 
 
 def allowed_tokens(
     logits: np.ndarray, state: SamplingState, slot: int, position: int, slack: float = 1e-4
 ) -> tuple[set[int], int]:
-    """Returns the tokens that the CPU's rules choose for a row, nearly equal scores apart, and the
-    one exactly.
+    """Returns the tokens that are correct for a row up to rounding, and the one that the CPU
+    sampler returns.
 
-    With `slack` the filters' borders may move by that much of a logit: sums and quotients are
-    rounded differently.
+    The borders of the filters may move by `slack` in a logit, and scores within `slack` of the best
+    are accepted, because sums and quotients are rounded differently on a GPU.
     """
     temperature = float(state.temperature[slot])
     scaled = logits / np.float32(temperature) if temperature >= 1e-5 else logits.copy()
@@ -48,11 +48,12 @@ def allowed_tokens(
         return {int(scaled.argmax())}, int(scaled.argmax())
     keys = gumbel_keys(state.seeds[slot : slot + 1].cpu().numpy(), np.array([position], np.int32))
     scores = scaled + gumbel_noise(keys[0], keys[1], np.arange(len(scaled), dtype=np.uint32))
-    sampling_flags = int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot])
+    top_k, min_p = int(state.top_k[slot]), float(state.min_p[slot])
+    exact_top_p = float(state.top_p[slot])
     allowed = set()
     for loosened in (0.0, slack, -slack):
-        top_p = sampling_flags[1] if sampling_flags[1] == 1 else sampling_flags[1] + loosened * 0.1
-        kept = filter_tokens(scaled, largest, sampling_flags[0], top_p, sampling_flags[2])
+        top_p = exact_top_p if exact_top_p == 1 else exact_top_p + loosened * 0.1
+        kept = filter_tokens(scaled, largest, top_k, top_p, min_p)
         best = scores[kept].max()
         allowed |= set(kept[scores[kept] >= best - slack].tolist())
         if loosened == 0.0:
@@ -63,10 +64,10 @@ def allowed_tokens(
 def sample_and_judge(
     rows: int, vocab: int, state: SamplingState, device: str, *, rounded: bool
 ) -> tuple[int, int]:
-    """Samples random logits; returns how many tokens break the rules, and how many differ from the
-    CPU's exact choice."""
+    """Samples from random logits; returns how many tokens are wrong, and how many differ from the
+    CPU sampler's (see `allowed_tokens`)."""
     logits = torch.randn(rows, vocab, device=device) * 3
-    if rounded:  # logits of a model in bf16 have many equals
+    if rounded:  # logits of a model in bf16 contain many equal values
         logits = logits.bfloat16().float()
     slots = torch.randint(0, len(state.seeds), (rows,), dtype=torch.int32, device=device)
     positions = torch.randint(0, 100_000, (rows,), dtype=torch.int32, device=device)

@@ -1,4 +1,5 @@
-"""The ranks' sums under the interpreter: ranks are processes, peer memory is shared memory."""
+"""All-reduce among ranks under the interpreter: ranks are processes, symmetric memory is shared
+memory."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ EPS = 1e-5
 def inputs(
     number: int, rows: int, size: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Returns the partial products of all ranks, the residual and the norm's weight of an
-    exchange."""
+    """Returns the partial products of all ranks, the residual and the norm's weight for all-reduce
+    `number`."""
     generator = torch.Generator().manual_seed(number)
     *partials, residual = (
         torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(size + 1)
@@ -31,22 +32,22 @@ def inputs(
     return partials, residual, torch.rand(HIDDEN, generator=generator).to(dtype)
 
 
-def exchange_all(
+def all_reduce_all(
     peers: SymmetricBuffer,
     layout: AllReduceLayout,
     calls: list[tuple[int, bool, bool]],
     dtype: torch.dtype,
 ) -> list[Any]:
-    """Does the calls (rows, is_first, normed) one after the other, at random moments; returns
+    """Makes the calls (rows, is_first, normed) one after the other, with random delays; returns
     (residual, normed) of each."""
-    exchange = AllReduce(peers, layout, HIDDEN, dtype)
-    choice, results = random.Random(peers.rank), []
+    all_reduce = AllReduce(peers, layout, HIDDEN, dtype)
+    rng, results = random.Random(peers.rank), []
     for number, (rows, is_first, normed) in enumerate(calls):
         partials, residual, weight = inputs(number, rows, peers.size, dtype)
-        partial = exchange.partial[:rows]
+        partial = all_reduce.partial[:rows]
         partial.copy_(partials[peers.rank])
-        time.sleep(choice.choice([0, 0, 0.02]))
-        out = exchange.add(partial, residual, weight if normed else None, EPS, is_first=is_first)
+        time.sleep(rng.choice([0, 0, 0.02]))
+        out = all_reduce.add(partial, residual, weight if normed else None, EPS, is_first=is_first)
         results.append((residual.float().tolist(), None if out is None else out.float().tolist()))
     return results
 
@@ -56,13 +57,13 @@ def exchange_all(
     [(2, torch.float32, 20), (3, torch.float32, 2), (2, torch.float16, 3)],
 )
 def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, programs: int) -> None:
-    choice = random.Random(size)
+    rng = random.Random(size)
     lengths = [1, 2, 1, PUSHED_ROWS + 1, 3, MAX_ROWS, PUSHED_ROWS + 6, 0, 4, 1]
-    calls = [(rows, choice.random() < 0.3, choice.random() < 0.7) for rows in lengths]
+    calls = [(rows, rng.random() < 0.3, rng.random() < 0.7) for rows in lengths]
     layout = AllReduceLayout.of(
         size, MAX_ROWS, HIDDEN, dtype, pushed_rows=PUSHED_ROWS, programs=programs
     )
-    ranks = run_ranks(size, layout.nbytes, exchange_all, layout, calls, dtype)
+    ranks = run_ranks(size, layout.nbytes, all_reduce_all, layout, calls, dtype)
     assert all(rank == ranks[0] for rank in ranks), "the ranks must have the same bits"
     tolerance = 1e-5 if dtype == torch.float32 else 3e-3
     for number, (rows, is_first, normed) in enumerate(calls):
@@ -89,16 +90,16 @@ def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, pro
             )
 
 
-def test_products_that_lie_elsewhere_are_refused() -> None:
+def test_partial_products_that_lie_elsewhere_are_rejected() -> None:
     layout = AllReduceLayout.of(2, 4, HIDDEN, torch.float32)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    exchange = AllReduce(
+    all_reduce = AllReduce(
         SymmetricBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2),
         layout,
         HIDDEN,
         torch.float32,
     )
     residual = torch.zeros(2, HIDDEN)
-    for partial in (torch.zeros(2, HIDDEN), exchange.partial[1:3], exchange.partial[:3]):
-        with pytest.raises(ValueError, match="beginning of the exchange"):
-            exchange.add(partial, residual, None, EPS)
+    for partial in (torch.zeros(2, HIDDEN), all_reduce.partial[1:3], all_reduce.partial[:3]):
+        with pytest.raises(ValueError, match=r"first rows of AllReduce\.partial"):
+            all_reduce.add(partial, residual, None, EPS)

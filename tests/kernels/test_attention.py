@@ -12,39 +12,49 @@ from cases import AttentionCase, attention, error, projected_attention, random_r
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
 
 
-def run(rows: list[tuple[int, int]], *shape: int, **options: object) -> float:
+def attention_error(rows: list[tuple[int, int]], *shape: int, **options: object) -> float:
     options = {"dtype": torch.float32, "device": "cpu", "config": SMALL, "programs": 5} | options
     return error(attention(AttentionCase(rows, *shape, **options)))
 
 
-def test_decodes_of_all_lengths_share_programs() -> None:
-    assert run([(1, 5), (1, 40), (1, 130), (1, 17), (1, 1)], 6, 2, 64, 16) < 1e-5
+def test_decodes_of_several_lengths_on_fewer_programs_than_tiles() -> None:
+    assert attention_error([(1, 5), (1, 40), (1, 130), (1, 17), (1, 1)], 6, 2, 64, 16) < 1e-5
 
 
 def test_one_long_row_is_split_over_all_programs() -> None:
-    assert run([(1, 300)], 4, 1, 64, 16, programs=16) < 1e-5
+    assert attention_error([(1, 300)], 4, 1, 64, 16, programs=16) < 1e-5
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
-def test_any_number_of_programs_gives_the_same(programs: int) -> None:
-    assert run([(1, 60), (1, 3), (1, 90)], 4, 2, 64, 16, programs=programs) < 1e-5
+def test_any_number_of_programs_matches_the_reference(programs: int) -> None:
+    assert attention_error([(1, 60), (1, 3), (1, 90)], 4, 2, 64, 16, programs=programs) < 1e-5
 
 
 def test_padding_rows_become_zeros() -> None:
-    assert run([(1, 0), (1, 33), (1, 0)], 4, 2, 64, 16) < 1e-5
+    case = AttentionCase(
+        [(1, 0), (1, 33), (1, 0)], 4, 2, 64, 16, torch.float32, "cpu", config=SMALL, programs=5
+    )
+    out, reference = attention(case)
+    assert not out[[0, 2]].any()
+    assert error((out, reference)) < 1e-5
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_mixed_batch(head_size: int) -> None:
-    assert run([(1, 33), (7, 33), (40, 40), (1, 2)], 3, 1, head_size, 16) < 1e-5
+    assert attention_error([(1, 33), (7, 33), (40, 40), (1, 2)], 3, 1, head_size, 16) < 1e-5
 
 
 def test_window_and_soft_cap() -> None:
-    assert run([(1, 130), (1, 9), (30, 70), (9, 9)], 4, 2, 64, 32, window=20, soft_cap=5.0) < 1e-5
+    assert (
+        attention_error([(1, 130), (1, 9), (30, 70), (9, 9)], 4, 2, 64, 32, window=20, soft_cap=5.0)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
-def test_decodes_that_norm_rotate_and_cache_by_themselves(normed: bool, rotary: int) -> None:
+def test_decodes_from_a_projection_apply_norm_and_rope_and_write_the_cache(
+    normed: bool, rotary: int
+) -> None:
     rows = [(1, 5), (1, 130), (1, 0), (1, 1), (1, 33), (1, 16), (1, 17)]
     for window, soft_cap, block_size in ((0, 0.0, 16), (20, 5.0, 32)):
         case = AttentionCase(
@@ -66,11 +76,14 @@ def test_decodes_that_norm_rotate_and_cache_by_themselves(normed: bool, rotary: 
 def test_tiles_smaller_and_larger_than_blocks() -> None:
     for block_size, tile in ((64, 16), (16, 64), (32, 32)):
         config = DecodeConfig(tile, 4, 2, 1, 1)
-        assert run([(1, 100), (1, 64), (20, 65)], 2, 2, 64, block_size, config=config) < 1e-5
+        assert (
+            attention_error([(1, 100), (1, 64), (20, 65)], 2, 2, 64, block_size, config=config)
+            < 1e-5
+        )
 
 
 def test_float16() -> None:
-    assert run([(1, 50), (20, 40)], 4, 2, 64, 16, dtype=torch.float16) < 1e-2
+    assert attention_error([(1, 50), (20, 40)], 4, 2, 64, 16, dtype=torch.float16) < 1e-2
 
 
 def test_random_batches() -> None:
@@ -78,7 +91,9 @@ def test_random_batches() -> None:
     for _ in range(3):
         rows = random_rows(4, 60, 20, rng)
         assert (
-            run(rows, 6, 2, 64, 16, programs=rng.randint(1, 9), window=rng.choice([0, 0, 13]))
+            attention_error(
+                rows, 6, 2, 64, 16, programs=rng.randint(1, 9), window=rng.choice([0, 0, 13])
+            )
             < 1e-5
         )
 
@@ -89,14 +104,14 @@ def test_plan_divides_the_work_evenly_whatever_the_lengths() -> None:
     lens = torch.tensor([32 * 1024] + [100] * 200, dtype=torch.int32)
     plan_decode(workspace, lens)
     total = 8 * (2048 + 200 * 7)
-    shares = workspace.plan[:, 3]
-    assert shares.sum() == total
-    assert shares.max() == -(-total // 64)
-    assert (shares[:-1] == shares.max()).all()
+    spans = workspace.plan[:, 3]
+    assert spans.sum() == total
+    assert spans.max() == -(-total // 64)
+    assert (spans[:-1] == spans.max()).all()
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_unsupported_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="head size"):
-        run([(1, 5)], 2, 1, 80, 16)
-    with pytest.raises(ValueError, match="share"):
-        run([(1, 5)], 3, 2, 64, 16)
+        attention_error([(1, 5)], 2, 1, 80, 16)
+    with pytest.raises(ValueError, match="no multiple"):
+        attention_error([(1, 5)], 3, 2, 64, 16)

@@ -33,12 +33,12 @@ def test_rows_become_inputs_and_the_rest_padding() -> None:
         assert torch.equal(getattr(ours, field.name), getattr(reference, field.name)), field.name
 
 
-def test_embedding_of_a_shard() -> None:
+def test_embedding_of_a_vocabulary_shard() -> None:
     weight, ids = torch.randn(10, 70), int32(3, 15, 7, 12, 2)
     assert torch.equal(embed(ids, weight, first=3), embed_reference(ids, weight, 3))
 
 
-def test_sampled_tokens_go_where_they_are_wanted() -> None:
+def test_sampled_tokens_are_appended_to_their_slots() -> None:
     tokens = torch.full((4, 10), 5, dtype=torch.int32)
     append_tokens(
         int32(9, -1, 8, 7), int32(3, 1, 2, 0), int32(1, 2, 3, 4), int32(1, 1, 0, 1), tokens

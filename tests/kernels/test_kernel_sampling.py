@@ -19,18 +19,18 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "CHUNK", 512)
 
 
-def test_uniforms_are_those_of_the_cpu() -> None:
+def test_uniforms_equal_those_of_the_cpu_bit_for_bit() -> None:
     assert uniforms_agree("cpu")
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_choices_follow_the_rules(rounded: bool) -> None:
+def test_sampled_tokens_follow_the_rules_of_the_cpu_sampler(rounded: bool) -> None:
     wrong, different = sample_and_judge(24, 1500, make_state(40, "cpu"), "cpu", rounded=rounded)
     assert wrong == 0
     assert different <= 1
 
 
-def test_broken_logits_choose_nothing_and_hurt_no_other_row() -> None:
+def test_rows_with_nan_or_infinite_logits_give_minus_one_and_affect_no_other_row() -> None:
     logits = torch.randn(6, 700)
     logits[0, 3] = float("nan")
     logits[1, 4] = float("inf")
@@ -49,10 +49,10 @@ def test_broken_logits_choose_nothing_and_hurt_no_other_row() -> None:
         assert min(tokens[4:]) >= 0
 
 
-def test_logprobs_and_the_likeliest_tokens() -> None:
-    logits, chosen = torch.randn(3, 1500), int32(1, 2, 1499)
-    ours = logprobs.token_logprobs(logits, chosen, int32(1, 0, 1), 20)
-    reference = logprobs.token_logprobs_reference(logits.double(), chosen, 20)
+def test_logprobs_of_sampled_and_of_the_most_likely_tokens() -> None:
+    logits, sampled = torch.randn(3, 1500), int32(1, 2, 1499)
+    ours = logprobs.token_logprobs(logits, sampled, int32(1, 0, 1), 20)
+    reference = logprobs.token_logprobs_reference(logits.double(), sampled, 20)
     for mine, theirs in zip(ours, reference, strict=True):
         torch.testing.assert_close(
             mine[[0, 2]].double(), theirs[[0, 2]].double(), rtol=0, atol=1e-5

@@ -1,4 +1,4 @@
-"""Norm, activation, rotation with KV write, and skinny products at tiny sizes."""
+"""Norm, activation, RoPE with KV write, and skinny linear layers at tiny sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_silu_mul() -> None:
 @pytest.mark.parametrize(
     ("heads", "head_size", "rotary"), [((6, 3), 64, 64), ((4, 1), 96, 96), ((5, 5), 64, 16)]
 )
-def test_rotation_and_kv_write(
+def test_qk_norm_rope_and_kv_write(
     heads: tuple[int, int], head_size: int, rotary: int, normed: bool
 ) -> None:
     for pair in qk_norm_rope(5, *heads, head_size, rotary, normed, torch.float32, "cpu"):
@@ -46,12 +46,12 @@ def test_skinny_linear(rows: int, gated: bool, normed: bool) -> None:
     )
 
 
-def test_skinny_linear_refuses_many_rows() -> None:
+def test_skinny_linear_rejects_more_than_16_rows() -> None:
     with pytest.raises(ValueError, match="x must be"):
         skinny_linear(torch.zeros(17, 8), torch.zeros(4, 8))
 
 
-def test_half_a_run_of_gate_rows_is_refused() -> None:
+def test_half_a_run_of_gate_rows_is_rejected() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         skinny_linear(torch.zeros(1, 8), torch.zeros(24, 8), gated=True)
     with pytest.raises(ValueError, match="multiple of 8"):

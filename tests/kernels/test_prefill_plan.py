@@ -1,4 +1,4 @@
-"""The list of a step's query tiles: every tile once, those that see most keys first."""
+"""The list of a step's query tiles: every tile once, by descending number of visible keys."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ def plan_of(rows: Rows, decodes: int, group: int, tile_rows: int) -> PrefillPlan
     return plan
 
 
-def seen(rows: Rows, row: int, tile: int, group: int, tile_rows: int) -> int:
-    """Returns how many keys the last token of a tile sees."""
+def visible_keys(rows: Rows, row: int, tile: int, group: int, tile_rows: int) -> int:
+    """Returns how many keys are visible to the last token of a tile."""
     tokens, keys = rows[row]
     return keys - tokens + min(((tile + 1) * tile_rows - 1) // group, tokens - 1) + 1
 
 
 @pytest.mark.parametrize(("group", "tile_rows"), [(1, 16), (3, 16), (4, 64), (2, 128)])
-def test_every_tile_once_in_falling_order_of_the_keys_it_sees(group: int, tile_rows: int) -> None:
+def test_every_tile_is_listed_once_in_descending_order_of_its_visible_keys(
+    group: int, tile_rows: int
+) -> None:
     rng = random.Random(group)
-    for _ in range(3):
+    for _ in range(3):  # random steps
         decodes = rng.randint(0, 5)
         rows = [(1, rng.randint(1, 900)) for _ in range(decodes)]
         rows += [
@@ -52,11 +54,11 @@ def test_every_tile_once_in_falling_order_of_the_keys_it_sees(group: int, tile_r
             for tile in range(-(-rows[row][0] * group // tile_rows))
         ]
         assert sorted(listed) == expected
-        keys = [seen(rows, *one, group, tile_rows) for one in listed]
+        keys = [visible_keys(rows, *one, group, tile_rows) for one in listed]
         assert keys == sorted(keys, reverse=True)
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_more_tiles_than_the_capacity_are_rejected() -> None:
     plan = PrefillPlan.empty(1, 64, 1, 64, torch.device("cpu"), hopper=False)
     with pytest.raises(ValueError, match="room for"):
         plan_prefill(

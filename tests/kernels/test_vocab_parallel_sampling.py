@@ -1,5 +1,5 @@
-"""Ranks that share the vocabulary choose the same token as one that has all of it: ranks are
-processes, peer memory is shared memory."""
+"""Vocabulary-parallel ranks sample the same tokens as one rank with all of the vocabulary: ranks
+are processes, symmetric memory is shared memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class GatheringGroup(ParallelGroup):
-    """Rank 0 of a group, which knows what the others would bring."""
+    """Rank 0 of a group that gathers results of the other ranks that the test has put into
+    `found`."""
 
     def __init__(self, size: int):
         super().__init__(0, size)
@@ -57,22 +58,22 @@ class GatheringGroup(ParallelGroup):
 def sample_all(
     peers: SymmetricBuffer, calls: list[Call], state: SamplingState, epoch: int = 0
 ) -> list[list[int]]:
-    """Chooses from a rank's columns of the logits of each call, at random moments; begins after
-    `epoch` exchanges of each row."""
+    """Samples from a rank's shard of the logits of each call, with random delays; begins after
+    `epoch` all-gathers of each row."""
     sampling.CHUNK = CHUNK
-    ll_buffers, choice = LLBuffers(peers), random.Random(peers.rank)
+    ll_buffers, rng = LLBuffers(peers), random.Random(peers.rank)
     ll_buffers.epochs.fill_(epoch)
     results = []
     for logits, slots, positions in calls:
         vocab_size = logits.shape[1]
         width = -(-vocab_size // peers.size)
-        # which nobody may read
+        # padding that must not be read
         padded = torch.nn.functional.pad(
             logits, (0, peers.size * width - vocab_size), value=math.inf
         )
         first = min(peers.rank * width, vocab_size)
         mine = padded[:, peers.rank * width :][:, :width][:, : vocab_size - first]
-        time.sleep(choice.choice([0, 0, 0.05]))
+        time.sleep(rng.choice([0, 0, 0.05]))
         results.append(
             sample_tokens(
                 mine, slots, positions, state, share=VocabShard(first, vocab_size, ll_buffers)
@@ -84,25 +85,25 @@ def sample_all(
 def sample_together(
     size: int, calls: list[Call], state: SamplingState, epoch: int = 0
 ) -> list[list[int]]:
-    """Returns what `size` ranks agree on."""
+    """Returns the tokens of each call, which must be the same on all of `size` ranks."""
     ranks = run_ranks(size, LLBuffers.nbytes(ROWS, size), sample_all, calls, state, epoch)
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]
 
 
 def make_call(vocab_size: int, slots: int, *, rounded: bool = False, rows: int = ROWS) -> Call:
-    """Returns random logits, of which many are equal if they are rounded, for random slots and
-    positions."""
+    """Returns random logits (with many equal ones if `rounded`), random slots and positions."""
     logits = torch.randn(rows, vocab_size) * 3
     if rounded:
         logits = logits.round()
-    draw = lambda high: torch.randint(0, high, (rows,), dtype=torch.int32)  # noqa: E731
-    return logits, draw(slots), draw(100_000)
+    return logits, *(
+        torch.randint(0, high, (rows,), dtype=torch.int32) for high in (slots, 100_000)
+    )
 
 
 def broken_call(slot: int) -> Call:
-    """Returns rows that hold NaN, infinity or nothing, in different shares, one with a single
-    token, and one that is sound."""
+    """Returns rows whose logits contain NaN or infinity in different shards, or are all minus
+    infinity, one row with a single finite logit, and one valid row."""
     logits, slots, positions = make_call(200, 1)
     logits[0, 198] = logits[1, 3] = math.nan
     logits[2, 100] = math.inf
@@ -111,7 +112,7 @@ def broken_call(slot: int) -> Call:
     return logits, slots + slot, positions
 
 
-def test_choices_are_those_of_one_rank() -> None:
+def test_sampled_tokens_are_those_of_one_rank() -> None:
     state = make_state(40, "cpu")
     calls = [make_call(400, 40, rounded=number % 2 == 0) for number in range(2)]
     different = 0
@@ -127,9 +128,9 @@ def test_choices_are_those_of_one_rank() -> None:
     assert different <= 1, "only the rounding of a sum may move top-p's border"
 
 
-def test_unequal_shares_and_broken_rows() -> None:
-    """Three ranks: padded shares, one of no token at all, and rows that choose nothing without a
-    rank waiting for it."""
+def test_padded_and_empty_shards_and_rows_without_a_token() -> None:
+    """Three ranks: shards with padding, an empty shard, and rows that give -1 on every rank without
+    one waiting for another forever."""
     kinds = [
         (0.0, 0, 1.0, 0.0),
         (1.0, 0, 1.0, 0.0),
@@ -149,8 +150,7 @@ def test_unequal_shares_and_broken_rows() -> None:
         assert tokens == sample_tokens(*call, state).tolist()
 
 
-def test_many_rounds_through_the_same_mailboxes() -> None:
-    """So many that the epochs wrap around."""
+def test_ll_buffers_are_reused_when_epochs_wrap_around() -> None:
     state = make_state(20, "cpu")
     calls = [make_call(30, 20, rows=rows) for rows in [1, 2, 1, 3] * 3]
     for tokens, call in zip(sample_together(2, calls, state, 2**31 - 8), calls, strict=True):
@@ -163,27 +163,27 @@ def test_many_rounds_through_the_same_mailboxes() -> None:
             )
 
 
-def test_more_rows_than_mailboxes_are_refused() -> None:
+def test_more_rows_than_ll_buffers_are_rejected() -> None:
     memory = torch.zeros(LLBuffers.nbytes(2, 2), dtype=torch.uint8)
     share = VocabShard(
         0, 20, LLBuffers(SymmetricBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2))
     )
-    with pytest.raises(ValueError, match="3 rows of logits, and ll_buffers for 2"):
+    with pytest.raises(ValueError, match="3 rows of logits, but LL buffers for 2"):
         sample_tokens(*make_call(10, 4, rows=3), make_state(4, "cpu"), share=share)
 
 
-def test_log_probabilities_of_shares_make_those_of_the_whole() -> None:
-    logits, chosen, wanted = (
+def test_merged_log_probabilities_of_shards_are_those_of_the_whole_vocabulary() -> None:
+    logits, sampled, requested = (
         torch.randn(4, 101),
         torch.tensor([0, 60, 100, -1]).int(),
         torch.tensor([1, 1, 1, 0]).int(),
     )
     logits[1, :60] = -math.inf
-    whole = logprobs.token_logprobs(logits, chosen, wanted, 20)
+    whole = logprobs.token_logprobs(logits, sampled, requested, 20)
     group = GatheringGroup(2)
     for rank, first in enumerate((0, 51)):
         group.found[rank] = logprobs.shard_logprobs(
-            logits[:, first : first + 51], chosen, wanted, 20, first
+            logits[:, first : first + 51], sampled, requested, 20, first
         )
     merged = merge_logprobs(Vocabulary(101, group), group.found[0], 20)
     assert torch.equal(merged[1], whole[1])
@@ -203,7 +203,7 @@ def test_biases_of_other_ranks_tokens_are_skipped() -> None:
 
 @pytest.mark.parametrize("rows", [2, SKINNY_ROWS + 1])
 @torch.inference_mode()
-def test_each_rank_scores_its_own_tokens(rows: int, tmp_path: Path) -> None:
+def test_each_rank_computes_the_logits_of_its_shard(rows: int, tmp_path: Path) -> None:
     tiny_model(
         "llama", tmp_path, vocab_size=101, head_dim=64, num_attention_heads=4, hidden_size=64
     )

@@ -1,5 +1,4 @@
-"""What the compiler makes of decode attention for Hopper, without a GPU. This file runs outside the
-interpreter's process."""
+"""The decode attention kernel as compiled for Hopper, without a GPU: how many barriers it takes."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ TYPES = {
 
 
 def barriers(group: int, *, projected: bool) -> int:
-    """Returns how many barriers the kernel has that `launch_decode` launches for Qwen3's heads in
-    bf16, the merge's included."""
+    """Returns the number of barriers in the kernel that `launch_decode` launches for Qwen3's heads
+    in bf16, those of the merge included."""
     config, names = decode_config(HEAD_SIZE, 2), _decode_kernel.arg_names
     constants = {
         "KV_HEADS": KV_HEADS, "GROUP": group, "GROUP_PAD": group, "ROWS": 16,
@@ -59,8 +58,8 @@ def barriers(group: int, *, projected: bool) -> int:
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_a_row_begins_with_few_barriers(group: int) -> None:
-    """Norm, rotation and the newest key take them only where layouts must change: 49 when every
-    tensor there had a layout of its own."""
+def test_norm_and_rope_in_the_kernel_take_few_barriers(group: int) -> None:
+    """Barriers are needed only where layouts are converted: there were 49 when every tensor had a
+    layout of its own."""
     extra = barriers(group, projected=True) - barriers(group, projected=False)
     assert 0 < extra <= 12

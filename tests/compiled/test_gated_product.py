@@ -1,8 +1,7 @@
-"""The order of the gated weight, and that every configuration of its kernel compiles for Hopper
-without spilling registers.
+"""The gated product's kernel: every configuration compiles for Hopper without spilling registers,
+and the order of its weight.
 
-Gluon has no interpreter; what the kernel computes is tested on a GPU. This file runs outside the
-interpreter's process.
+Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_kernels.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # of a thread block
-# the registers are full of sums
+# the accumulators of the widest tile fill the registers
 FULLEST = [(config, "fp16", False) for config in TILE_TIMES if config.tokens == 256]
 
 
@@ -77,8 +76,8 @@ def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Returns what a thread of a compiled kernel uses, by the names of `cuobjdump`: STACK is where
-    registers are spilled to."""
+    """Returns the resources of a compiled kernel by the names of `cuobjdump`, for instance REG,
+    registers a thread, and STACK, bytes to which registers are spilled."""
     (folder / "cubin").write_bytes(cubin)
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -89,7 +88,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("config", "dtype", "pdl"), [(config, "bf16", True) for config in TILE_TIMES] + FULLEST
 )
-def test_every_configuration_compiles_and_keeps_its_registers(
+def test_every_configuration_compiles_without_spilling_registers(
     config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path
 ) -> None:
     kernel = compile_kernel(config, dtype, pdl)
@@ -104,8 +103,7 @@ def test_every_configuration_compiles_and_keeps_its_registers(
 
 
 def test_silu_mul_reads_and_writes_sixteen_bytes_at_a_time() -> None:
-    """Runs of gate columns are no longer than that: the compiler has to see that they are as
-    long."""
+    """A run of gate columns is 16 bytes long: the compiler has to see that it is contiguous."""
     names = _silu_mul_kernel.arg_names
     constants = {"BLOCK": BLOCK, "RUN": GATE_RUN, "PDL": False}
     signature = {
@@ -129,20 +127,20 @@ def test_silu_mul_reads_and_writes_sixteen_bytes_at_a_time() -> None:
     ]
 
 
-def test_interleaved_rows_and_back() -> None:
+def test_interleaving_alternates_runs_of_gate_and_up_and_can_be_undone() -> None:
     weight = torch.arange(48 * 3).view(48, 3)
-    turned = interleave(weight)
+    interleaved = interleave(weight)
     for n in range(24):
-        assert torch.equal(turned[16 * (n // 8) + n % 8], weight[n])
-        assert torch.equal(turned[16 * (n // 8) + n % 8 + 8], weight[24 + n])
-    assert torch.equal(separate(turned), weight)
+        assert torch.equal(interleaved[16 * (n // 8) + n % 8], weight[n])
+        assert torch.equal(interleaved[16 * (n // 8) + n % 8 + 8], weight[24 + n])
+    assert torch.equal(separate(interleaved), weight)
     bias = torch.arange(32)
     assert torch.equal(interleave(bias), interleave(bias[:, None])[:, 0])
     with pytest.raises(ValueError, match="multiple of 8"):
         interleave(torch.zeros(24, 3))
 
 
-def test_the_reference_is_the_layer_as_usually_written() -> None:
+def test_the_reference_is_silu_of_gate_times_up() -> None:
     x, weight = torch.randn(5, 20, dtype=torch.float64), torch.randn(48, 20, dtype=torch.float64)
     gate, up = (x @ weight.T).chunk(2, dim=-1)
     torch.testing.assert_close(
@@ -150,9 +148,9 @@ def test_the_reference_is_the_layer_as_usually_written() -> None:
     )
 
 
-def test_the_table_fills_the_multiprocessors() -> None:
-    """As measured: the largest tile for 256 rows of Qwen3-8B and for large steps; narrow weights
-    take tiles that more programs share."""
+def test_configurations_by_number_of_rows_and_width_of_the_weight() -> None:
+    """As measured: the largest tile for 256 rows of Qwen3-8B and for large steps; a narrow weight
+    takes smaller tiles, which occupy more multiprocessors."""
     assert [gated_config(rows, 12288, 132).tokens for rows in (64, 128, 192, 256, 512, 8192)] == [
         64,
         128,
@@ -170,7 +168,7 @@ def test_the_table_fills_the_multiprocessors() -> None:
     ]
 
 
-def test_a_cpu_is_not_served() -> None:
+def test_tensors_on_a_cpu_are_rejected() -> None:
     x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
     assert not supports(x, weight)
     with pytest.raises(ValueError, match="x must be"):
