@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation n times. Without `max_tokens`, an answer may be as long as fits."""
+    """Answers a conversation n times.
+
+    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
+    """
     frontend = request.app[FRONTEND]
     body = await read_body(request, ChatRequest)
     deadline_of(request).shorten(body.timeout_s)
@@ -37,7 +40,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
-    params = frontend.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
+    params = frontend.defaults.sampling_params(**body.sampling_fields())
     prompt = await frontend.encode_chat(
         [message.for_template() for message in body.messages], **template_options(body)
     )

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import Delta
 
-#: OpenAI's default of `max_tokens` for completions.
+#: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
+#: has one.
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -37,10 +38,11 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
         for p in prompts
     ]
-    room = max(1, frontend.max_model_len - max(map(len, ids)))
-    params = frontend.defaults.sampling_params(
-        **({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields())
-    )
+    fields = body.sampling_fields()
+    if "max_tokens" not in fields and frontend.defaults.max_tokens is None:
+        room = max(1, frontend.max_model_len - max(map(len, ids)))
+        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, room)
+    params = frontend.defaults.sampling_params(**fields)
     echoes = [await _text_of(frontend, p) for p in prompts] if body.echo else [""] * len(prompts)
     envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
     async with submitted(

@@ -159,7 +159,9 @@ class Frontend:
             else resolve_model(ModelConfig(path=model.tokenizer, load_format="dummy"))
         )
         self.tokenizer = Tokenizer.load(tokenizer_folder, model.chat_template)
-        self.defaults = GenerationDefaults.load(folder, self.tokenizer)
+        self.defaults = GenerationDefaults.load(
+            folder, self.tokenizer, self.config.sampling.given()
+        )
         self.vocab_size = load_model_config(
             folder, trust_remote_code=model.trust_remote_code
         ).vocab_size
@@ -334,7 +336,10 @@ class Frontend:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        wanted = room if params.max_tokens is None else params.max_tokens
+        wanted = params.max_tokens
+        if wanted is None:  # a default must not refuse a request that did not ask for it
+            default = self.defaults.max_tokens
+            wanted = room if default is None else min(room, max(default, params.min_tokens))
         if wanted > room:
             raise RequestError(
                 f"max_tokens is {wanted}, but beside the prompt's {prompt_len} tokens only {room} "
