@@ -27,6 +27,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
     """
     frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     deadline_of(request).shorten(body.timeout_s)
     request.app[ADMISSION].check(1)  # before it is encoded: refusing is to be cheap

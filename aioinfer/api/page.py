@@ -90,15 +90,22 @@ def _file_handler(
 
 
 async def show_info(request: web.Request) -> web.Response:
-    """Tells whether the model can chat (`chat`), how long a request may be, and which sampling
-    settings count when none are given."""
+    """Returns what the chat needs to know.
+
+    `tokenizer`: whether texts can be sent at all; `chat`: whether the model has a chat template;
+    `max_model_len`: tokens of a request; `defaults`: the sampling parameters of a request that
+    brings none, `max_tokens` null where it depends on the endpoint.
+    """
     frontend = request.app[FRONTEND]
-    params = frontend.defaults.sampling_params()
+    defaults = frontend.defaults
+    params = defaults.sampling_params()
+    values = {name: getattr(params, name) for name in _SETTINGS}
     return json_response(
         {
-            "chat": frontend.tokenizer.has_chat_template,
+            "tokenizer": frontend.tokenizer is not None,
+            "chat": frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
             "max_model_len": frontend.max_model_len,
-            "defaults": {name: getattr(params, name) for name in _SETTINGS},
+            "defaults": values | {"max_tokens": defaults.max_tokens},
         }
     )
 
