@@ -27,7 +27,7 @@ export function drawCells(canvas, used, total) {
   const columnsOf = (cell) => Math.floor((width + gap) / (cell + gap));
   while (size > 3 && Math.ceil(total / columnsOf(size)) * (size + gap) - gap > height) size--;
   if (size <= 3) {
-    drawShares(canvas, [["used", used], ["free", total - used]]);
+    drawBar(canvas, [["used", used], ["free", total - used]]);
     return;
   }
   const columns = columnsOf(size);
@@ -42,16 +42,16 @@ export function drawCells(canvas, used, total) {
   }
 }
 
-/** Draws shares of a whole, `[[colour, number], ...]`, side by side. */
-export function drawShares(canvas, shares) {
+/** Draws the parts of a whole, `[[colour, number], ...]`, side by side. */
+export function drawBar(canvas, parts) {
   const [context, width, height] = fit(canvas);
-  const total = shares.reduce((sum, [, number]) => sum + number, 0) || 1;
+  const total = parts.reduce((sum, [, number]) => sum + number, 0) || 1;
   let x = 0;
-  for (const [name, number] of shares) {
-    const share = number ? Math.max(1, (width * number) / total) : 0; // what is there can be seen
+  for (const [name, number] of parts) {
+    const long = number ? Math.max(1, (width * number) / total) : 0; // what is there can be seen
     context.fillStyle = colour(name);
-    context.fillRect(x, 0, share, height);
-    x += share;
+    context.fillRect(x, 0, long, height);
+    x += long;
   }
 }
 

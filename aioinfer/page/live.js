@@ -1,6 +1,6 @@
 // The live view of the engines: one stream of events, open only while the page can be seen, and the charts of what it tells.
 
-import { drawCells, drawColumns, drawShares, drawSparkline } from "./charts.js";
+import { drawCells, drawColumns, drawBar, drawSparkline } from "./charts.js";
 import { readEvents, request } from "./api.js";
 
 const SPAN_MS = 120_000; // of the sparklines
@@ -151,7 +151,7 @@ class EngineView {
     this.#write("blocks-used", whole.format(state.blocks_used));
     this.#write("blocks-cached", whole.format(state.blocks_cached));
     this.#write("blocks-free", whole.format(free));
-    drawShares(this.#charts.blocks, [["used", state.blocks_used], ["cached", state.blocks_cached], ["free", free]]);
+    drawBar(this.#charts.blocks, [["used", state.blocks_used], ["cached", state.blocks_cached], ["free", free]]);
     this.#charts.blocks.ariaLabel = `${state.blocks_used} blocks used, ${state.blocks_cached} cached, ${free} free`;
     this.#write("prefix", state.prefix_queried ? percent.format(state.prefix_hit / state.prefix_queried) : "–");
   }
