@@ -1,5 +1,6 @@
-// The chat: a conversation, the settings of its requests, and each answer as it streams in. Answers are shown as Markdown;
-// what the user writes, and what a model without a chat template writes, as it is.
+// The chat: a conversation, the settings of its requests, and each answer as it streams in. Answers
+// are shown as Markdown; what the user writes, and what a model without a chat template writes, as
+// it is.
 
 import { ApiError, readEvents, request } from "./api.js";
 import { MarkdownView, element } from "./markdown.js";
@@ -7,7 +8,8 @@ import { MarkdownView, element } from "./markdown.js";
 const SCROLL_SLACK = 40; // px from the end of the log within which it follows new text
 const NO_TEMPLATE = "This model has no chat template: it continues whatever text you give it.";
 const NO_TOKENIZER =
-  "This server runs without a tokenizer (model.skip_tokenizer): /v1/completions takes and returns token ids, and there is no chat.";
+  "This server runs without a tokenizer (model.skip_tokenizer): " +
+  "/v1/completions takes and returns token ids, and there is no chat.";
 
 const $ = (id) => document.getElementById(id);
 
@@ -78,10 +80,15 @@ export class Chat {
     const without = info.chat ? "what fits" : "16"; // as OpenAI's API has it
     $("composer").elements.max_tokens.placeholder = info.defaults.max_tokens ?? without;
     $("prompt").placeholder = info.chat ? "Message" : "Text to continue";
-    $("hint").textContent = info.chat ? "Ask something." : info.tokenizer === false ? NO_TOKENIZER : NO_TEMPLATE;
+    $("hint").textContent = info.chat
+      ? "Ask something."
+      : info.tokenizer === false
+        ? NO_TOKENIZER
+        : NO_TEMPLATE;
     if (info.tokenizer === false) return;
     $("prompt").disabled = $("send").disabled = false;
-    if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus(); // a phone would open its keyboard
+    // a phone would open its keyboard
+    if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
   }
 
   // ---------------------------------------------------------------- settings
@@ -95,7 +102,10 @@ export class Chat {
     $("num-set").textContent = set ? `${set} set` : "";
   }
 
-  /** Returns the settings that were made, as fields of a request; what is left empty is up to the model. */
+  /**
+   * Returns the settings that were made, as fields of a request; what is left empty is up to the
+   * model.
+   */
   #settings() {
     const body = {};
     for (const field of this.#fields()) {
@@ -107,11 +117,19 @@ export class Chat {
   }
 
   #request(prompt) {
-    const body = { model: $("model").value, stream: true, stream_options: { include_usage: true }, ...this.#settings() };
+    const body = {
+      model: $("model").value,
+      stream: true,
+      stream_options: { include_usage: true },
+      ...this.#settings(),
+    };
     if (!this.#info.chat) return ["/v1/completions", { ...body, prompt }];
     const system = $("system").value.trim();
     const first = system ? [{ role: "system", content: system }] : [];
-    return ["/v1/chat/completions", { ...body, messages: [...first, ...this.#messages, { role: "user", content: prompt }] }];
+    return [
+      "/v1/chat/completions",
+      { ...body, messages: [...first, ...this.#messages, { role: "user", content: prompt }] },
+    ];
   }
 
   // ---------------------------------------------------------------- turns
@@ -139,7 +157,8 @@ export class Chat {
     this.#answer = answer;
     $("hint").hidden = true;
     $("log").append(answer.turn);
-    $("log").setAttribute("aria-busy", "true"); // or a screen reader would read every token by itself
+    // or a screen reader would read every token by itself
+    $("log").setAttribute("aria-busy", "true");
     $("log").scrollTop = $("log").scrollHeight;
     $("prompt").value = "";
     $("send").hidden = true;
@@ -155,9 +174,13 @@ export class Chat {
     $("halt").hidden = true;
     if (stopHadFocus) $("prompt").focus();
     if (answer.text) {
-      this.#messages.push({ role: "user", content: answer.prompt }, { role: "assistant", content: answer.text });
+      this.#messages.push(
+        { role: "user", content: answer.prompt },
+        { role: "assistant", content: answer.text },
+      );
     } else if (!$("prompt").value) {
-      $("prompt").value = answer.prompt; // nothing came of it: it is not part of the conversation, and can be sent again
+      // nothing came of it: it is not part of the conversation, and can be sent again
+      $("prompt").value = answer.prompt;
     }
   }
 
@@ -244,7 +267,11 @@ class Answer {
   fail(error) {
     this.#reason = "error";
     this.turn.classList.toggle("failed", !this.text);
-    const failure = element("p", "failure", error.status ? `${error.status}: ${error.message}` : error.message);
+    const failure = element(
+      "p",
+      "failure",
+      error.status ? `${error.status}: ${error.message}` : error.message,
+    );
     failure.setAttribute("role", "alert");
     this.turn.append(failure);
   }

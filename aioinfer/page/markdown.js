@@ -1,18 +1,38 @@
-// Markdown as DOM nodes. The vendored parser makes tokens, of which only the elements listed here are made, and text
-// only ever becomes text nodes: no string is ever read as HTML, so a model's output cannot bring elements, attributes
-// or scripts of its own.
+// Markdown as DOM nodes. The vendored parser makes tokens, of which only the elements listed here
+// are made, and text only ever becomes text nodes: no string is ever read as HTML, so a model's
+// output cannot bring elements, attributes or scripts of its own.
 
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 /** The element for each tag of the parser; the page's own headings end at level 2. */
 const ELEMENTS = {
-  p: "p", h1: "h3", h2: "h4", h3: "h5", h4: "h6", h5: "h6", h6: "h6", blockquote: "blockquote", hr: "hr", br: "br",
-  ul: "ul", ol: "ol", li: "li", strong: "strong", em: "em", s: "s",
-  table: "table", thead: "thead", tbody: "tbody", tr: "tr", th: "th", td: "td",
+  p: "p",
+  h1: "h3",
+  h2: "h4",
+  h3: "h5",
+  h4: "h6",
+  h5: "h6",
+  h6: "h6",
+  blockquote: "blockquote",
+  hr: "hr",
+  br: "br",
+  ul: "ul",
+  ol: "ol",
+  li: "li",
+  strong: "strong",
+  em: "em",
+  s: "s",
+  table: "table",
+  thead: "thead",
+  tbody: "tbody",
+  tr: "tr",
+  th: "th",
+  td: "td",
 };
 const PROTOCOLS = ["http:", "https:", "mailto:"]; // of links
 const COPIED_MS = 1500; // how long a button says that it has copied
-const PAUSE = 4; // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
+// times the duration of a rendering, before the next one: at most a fifth of the time goes into it
+const PAUSE = 4;
 
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
@@ -28,9 +48,10 @@ export function element(tag, className, text = "") {
 /**
  * Shows a Markdown text that grows.
  *
- * Text that is appended is rendered in the next animation frame, with all that came meanwhile. Blocks (paragraphs,
- * lists, ...) that no further text can change are final: they are parsed once and their nodes stay. Only what follows
- * them is rendered again, and the longer that takes, the longer is the pause before the next rendering.
+ * Text that is appended is rendered in the next animation frame, with all that came meanwhile.
+ * Blocks (paragraphs, lists, ...) that no further text can change are final: they are parsed once
+ * and their nodes stay. Only what follows them is rendered again, and the longer that takes, the
+ * longer is the pause before the next rendering.
  */
 export class MarkdownView {
   text = "";
@@ -43,7 +64,10 @@ export class MarkdownView {
   #frame = 0;
   #pause = 0;
 
-  /** Renders into `container`. `around(render)` is called to render, for what has to be done before and after. */
+  /**
+   * Renders into `container`. `around(render)` is called to render, for what has to be done before
+   * and after.
+   */
   constructor(container, around = (render) => render()) {
     this.#container = container;
     this.#around = around;
@@ -70,28 +94,40 @@ export class MarkdownView {
     this.#pause = PAUSE * (performance.now() - begin);
   }
 
-  /** Renders the text once it is complete: a link definition now counts for what stands before it, too. */
+  /**
+   * Renders the text once it is complete: a link definition now counts for what stands before it,
+   * too.
+   */
   finish() {
     this.render();
     if (!this.text.includes("]:")) return;
     const { blocks, references } = parse(this.text.replace(/\r\n?/g, "\n"));
     if (!Object.keys(references).length) return;
-    this.#around(() => this.#container.replaceChildren(...blocks.map((block) => build(block.tokens))));
+    this.#around(() =>
+      this.#container.replaceChildren(...blocks.map((block) => build(block.tokens))),
+    );
   }
 
   #update() {
-    this.#rest = this.#rest.replace(/\r\n|\r(?!$)/g, "\n"); // a CR at the end may be half of a line break
+    // a CR at the end may be half of a line break
+    this.#rest = this.#rest.replace(/\r\n|\r(?!$)/g, "\n");
     const { blocks } = parse(this.#rest, this.#references);
-    const shown = blocks.map((block, index) => replace(this.#nodes[index], build(block.tokens), this.#container));
+    const shown = blocks.map((block, index) =>
+      replace(this.#nodes[index], build(block.tokens), this.#container),
+    );
     this.#nodes.slice(blocks.length).forEach((node) => node.remove());
     this.#nodes = shown;
     this.#settle(blocks);
   }
 
-  /** Makes all blocks final but the last: the first line of the block that follows shows that a block has ended. */
+  /**
+   * Makes all blocks final but the last: the first line of the block that follows shows that a
+   * block has ended.
+   */
   #settle(blocks) {
     let last = blocks.length - 1;
-    if (last > 0 && !this.#rest.includes("\n", blocks[last].start)) last--; // "2" may yet become "2. item"
+    // "2" may yet become "2. item"
+    if (last > 0 && !this.#rest.includes("\n", blocks[last].start)) last--;
     if (last < 1) return;
     const text = this.#rest.slice(0, blocks[last].start);
     if (text.includes("]:")) this.#references = parse(text, this.#references).references;
@@ -100,7 +136,10 @@ export class MarkdownView {
   }
 }
 
-/** Returns the blocks of a text, `[{ start, tokens }]` (`start`: where the block's first line begins), and its link definitions. */
+/**
+ * Returns the blocks of a text, `[{ start, tokens }]` (`start`: where the block's first line
+ * begins), and its link definitions.
+ */
 function parse(text, known = {}) {
   const references = { ...known };
   const blocks = [];
@@ -116,7 +155,10 @@ function parse(text, known = {}) {
   return { blocks, references };
 }
 
-/** Puts `fresh` into the place of `old`, or at the end if there is none; returns the node that is there then. */
+/**
+ * Puts `fresh` into the place of `old`, or at the end if there is none; returns the node that is
+ * there then.
+ */
 function replace(old, fresh, container) {
   if (!old) container.append(fresh);
   else if (old.isEqualNode(fresh) || extendCode(old, fresh)) return old;
@@ -124,11 +166,15 @@ function replace(old, fresh, container) {
   return fresh;
 }
 
-/** Appends what `fresh` has more of the same code than `old`, so that a selection and the focus stay. Returns whether it could. */
+/**
+ * Appends what `fresh` has more of the same code than `old`, so that a selection and the focus
+ * stay. Returns whether it could.
+ */
 function extendCode(old, fresh) {
   if (old.className !== "code" || fresh.className !== "code") return false;
   const [text, more] = [old, fresh].map((block) => block.querySelector("code").firstChild);
-  const sameKind = old.querySelector(".language").textContent === fresh.querySelector(".language").textContent;
+  const sameKind =
+    old.querySelector(".language").textContent === fresh.querySelector(".language").textContent;
   if (!sameKind || !text || !more?.data.startsWith(text.data)) return false;
   text.appendData(more.data.slice(text.length));
   return true;
@@ -179,7 +225,9 @@ function appendLeaf(parent, token) {
       return parent.append(codeBlock(token.content, token.info.trim().split(/\s/)[0]));
     case "image": {
       // never loaded: whoever reads decides whether to follow it
-      const made = parent.closest?.("a") ? document.createElement("span") : link(token.attrGet("src"));
+      const made = parent.closest?.("a")
+        ? document.createElement("span")
+        : link(token.attrGet("src"));
       made.append(token.content || "image");
       return parent.append(made);
     }
@@ -188,9 +236,13 @@ function appendLeaf(parent, token) {
   }
 }
 
-/** Makes a link that opens beside the page, or a span where the address is of no kind that is allowed. */
+/**
+ * Makes a link that opens beside the page, or a span where the address is of no kind that is
+ * allowed.
+ */
 function link(address) {
-  if (!PROTOCOLS.includes(URL.canParse(address) && new URL(address).protocol)) return document.createElement("span");
+  if (!PROTOCOLS.includes(URL.canParse(address) && new URL(address).protocol))
+    return document.createElement("span");
   const made = document.createElement("a");
   made.href = made.title = address;
   made.target = "_blank";
@@ -218,7 +270,8 @@ async function copy(button, code) {
     await navigator.clipboard.writeText(code.textContent);
     button.textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren(code); // without HTTPS browsers have no clipboard for pages: one key is left to press
+    // without HTTPS browsers have no clipboard for pages: one key is left to press
+    getSelection().selectAllChildren(code);
     button.textContent = "Selected";
   }
   setTimeout(() => (button.textContent = "Copy"), COPIED_MS);

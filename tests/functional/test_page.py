@@ -133,8 +133,8 @@ async def test_it_loads_by_itself(page: Page, url: str) -> None:
         "the style sheet has been taken"
     )
     assert await page.run("document.activeElement.id") == "prompt"
-    unlabelled = "[...document.querySelectorAll('input, textarea, select')].filter((f) => !f.labels.length).length"
-    assert await page.run(unlabelled) == 0
+    fields = "[...document.querySelectorAll('input, textarea, select')]"
+    assert await page.run(f"{fields}.filter((field) => !field.labels.length).length") == 0
     assert await page.run("[...document.querySelectorAll('[role=img]')].every((c) => c.ariaLabel)")
 
 
@@ -397,16 +397,18 @@ async def test_hostile_output_is_neutralised(page: Page, hostile: str) -> None:
 
 
 async def test_the_browser_itself_takes_no_string_as_html(page: Page) -> None:
-    script = "try { document.querySelector('#hint').innerHTML = '<b>x</b>'; 'taken' } catch (error) { error.name }"
+    attempt = "document.querySelector('#hint').innerHTML = '<b>x</b>'"
+    script = f"try {{ {attempt}; 'taken' }} catch (error) {{ error.name }}"
     assert await page.run(script) == "TypeError"
     assert "TrustedHTML" in await page.errors.get()
 
 
 async def test_a_code_block_can_be_copied(page: Page, url: str) -> None:
-    await page.send("Browser.grantPermissions", origin=url, permissions=["clipboardReadWrite"])
+    permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+    await page.send("Browser.grantPermissions", origin=url, permissions=permissions)
     await answer_with(page, "```\nfirst\n```\n\ntext\n\n```sh\necho 'a'  \\\n  b\n```")
     buttons = "document.querySelectorAll('.answer .copy')"
-    await page.run(f"{buttons}[1].click()")
+    await page.click(f"{buttons}[1]")
     await page.until(f"{buttons}[1].textContent === 'Copied'")
     assert await page.run("navigator.clipboard.readText()") == "echo 'a'  \\\n  b\n"
     await page.until(f"{buttons}[1].textContent === 'Copy'")
@@ -427,8 +429,8 @@ TEXTS = [
     "1. a\n\n2. b\n\n   more of b\n3. c\n\nno list\n\n- x\n  - y\n\n    z\n- w\n* other\n",
     "```py\nx = 1\n\n# no title\n```\n\n~~~\nopen\n```\n\nstill code\n\n    indented",
     "    code\n\n    more\n\ntext\n\n> quote\nlazy\n>\n> - in it\n\nafter\n***\n---\n",
-    "before\n| a | b |\n|---|---|\n| 1 | `2` |\n| 3\n\nafter **bold\nacross** lines\\\nhard  \nbreak",
-    "[late] and [early]\n\n[early]: https://example.org/e\n\n[late]: https://example.org/l 'T'\n\nend",
+    "before\n| a | b |\n|---|---|\n| 1 | `2` |\n| 3\n\nafter **bold\nacross** it\\\nhard  \nbreak",
+    "[late] and [early]\n\n[early]: https://example.org/e\n\n[late]: https://example.org/l 'T'\n",
     "windows\r\nlines\r\n\r\n- a\r\n- b\r\n\r\nold\rmac\r\rend",
     "\n\n  \n\nspace\t\n\n\u00a0nbsp\n\n😀 *ünïcödé* 你好\n\n\\*no em\\* &amp; &copy; &nope;",
     "- [ ] todo\n- [x] done\n\n2) two\n3) three\n\n![image](https://example.org/i.png)\n\n<b>x</b>",
@@ -463,8 +465,10 @@ async def test_what_is_final_is_rendered_once_and_a_frame_renders_all_that_came(
         const node = document.createElement("div");
         let renderings = 0;
         const view = new MarkdownView(node, (render) => { renderings++; render(); });
-        const frame = () => new Promise((wake) => setTimeout(() => requestAnimationFrame(wake), 300));
-        for (const character of "# Title\\n\\nfirst *paragraph*\\n\\n```\\ncode\\n") view.append(character);
+        const frame = () =>
+            new Promise((wake) => setTimeout(() => requestAnimationFrame(wake), 300));
+        const text = "# Title\\n\\nfirst *paragraph*\\n\\n```\\ncode\\n";
+        for (const character of text) view.append(character);
         const before = [renderings, node.childNodes.length];
         await frame();
         const nodes = [...node.childNodes];
@@ -506,12 +510,16 @@ async def test_rendering_a_long_answer_takes_a_bounded_fraction_of_the_time(page
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 async def test_events_are_read_across_the_borders_of_chunks(page: Page, size: int) -> None:
-    text = ": comment\r\n\r\ndata: größer\r\ndata: 你好 😀\r\n\r\nevent: x\nid: 1\ndata:[1]\n\ndata: a\rdata: b\r\rdata: unfinished"
+    text = (
+        ": comment\r\n\r\ndata: größer\r\ndata: 你好 😀\r\n\r\nevent: x\nid: 1\ndata:[1]\n\n"
+        "data: a\rdata: b\r\rdata: unfinished"
+    )
     script = """async (text, size) => {
         const { readEvents } = await import("/page/api.js");
         const bytes = new TextEncoder().encode(text);
         const stream = new ReadableStream({ start(controller) {
-            for (let at = 0; at < bytes.length; at += size) controller.enqueue(bytes.slice(at, at + size));
+            for (let at = 0; at < bytes.length; at += size)
+                controller.enqueue(bytes.slice(at, at + size));
             controller.close();
         } });
         return await Array.fromAsync(readEvents(stream));
@@ -561,7 +569,8 @@ async def test_a_model_without_a_chat_template(page: Page, url: str) -> None:
     for text in ("The capital of France is", "Once upon"):
         await say(page, text)
         await page.until(
-            f"{IDLE} && [...document.querySelectorAll('.turn')].at(-1)?.textContent.includes('{text}') && {LAST_TEXT}"
+            f"{IDLE} && {LAST_TEXT} && "
+            f"[...document.querySelectorAll('.turn')].at(-1).textContent.includes('{text}')"
         )
     assert [body["prompt"] for body in posted(page, "/v1/completions")] == [
         "The capital of France is",
@@ -633,8 +642,8 @@ async def test_each_engine_has_its_panel(browser: Page) -> None:
             "[...document.querySelectorAll('.engine "
             "[data-value=running]')].map((d) => d.textContent).join() === '2,1'"
         )
-        steps = "[...document.querySelectorAll('.engine [data-value=readout]')].every((p) => p.textContent.startsWith('Mean of'))"
-        await browser.until(steps)
+        readouts = "[...document.querySelectorAll('.engine [data-value=readout]')]"
+        await browser.until(f"{readouts}.every((p) => p.textContent.startsWith('Mean of'))")
     finally:
         await browser.open("about:blank")
         await server.close()
