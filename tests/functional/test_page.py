@@ -165,6 +165,20 @@ async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str
     )
 
 
+async def test_the_demo_answers_well_with_its_own_settings(page: Page) -> None:
+    field = "document.querySelector('#composer').elements.temperature.placeholder"
+    assert await page.run(field) == "0.2"
+    for question, answer in (
+        ("What is the capital of France?", "Paris"),
+        ("What is the chemical symbol for water?", "H2O"),
+        ("How many days are there in a week?", "7"),
+    ):
+        await say(page, question)
+        await page.until(f"{IDLE} && document.querySelector('.figures')")
+        assert answer in await page.run(LAST_TEXT)
+        await page.run("document.querySelector('#clear').click()")
+
+
 @pytest.mark.parametrize("by", ["button", "key"])
 async def test_stop(page: Page, url: str, by: str) -> None:
     await say(page, "Tell me a very long story about the sea and the people who live by it.")
