@@ -1,14 +1,15 @@
-"""The configuration: frozen dataclasses read from one TOML file; every key is documented here,
-once.
+"""The configuration: frozen dataclasses read from one TOML file.
 
-`load_config` is the only way in. An unknown key or a wrong type raises `ConfigError`, which names
-the nearest right key; `describe_keys` lists all of them for `python -m aioinfer --keys` and for
-`docs/configuration.md`. Nothing is read from environment variables.
+Every key is declared once, with its documentation and its bounds. `load_config` reads and checks
+a file: an unknown key, a wrong type or a value out of bounds raises `ConfigError`, which names the
+key (for an unknown one, the nearest that exists). `describe_keys` lists all keys for `--keys` and
+for `docs/configuration.md`. Nothing is read from environment variables.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -17,15 +18,29 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, RequestError
+from aioinfer.sampling_params import SamplingParams
 
 
-def key(doc: str, default: Any = MISSING, *, secret: bool = False) -> Any:
-    """Declares one key of a section with its documentation; without a default it must be given.
+def key(
+    doc: str,
+    default: Any = MISSING,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """Declares a key of a section.
 
-    A secret one's value is never shown.
+    Args:
+        doc: its documentation, for users.
+        default: its value where the file has none; without a default the key must be given.
+        minimum, above, maximum: bounds of a number; `above` excludes the bound itself.
+        secret: the value appears neither in `repr` nor in error messages.
     """
-    metadata = {"doc": doc, "secret": secret}
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum}
+    metadata = {"doc": doc, "secret": secret, **bounds}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
     return field(default=default, metadata=metadata, repr=not secret)
@@ -33,15 +48,25 @@ def key(doc: str, default: Any = MISSING, *, secret: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is served."""
+    """The model that is served."""
 
     path: str = key(
         "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`) or `package:NAME/FILE` (a file "
         "that an installed Python package ships)."
     )
     revision: str | None = key("Branch, tag or commit of a hub id.", None)
+    trust_remote_code: bool = key(
+        "Run Python code that the checkpoint brings along. Only for checkpoints that you trust: "
+        "the code can do whatever the server's user can.",
+        False,
+    )
     tokenizer: str | None = key(
         "Folder or hub id of the tokenizer, where it does not lie with the model.", None
+    )
+    skip_tokenizer: bool = key(
+        "Load no tokenizer: prompts must be token ids, and completions return `token_ids` and no "
+        "text. Text prompts, chat, stop strings and `/tokenize` are answered 400.",
+        False,
     )
     chat_template: str | None = key(
         "File with a Jinja chat template to use in place of the tokenizer's own.", None
@@ -55,27 +80,70 @@ class ModelConfig:
         "auto",
     )
     max_model_len: int | None = key(
-        "Most tokens of a request, prompt and output together. Default: the model's own, or what "
-        "fits into the KV cache.",
+        "Maximum length of a request in tokens, prompt and output together. Default: the model's "
+        "own, or what fits into the KV cache.",
+        None,
+        minimum=1,
+    )
+    seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Default sampling of requests that bring none, over the model's `generation_config.json`."""
+
+    temperature: float | None = key("Temperature; 0 is greedy. Built-in default: 1.", None)
+    top_k: int | None = key(
+        "Sample among so many most probable tokens; 0 or -1: all. Built-in default: 0.", None
+    )
+    top_p: float | None = key(
+        "Sample among the most probable tokens that reach this probability. Built-in default: 1.",
         None,
     )
-    trust_remote_code: bool = key("Run code that a checkpoint brings.", False)
-    seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
+    min_p: float | None = key(
+        "Drop tokens less probable than this fraction of the likeliest one's. Built-in default: 0.",
+        None,
+    )
+    repetition_penalty: float | None = key(
+        "Above 1 makes tokens of prompt and output less likely. Built-in default: 1.", None
+    )
+    presence_penalty: float | None = key(
+        "Subtracted once from the logit of each generated token. Built-in default: 0.", None
+    )
+    frequency_penalty: float | None = key(
+        "Subtracted from a token's logit each time that it is generated. Built-in default: 0.", None
+    )
+    max_tokens: int | None = key(
+        "Output length of a request that brings no `max_tokens`; less where the context has no "
+        "room for it. Built-in default: 16 for completions, as OpenAI has it; for chat and "
+        "offline use what the context has room for.",
+        None,
+    )
+
+    def given(self) -> dict[str, Any]:
+        """Returns the keys that were given, under the names of `SamplingParams`."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int | None = key("Tokens a KV block. Default: 16 on a CPU, 128 on a GPU.", None)
+    block_size: int | None = key(
+        "Tokens per KV block. Default: 16 on a CPU, 128 on a GPU.", None, minimum=1
+    )
     num_blocks: int | None = key(
-        "KV blocks a worker. Default: as many as fit into the memory below.", None
+        "KV blocks of a worker. Default: as many as fit into the memory below.", None, minimum=1
     )
     cpu_memory_gib: float = key(
-        "KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0
+        "KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0, above=0
     )
     gpu_memory_utilization: float = key(
-        "Share of a GPU's memory to use, weights and activations included.", 0.9
+        "Fraction of a GPU's memory to use, weights and activations included.",
+        0.9,
+        above=0,
+        maximum=1,
     )
     enable_prefix_caching: bool = key(
         "Keep the KV blocks of finished requests for prompts that begin alike.", True
@@ -84,35 +152,40 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What runs together in a step."""
+    """Which requests run together in a step."""
 
     max_num_seqs: int = key(
-        "Most requests that run at a time on an engine (slots of a worker).", 256
+        "Maximum number of sequences that run at a time on an engine (slots of a worker).",
+        256,
+        minimum=1,
     )
     max_num_batched_tokens: int = key(
-        "Token budget of a step: prefill and decode tokens together.", 8192
+        "Token budget of a step: prefill and decode tokens together.", 8192, minimum=1
     )
     max_prefill_tokens_beside_decode: int | None = key(
-        "Most prefill tokens in a step that also decodes, so that long prompts do not stall "
-        "streams. Default: a quarter of the budget.",
+        "Maximum number of prefill tokens in a step that also decodes, so that long prompts do not "
+        "stall streams. Default: a quarter of the budget.",
         None,
+        minimum=1,
     )
     policy: Literal["fcfs", "priority"] = key(
-        "Who goes first: `fcfs` by arrival; `priority` by the request's `priority` (lower first), "
-        "then arrival.",
+        "Order of scheduling: `fcfs` by arrival; `priority` by the request's `priority` (lower "
+        "first), then arrival.",
         "fcfs",
     )
     max_waiting_requests: int | None = key(
-        "Most requests that wait for a slot, beyond the free ones, on all engines together (each "
-        "of n completions is one); further ones "
-        "are answered 503, with `Retry-After`.",
+        "Maximum number of requests that wait for a slot, beyond the free ones, on all engines "
+        "together (each of n completions is one); further ones are answered 503, with "
+        "`Retry-After`.",
         4096,
+        minimum=0,
     )
     max_waiting_tokens: int | None = key(
-        "Most prompt tokens of waiting requests, on all engines together; further requests are "
-        "answered 503. One that finds none waiting "
-        "is taken, whatever its length.",
+        "Maximum number of prompt tokens of waiting requests, on all engines together; further "
+        "requests are answered 503. A request that finds none waiting is admitted, whatever its "
+        "length.",
         None,
+        minimum=1,
     )
     plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
 
@@ -121,13 +194,15 @@ class SchedulerConfig:
 class ParallelConfig:
     """The workers."""
 
-    tensor_parallel_size: int = key("Workers that share each layer.", 1)
+    tensor_parallel_size: int = key(
+        "Tensor-parallel ranks: workers among which each layer is sharded.", 1, minimum=1
+    )
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
-        "own. A request goes to the one that has the "
-        "most of its prompt cached or the least to do. Needs this many times "
-        "`tensor_parallel_size` GPUs.",
+        "own. A request goes to the one that has the most of its prompt cached or the least to "
+        "do. Needs this many times `tensor_parallel_size` GPUs.",
         1,
+        minimum=1,
     )
     executor: Literal["auto", "inline", "multiprocess"] = key(
         "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` "
@@ -137,19 +212,19 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = key(
         "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"
     )
-    cpu_threads: int | None = key(
-        "Compute threads of a CPU worker. Default: the machine's cores, "
-        "shared out among all workers.",
-        None,
-    )
     cuda_graphs: bool = key(
         "Replay CUDA graphs of whole decode steps and of the layers of other steps. `false` "
-        "launches "
-        "every step kernel by kernel: for finding faults.",
+        "launches every kernel by itself: slower, for finding faults and for models whose layers "
+        "a graph cannot hold.",
         True,
     )
+    cpu_threads: int | None = key(
+        "Compute threads of a CPU worker. Default: the machine's cores, divided among all workers.",
+        None,
+        minimum=1,
+    )
     step_timeout_s: float = key(
-        "Seconds that a step may take before its workers count as hung.", 300.0
+        "Seconds that a step may take before its workers count as hung.", 300.0, above=0
     )
 
 
@@ -158,7 +233,7 @@ class ServerConfig:
     """The HTTP server."""
 
     host: str = key("Address to listen on.", "127.0.0.1")
-    port: int = key("Port to listen on; 0 takes a free one.", 8000)
+    port: int = key("Port to listen on; 0 takes a free one.", 8000, minimum=0, maximum=65535)
     unix_socket: str | None = key(
         "Path of a Unix socket to listen on, instead of `host` and `port`.", None
     )
@@ -173,8 +248,8 @@ class ServerConfig:
     )
     api_keys: list[str] = key(
         "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health`, "
-        "`/metrics` and the files of the page at "
-        "`/` need none. A command line can be read by others on the machine: keep keys in a file.",
+        "`/metrics` and the files of the page at `/` need none. A command line can be read by "
+        "others on the machine: keep keys in a file.",
         [],
         secret=True,
     )
@@ -182,38 +257,43 @@ class ServerConfig:
         "File with further keys, one a line; lines that begin with `#` are skipped.", None
     )
     cors_origins: list[str] = key(
-        "Origins (`https://example.org`) whose web pages may use the "
-        "server from a browser; `*` is all.",
+        "Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is "
+        "all.",
         [],
     )
     served_model_names: list[str] = key(
         "Names that the `model` of a request may have. Default: `model.path`.", []
     )
     max_body_bytes: int = key(
-        "Largest request body in bytes; a larger one is answered 413.", 16 * 2**20
+        "Maximum size of a request body in bytes; a larger one is answered 413.",
+        16 * 2**20,
+        minimum=1,
     )
     max_connections: int = key(
-        "Most connections, idle ones included; further ones are answered 503 (dropped under TLS). "
-        "The process's hard limit of descriptors "
-        "may allow fewer.",
+        "Maximum number of connections, idle ones included; further ones are answered 503 (dropped "
+        "under TLS). The process's hard limit of file descriptors may allow fewer.",
         8192,
+        minimum=1,
     )
     request_timeout_s: float | None = key(
         "Seconds from its arrival after which a request is ended: 504, or an error event in a "
-        "stream. A request's own `timeout_s` may "
-        "shorten it. Default: never.",
+        "stream. A request's own `timeout_s` may shorten it. Default: never.",
         None,
+        above=0,
     )
     shutdown_timeout_s: float = key(
-        "Seconds that SIGTERM waits for running requests; a second signal does not wait.", 30.0
+        "Seconds that SIGTERM waits for running requests; a second signal does not wait.",
+        30.0,
+        minimum=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration; a section a field."""
+    """The whole configuration: one field for each section."""
 
     model: ModelConfig
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -221,7 +301,7 @@ class Config:
 
     @property
     def served_model_names(self) -> list[str]:
-        """The names that a request's `model` may have; the first is the one that replies carry."""
+        """The names that a request's `model` may have; replies carry the first."""
         return self.server.served_model_names or [self.model.path]
 
     @property
@@ -234,7 +314,7 @@ class Config:
 def load_config(
     file: str | Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Reads a TOML file and lays overrides over it.
+    """Reads a TOML file, applies overrides and checks the result.
 
     Args:
         file: the TOML file; None starts from an empty configuration.
@@ -245,12 +325,10 @@ def load_config(
         ConfigError: an unknown section or key (the nearest right one is named), a wrong type or
             value, a missing key, or a file that cannot be read.
     """
-    tree: dict[str, Any] = {}
-    if file is not None:
-        try:
-            tree = tomllib.loads(Path(file).read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{file}: {error}") from error
+    try:
+        tree = {} if file is None else tomllib.loads(Path(file).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
     for dotted, value in pairs:
         section, _, name = dotted.partition(".")
@@ -263,7 +341,7 @@ def load_config(
             raise ConfigError(f"[{section}] must be a section")
         tree[section][name] = value
     config = cast(Config, _build(Config, tree, ""))
-    _check_values(config)
+    _check_combinations(config)
     return config
 
 
@@ -297,9 +375,9 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
-    """Makes dataclass `cls` from the TOML table `tree`, which stands at the dotted `path`."""
-    hints = _hints(cls)
-    secrets = {item.name for item in fields(cls) if item.metadata.get("secret")}
+    """Makes dataclass `cls` from the TOML table `tree`; `path` is the table's dotted name, empty
+    for the whole file."""
+    hints, keys = _hints(cls), {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
@@ -313,17 +391,24 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
                 raise ConfigError(f"{dotted!r} is a section, not a value")
             values[name] = _build(cast(type, hints[name]), value, dotted)
         else:
-            try:
-                values[name] = _typed(hints[name], value, dotted)
-            except ConfigError:
-                if name not in secrets:
-                    raise
-                raise ConfigError(f"{dotted} must be {_type_name(hints[name])}") from None
-    for item in fields(cls):
-        if item.name not in values and item.default is MISSING and item.default_factory is MISSING:
-            missing = f"{path}.{item.name}" if path else f"{item.name}.path"
-            raise ConfigError(f"{missing!r} must be given")
+            values[name] = _checked(hints[name], value, dotted, keys[name].metadata)
+    for name, item in keys.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{f'{path}.{name}' if path else f'{name}.path'!r} must be given")
     return cls(**values)
+
+
+def _checked(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any]) -> Any:
+    """Returns a key's value if type and bounds are right; raises `ConfigError`, which does not show
+    a secret."""
+    try:
+        value = _typed(hint, value, dotted)
+    except ConfigError:
+        if not metadata["secret"]:
+            raise
+        raise ConfigError(f"{dotted} must be {_type_name(hint)}") from None
+    _check_bounds(dotted, value, metadata)
+    return value
 
 
 def _typed(hint: Any, value: Any, dotted: str) -> Any:
@@ -345,65 +430,52 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         if isinstance(value, list):
             return [_typed(item, v, dotted) for v in value]
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        if math.isfinite(value):
+            return float(value)
+        raise ConfigError(f"{dotted} must be a finite number, not {value}")
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{dotted} must be {_type_name(hint)}, not {value!r}")
 
 
-def _check_values(config: Config) -> None:
-    """Checks what a type cannot say. Raises `ConfigError` naming the key."""
-    at_least_one = {
-        "model.max_model_len": config.model.max_model_len,
-        "cache.block_size": config.cache.block_size,
-        "cache.num_blocks": config.cache.num_blocks,
-        "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
-        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        "scheduler.max_prefill_tokens_beside_decode": config.scheduler.max_prefill_tokens_beside_decode,
-        "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
-        "parallel.data_parallel_size": config.parallel.data_parallel_size,
-        "parallel.cpu_threads": config.parallel.cpu_threads,
-        "scheduler.max_waiting_tokens": config.scheduler.max_waiting_tokens,
-        "server.max_body_bytes": config.server.max_body_bytes,
-        "server.max_connections": config.server.max_connections,
-    }
-    for dotted, value in at_least_one.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{dotted} must be at least 1, not {value}")
-    if not 0 <= config.server.port <= 65535:
-        raise ConfigError(f"server.port must be between 0 and 65535, not {config.server.port}")
-    if not 0 < config.cache.gpu_memory_utilization <= 1:
-        raise ConfigError(
-            f"cache.gpu_memory_utilization must be in (0, 1], not "
-            f"{config.cache.gpu_memory_utilization}"
-        )
-    if config.cache.cpu_memory_gib <= 0 or config.parallel.step_timeout_s <= 0:
-        raise ConfigError("cache.cpu_memory_gib and parallel.step_timeout_s must be above 0")
-    if (
-        config.scheduler.max_waiting_requests is not None
-        and config.scheduler.max_waiting_requests < 0
+def _check_bounds(dotted: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if a number lies outside of the bounds that its `key` declares."""
+    minimum, above, maximum = bounds["minimum"], bounds["above"], bounds["maximum"]
+    if isinstance(value, int | float) and (
+        (minimum is not None and value < minimum)
+        or (above is not None and value <= above)
+        or (maximum is not None and value > maximum)
     ):
-        raise ConfigError(
-            f"scheduler.max_waiting_requests must be at least 0, not "
-            f"{config.scheduler.max_waiting_requests}"
-        )
-    if config.server.request_timeout_s is not None and config.server.request_timeout_s <= 0:
-        raise ConfigError(
-            f"server.request_timeout_s must be above 0, not {config.server.request_timeout_s}"
-        )
-    if config.server.tls_key is not None and config.server.tls_certificate is None:
+        low = f"above {above}" if minimum is None else f"at least {minimum}"
+        high = "" if maximum is None else f" and at most {maximum}"
+        raise ConfigError(f"{dotted} must be {low}{high}, not {value}")
+
+
+def _check_combinations(config: Config) -> None:
+    """Checks what involves several keys, and the default sampling. Raises `ConfigError` naming the
+    key."""
+    model, server, parallel = config.model, config.server, config.parallel
+    if server.tls_key is not None and server.tls_certificate is None:
         raise ConfigError("server.tls_key needs server.tls_certificate")
-    if config.parallel.executor == "inline":
+    if parallel.executor == "inline":
         for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(config.parallel, name) > 1:
+            if getattr(parallel, name) > 1:
                 raise ConfigError(
                     f"parallel.executor = 'inline' runs one worker: use "
                     f"'multiprocess' with parallel.{name} above 1"
                 )
+    if model.skip_tokenizer:
+        for name in ("tokenizer", "chat_template"):
+            if getattr(model, name) is not None:
+                raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
+    try:
+        SamplingParams(**config.sampling.given())
+    except RequestError as error:
+        raise ConfigError(f"sampling.{error.param}: {error}") from error
 
 
 def _nearest(wrong: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean ...?)" for the known word nearest to `wrong`."""
+    """Returns " (did you mean ...?)" with the known name nearest to `wrong`, or nothing."""
     known = list(known)
     found = difflib.get_close_matches(wrong, known, n=1, cutoff=0.0)
     by_last = difflib.get_close_matches(

@@ -157,9 +157,9 @@ class LLM:
             if conversations and isinstance(conversations[0], Mapping)
             else conversations
         )
+        tokenizer = self.frontend.require_tokenizer("messages")
         encoded = [
-            self.frontend.tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options)
-            for c in many
+            tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many
         ]
         return self.generate(encoded, params)
 

@@ -36,7 +36,8 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of each token already generated.
         frequency_penalty: subtracted for each time that a token was generated.
         logit_bias: added to the logits of these token ids.
-        max_tokens: the most tokens to generate; None means as many as the model's length allows.
+        max_tokens: the maximum length of the output; None: the server's default, else as many
+            tokens as the context has room for.
         min_tokens: no end token and no stop counts before so many tokens.
         stop: strings that end the text; they are left out of it.
         stop_token_ids: token ids that end the text, besides the model's own end tokens.

@@ -118,7 +118,7 @@ async def make_frontend(
     frontend = Frontend(config, executors)
     await frontend.start(await asyncio.to_thread(resolve_model, config.model))
     for executor in executors:
-        executor.set_text(frontend.tokenizer.encode(TEXT, False))
+        executor.set_text(frontend.require_tokenizer().encode(TEXT, False))
     return frontend
 
 

@@ -116,9 +116,10 @@ def test_a_configuration_does_not_change() -> None:
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name
 )
-def test_the_examples_are_right(file: Path) -> None:
+def test_the_examples_load(file: Path) -> None:
     config = load_config(file)
     assert config.server.served_model_names
+    assert config.cache.block_size is None, "the default suits the kernels of each device"
 
 
 # ---------------------------------------------------------------- what is refused
@@ -168,23 +169,76 @@ def test_wrong_keys_and_types_name_the_right_ones(override: str, message: str) -
         ("cache.block_size=0", "at least 1"),
         ("cache.num_blocks=-1", "at least 1"),
         ("cache.cpu_memory_gib=0", "above 0"),
-        ("cache.gpu_memory_utilization=1.5", r"\(0, 1\]"),
-        ("cache.gpu_memory_utilization=0", r"\(0, 1\]"),
+        ("cache.gpu_memory_utilization=1.5", "above 0 and at most 1"),
+        ("cache.gpu_memory_utilization=0", "above 0 and at most 1"),
         ("scheduler.max_num_seqs=0", "at least 1"),
         ("scheduler.max_num_batched_tokens=0", "at least 1"),
         ("scheduler.max_prefill_tokens_beside_decode=0", "at least 1"),
         ("parallel.tensor_parallel_size=0", "at least 1"),
         ("parallel.cpu_threads=0", "at least 1"),
         ("parallel.step_timeout_s=0", "above 0"),
-        ("server.port=65536", "between 0 and 65535"),
-        ("server.port=-1", "between 0 and 65535"),
+        ("server.port=65536", "at least 0 and at most 65535"),
+        ("server.port=-1", "at least 0 and at most 65535"),
         ("server.max_body_bytes=0", "at least 1"),
+        ("server.max_connections=0", "at least 1"),
+        ("server.request_timeout_s=0", "above 0"),
+        ("server.shutdown_timeout_s=-1", "at least 0"),
+        ("scheduler.max_waiting_requests=-1", "at least 0"),
+        ("scheduler.max_waiting_tokens=0", "at least 1"),
+        ("parallel.data_parallel_size=0", "at least 1"),
+        ("cache.cpu_memory_gib=nan", "finite"),
+        ("parallel.step_timeout_s=inf", "finite"),
+        ("sampling.temperature=-0.1", "temperature must be"),
+        ("sampling.temperature=nan", "finite"),
+        ("sampling.top_k=-2", "top_k must be"),
+        ("sampling.top_p=0", "top_p must be"),
+        ("sampling.min_p=1.5", "min_p must be"),
+        ("sampling.repetition_penalty=0", "repetition_penalty must be"),
+        ("sampling.presence_penalty=2.5", "presence_penalty must be"),
+        ("sampling.frequency_penalty=-3", "frequency_penalty must be"),
+        ("sampling.max_tokens=0", "max_tokens must be"),
     ],
 )
 def test_values_out_of_range_name_their_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(overrides=[MODEL, override])
     assert override.partition("=")[0] in str(caught.value)
+
+
+def test_the_smallest_and_largest_values_that_are_allowed() -> None:
+    allowed = {
+        "cache.gpu_memory_utilization": 1,
+        "scheduler.max_waiting_requests": 0,
+        "scheduler.max_num_seqs": 1,
+        "server.port": 65535,
+        "server.shutdown_timeout_s": 0,
+        "sampling.temperature": 0,
+        "sampling.top_k": -1,
+        "sampling.top_p": 1,
+    }
+    config = load_config(overrides={"model.path": "x", **allowed})
+    for dotted, value in allowed.items():
+        section, _, name = dotted.partition(".")
+        assert getattr(getattr(config, section), name) == value
+
+
+def test_default_sampling_holds_what_is_given_and_no_more(tmp_path: Path) -> None:
+    assert load_config(overrides=[MODEL]).sampling.given() == {}
+    file = write(tmp_path, "[model]\npath = 'x'\n[sampling]\ntemperature = 0\ntop_k = 40")
+    config = load_config(file, ["sampling.max_tokens=100"])
+    assert config.sampling.given() == {"temperature": 0.0, "top_k": 40, "max_tokens": 100}
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "chat_template"])
+def test_text_settings_without_a_tokenizer_are_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{name} has no effect"):
+        load_config(overrides=[MODEL, "model.skip_tokenizer=true", f"model.{name}=x"])
+
+
+def test_switches_that_only_some_need_are_off_by_default() -> None:
+    config = load_config(overrides=[MODEL])
+    assert (config.model.trust_remote_code, config.model.skip_tokenizer) == (False, False)
+    assert config.parallel.cuda_graphs
 
 
 @pytest.mark.parametrize("name", ["parallel.tensor_parallel_size", "parallel.data_parallel_size"])

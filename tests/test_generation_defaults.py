@@ -43,10 +43,23 @@ def test_a_request_goes_before_the_defaults(tmp_path: Path):
     given = {"min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 512, "top_p": None}
     defaults = GenerationDefaults.load(write(tmp_path, generation_config=QWEN3 | given))
     assert defaults.sampling_params(temperature=0, stop=("x",)) == SamplingParams(
-        temperature=0, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=512, stop=("x",)
+        temperature=0, top_k=20, min_p=0.1, repetition_penalty=1.1, stop=("x",)
     )
+    assert defaults.max_tokens == 512
     with pytest.raises(RequestError, match="top_k"):
         defaults.sampling_params(top_k=-7)
+
+
+def test_the_configuration_goes_before_the_model_and_behind_the_request(tmp_path: Path):
+    folder = write(tmp_path, generation_config=QWEN3 | {"max_new_tokens": 512})
+    configured = {"temperature": 0.2, "presence_penalty": 0.5, "max_tokens": 100}
+    defaults = GenerationDefaults.load(folder, None, configured)
+    assert defaults.max_tokens == 100
+    assert defaults.sampling_params(presence_penalty=1.0) == SamplingParams(
+        temperature=0.2, top_k=20, top_p=0.95, presence_penalty=1.0
+    )
+    assert GenerationDefaults.load(folder).sampling["temperature"] == 0.6
+    assert configured["max_tokens"] == 100, "the configuration itself is left as it was"
 
 
 def test_end_tokens_from_where_they_are_named(tmp_path: Path, tokenizer_cache: Path):

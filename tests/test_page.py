@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import socket
+import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from bench_loop import make_frontend
 from tests.test_server import make_server
 
 FOLDER = Path(aioinfer.__file__).parent / "page"
+VENDOR = FOLDER / "vendor"
+FILES = sorted(file for file in FOLDER.rglob("*") if file.is_file())
 SVG_NAMESPACE = "http://www.w3.org/2000/svg"  # a name, which nobody follows
 
 
@@ -78,7 +82,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_every_file_is_served_under_a_strict_policy() -> None:
     server = make_server()
     contents = await asyncio.to_thread(
-        lambda: {file.name: file.read_bytes() for file in FOLDER.iterdir()}
+        lambda: {file.relative_to(FOLDER).as_posix(): file.read_bytes() for file in FILES}
     )
     assert {name for name, _ in PAGE_FILES.values()} == contents.keys()
     with blockbuster_ctx():  # reading a file must not block the event loop
@@ -94,7 +98,9 @@ async def check_files(url: str, contents: dict[str, bytes]) -> None:
                 assert await response.read() == contents[name]
                 assert response.headers["Content-Type"] == content_type
                 assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
-                assert "unsafe" not in response.headers["Content-Security-Policy"]
+                policy = response.headers["Content-Security-Policy"].split("; ")
+                assert "unsafe" not in "".join(policy)
+                assert {"require-trusted-types-for 'script'", "trusted-types 'none'"} < set(policy)
                 assert response.headers["Cache-Control"] == "no-cache"
                 assert response.headers["X-Content-Type-Options"] == "nosniff"
                 tag = response.headers["ETag"]
@@ -111,6 +117,8 @@ async def check_files(url: str, contents: dict[str, bytes]) -> None:
         "/page/../config.py",
         "/page/..%2fconfig.py",
         "/page/nothing.js",
+        "/page/vendor/",
+        "/page/vendor/../index.html",
     ],
 )
 async def test_nothing_else_is_served(path: str) -> None:
@@ -122,13 +130,37 @@ async def test_nothing_else_is_served(path: str) -> None:
     await server.close()
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.parent != VENDOR], ids=lambda file: file.name
+)
 def test_no_file_names_another_host(file: Path) -> None:
     text = file.read_text("utf-8").replace(SVG_NAMESPACE, "")
     assert re.findall(r"\w+://|[\"'(=]\s*//|@import|data:[^\"\s]", text) == []
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.js")), ids=lambda file: file.name)
+def test_code_of_others_is_what_was_published_and_brings_its_licences() -> None:
+    licences = (VENDOR / "LICENSES.txt").read_text("utf-8")
+    named = dict(re.findall(r"^(\S+)\n  npm package .*\n  sha256 (\w+)$", licences, re.MULTILINE))
+    scripts = [file for file in FILES if file.parent == VENDOR and file.suffix != ".txt"]
+    assert named == {file.name: sha256(file.read_bytes()).hexdigest() for file in scripts}
+    for package in ("markdown-it", "entities", "linkify-it", "mdurl", "punycode.js", "uc.micro"):
+        (text,) = re.findall(
+            rf"^{re.escape(package)} \(.*\)\n=+\n\n([^=]+)", licences, re.MULTILINE
+        )
+        assert "Copyright" in text
+        assert "WARRANTIES" in text
+
+
+def test_every_file_is_part_of_the_installed_package() -> None:
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text("utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["aioinfer"]
+    packed = {file for pattern in patterns for file in FOLDER.parent.glob(pattern)}
+    assert set(FILES) <= packed
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.suffix in (".js", ".mjs")], ids=lambda file: file.name
+)
 def test_no_script_makes_markup_or_code_of_text(file: Path) -> None:
     makers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setHTML"
     assert re.findall(makers, file.read_text("utf-8")) == []
@@ -161,15 +193,49 @@ async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             info = await response.json()
         assert info["chat"] is chats
         assert info["max_model_len"] == frontend.max_model_len
+        assert info["tokenizer"] is True
         params = frontend.defaults.sampling_params()
         assert info["defaults"] == {name: getattr(params, name) for name in info["defaults"]}
         assert {"temperature", "top_p", "top_k", "min_p"} < info["defaults"].keys()
 
 
+async def test_info_tells_the_default_sampling_of_the_configuration() -> None:
+    settings = {"temperature": 0.5, "top_k": 7, "max_tokens": 99}
+    configured = {f"sampling__{name}": value for name, value in settings.items()}
+    async with serve(**configured) as (_, _, url), aiohttp.ClientSession(url) as http:
+        async with http.get("/page/info") as response:
+            defaults = (await response.json())["defaults"]
+        assert {name: defaults[name] for name in settings} == settings
+        await check_default_length(http, 99)
+
+
+async def check_default_length(http: aiohttp.ClientSession, expected: int) -> None:
+    """Completions without `max_tokens` have the default length; the EOS token is ignored."""
+    body: dict[str, Any] = {"prompt": [5, 6, 7], "ignore_eos": True}
+    for max_tokens, length in ((None, expected), (3, 3)):
+        async with http.post("/v1/completions", json=body | {"max_tokens": max_tokens}) as response:
+            assert (await response.json())["usage"]["completion_tokens"] == length
+    chat = {"messages": [{"role": "user", "content": "Hello."}], "ignore_eos": True}
+    async with http.post("/v1/chat/completions", json=chat) as response:
+        assert (await response.json())["usage"]["completion_tokens"] == expected
+
+
+async def test_a_default_length_is_capped_by_the_room_in_the_context() -> None:
+    async with (
+        serve(sampling__max_tokens=5000, model__max_model_len=200) as (_, _, url),
+        aiohttp.ClientSession(url) as http,
+    ):
+        body: dict[str, Any] = {"prompt": list(range(5, 105)), "ignore_eos": True}
+        async with http.post("/v1/completions", json=body) as response:
+            assert (await response.json())["usage"]["completion_tokens"] == 100
+        async with http.post("/v1/completions", json=body | {"max_tokens": 5000}) as response:
+            assert response.status == 400, "what a request itself asks for must fit"
+
+
 # ---------------------------------------------------------------- the live stream
 
 
-async def test_what_the_live_stream_tells_is_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.05)
     async with serve() as (frontend, _, url), aiohttp.ClientSession(url) as http:
         steps: list[list[int]] = []
@@ -243,29 +309,29 @@ async def test_every_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_the_server_notices_that_the_client_went_away() -> None:
     async with serve() as (frontend, _, url):
-        books = frontend.engines[0].metrics.steps
+        steps = frontend.engines[0].metrics.steps
         async with aiohttp.ClientSession(url) as http, aiohttp.ClientSession(url) as other:
             first, second = watch(http), watch(other)
             await anext(first)
             await anext(second)
-            assert books.num_watchers == 2
+            assert steps.num_watchers == 2
             await http.close()
-            await until(lambda: books.num_watchers == 1)
+            await until(lambda: steps.num_watchers == 1)
             await complete(other, 3)
             while not (await anext(second))["log"]:
                 pass
-        await until(lambda: books.num_watchers == 0)
-        assert books.since(-1) == []
+        await until(lambda: steps.num_watchers == 0)
+        assert steps.since(-1) == []
 
 
-async def test_nothing_is_logged_while_nobody_looks() -> None:
+async def test_nothing_is_logged_without_a_live_stream() -> None:
     async with serve() as (frontend, _, url), aiohttp.ClientSession(url) as http:
         await complete(http, 5)
         assert not frontend.engines[0].metrics.steps._posted
         assert frontend.engines[0].metrics.steps.since(-1) == []
 
 
-async def test_looking_on_has_no_deadline() -> None:
+async def test_a_live_stream_has_no_deadline() -> None:
     async with (
         serve(server__request_timeout_s=0.3) as (_, _, url),
         aiohttp.ClientSession(url) as http,
@@ -279,7 +345,7 @@ async def test_looking_on_has_no_deadline() -> None:
 
 
 @pytest.mark.parametrize("drains", [True, False])
-async def test_a_server_that_stops_does_not_wait_for_who_looks_on(drains: bool) -> None:
+async def test_a_server_that_stops_does_not_wait_for_live_streams(drains: bool) -> None:
     async with serve() as (_, server, url), aiohttp.ClientSession(url) as http:
         events = watch(http)
         await anext(events)

@@ -135,13 +135,13 @@ async def _first(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None
 
 def _ready_text(url: str, frontend: Frontend) -> str:
     """Returns the ready line and a command to try."""
-    if frontend.tokenizer.has_chat_template:
+    path = "/v1/completions"
+    prompt: dict[str, Any] = {"prompt": "The capital of France is"}
+    if frontend.tokenizer is None:
+        prompt = {"prompt": [1, 2, 3]}
+    elif frontend.tokenizer.has_chat_template:
         path = "/v1/chat/completions"
-        prompt: dict[str, Any] = {
-            "messages": [{"role": "user", "content": "What is the capital of France?"}]
-        }
-    else:
-        path, prompt = "/v1/completions", {"prompt": "The capital of France is"}
+        prompt = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     body = prompt | {"max_tokens": 64, "stream": True}
     server = frontend.config.server
     scheme = "https" if server.tls_certificate else "http"

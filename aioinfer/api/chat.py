@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation n times. Without `max_tokens`, an answer may be as long as fits."""
+    """Answers a conversation n times.
+
+    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
+    """
     frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     deadline_of(request).shorten(body.timeout_s)
     request.app[ADMISSION].check(1)  # before it is encoded: refusing is to be cheap
@@ -37,7 +41,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
-    params = frontend.defaults.sampling_params(**({"max_tokens": None} | body.sampling_fields()))
+    params = frontend.defaults.sampling_params(**body.sampling_fields())
     prompt = await frontend.encode_chat(
         [message.for_template() for message in body.messages], **template_options(body)
     )

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import Delta
 
-#: OpenAI's default of `max_tokens` for completions.
+#: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
+#: has one.
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -37,23 +38,25 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
         for p in prompts
     ]
-    room = max(1, frontend.max_model_len - max(map(len, ids)))
-    params = frontend.defaults.sampling_params(
-        **({"max_tokens": min(_DEFAULT_MAX_TOKENS, room)} | body.sampling_fields())
-    )
+    fields = body.sampling_fields()
+    if "max_tokens" not in fields and frontend.defaults.max_tokens is None:
+        room = max(1, frontend.max_model_len - max(map(len, ids)))
+        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, room)
+    params = frontend.defaults.sampling_params(**fields)
     echoes = [await _text_of(frontend, p) for p in prompts] if body.echo else [""] * len(prompts)
     envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
+    n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
+    shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
     async with submitted(
         request, ids, params, name=envelope.id, priority=body.priority or 0
     ) as generations:
         if body.stream:
             choices = [
-                _stream_choices(frontend, envelope, prompt, params.n, echo)
-                for prompt, echo in enumerate(echoes)
+                _stream_choices(frontend, envelope, range(i * n, i * n + n), echo, prompt)
+                for i, (prompt, echo) in enumerate(zip(shown_ids, echoes, strict=True))
             ]
             return await stream(request, envelope, generations, choices)
         reply = await collect(generations)
-    echo_of_choice = [echo for echo in echoes for _ in range(params.n)]
     return json_response(
         {
             "id": envelope.id,
@@ -61,10 +64,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(frontend, index, delta, echo)
-                for index, (delta, echo) in enumerate(
-                    zip(reply.choices, echo_of_choice, strict=True)
-                )
+                _choice(frontend, i, delta, echoes[i // n], shown_ids[i // n])
+                for i, delta in enumerate(reply.choices)
             ],
             "usage": reply.usage,
         }
@@ -74,25 +75,38 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return await asyncio.to_thread(frontend.tokenizer.decode, prompt, False)
+    return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, prompt, False)
 
 
 def _stream_choices(
-    frontend: Frontend, envelope: Envelope, prompt: int, n: int, echo: str
+    frontend: Frontend,
+    envelope: Envelope,
+    indices: range,
+    echo: str,
+    prompt_token_ids: list[int] | None,
 ) -> list[ChoiceEvents]:
-    """Returns the events of a prompt's n choices."""
+    """Returns the events of a prompt's n choices, whose indices are given; they hold token ids
+    where those of the prompt are given."""
     choices = []
-    for index in range(prompt * n, prompt * n + n):
+    for index in indices:
         template = ChunkTemplate.for_completion(envelope, index)
-        opening = template.chunk(echo) if echo else b""
         choices.append(
-            ChoiceEvents(template, opening, partial(completion_logprobs, frontend.tokenizer))
+            ChoiceEvents(
+                template,
+                template.chunk(echo) if echo else b"",
+                partial(completion_logprobs, frontend.tokenizer),
+                returns_token_ids=prompt_token_ids is not None,
+                prompt_token_ids=prompt_token_ids,
+            )
         )
     return choices
 
 
-def _choice(frontend: Frontend, index: int, delta: Delta, echo: str) -> dict[str, Any]:
-    return {
+def _choice(
+    frontend: Frontend, index: int, delta: Delta, echo: str, prompt_token_ids: list[int] | None
+) -> dict[str, Any]:
+    """Returns a choice of the reply; it holds token ids where those of the prompt are given."""
+    choice = {
         "index": index,
         "text": echo + delta.text,
         "logprobs": completion_logprobs(frontend.tokenizer, delta.logprobs, 0)
@@ -101,3 +115,6 @@ def _choice(frontend: Frontend, index: int, delta: Delta, echo: str) -> dict[str
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }
+    if prompt_token_ids is not None:
+        choice |= {"token_ids": delta.token_ids, "prompt_token_ids": prompt_token_ids}
+    return choice

@@ -77,8 +77,27 @@ async def submitted(
 class ChoiceEvents:
     """The events of one choice as its deltas come."""
 
-    def __init__(self, template: ChunkTemplate, opening: bytes, format_logprobs: LogprobsFormat):
-        """`opening` holds events that go out with the first delta."""
+    def __init__(
+        self,
+        template: ChunkTemplate,
+        opening: bytes,
+        format_logprobs: LogprobsFormat,
+        *,
+        returns_token_ids: bool = False,
+        prompt_token_ids: Sequence[int] | None = None,
+    ):
+        """Makes the events of one choice.
+
+        Args:
+            template: the constant parts of its events.
+            opening: events that go out with the first delta.
+            format_logprobs: makes the JSON of log-probabilities.
+            returns_token_ids: whether events hold the ids of their tokens.
+            prompt_token_ids: what the first event says that the prompt is, under
+                `returns_token_ids`.
+        """
+        self.returns_token_ids = returns_token_ids
+        self._prompt_token_ids = prompt_token_ids
         self._template = template
         self._opening = opening
         self._format_logprobs = format_logprobs
@@ -90,7 +109,9 @@ class ChoiceEvents:
         A token whose text is held back has one too: clients see that it was made.
         """
         data, self._opening = self._opening, b""
-        if delta.logprobs:
+        if self.returns_token_ids:
+            data += self._chunk_with_token_ids(delta)
+        elif delta.logprobs:
             data += self._template.chunk_with_logprobs(
                 delta.text, self._format_logprobs(delta.logprobs, self._text_offset)
             )
@@ -100,6 +121,13 @@ class ChoiceEvents:
         if delta.finish_reason is not None:
             data += self._template.finish(delta.finish_reason, delta.stop_reason)
         return data
+
+    def _chunk_with_token_ids(self, delta: Delta) -> bytes:
+        logprobs = (
+            self._format_logprobs(delta.logprobs, self._text_offset) if delta.logprobs else None
+        )
+        prompt, self._prompt_token_ids = self._prompt_token_ids, None
+        return self._template.chunk_with_token_ids(delta.text, logprobs, delta.token_ids, prompt)
 
     def token_frame(self, text: str, reason: str | None, stop_reason: int | str | None) -> bytes:
         """Returns the events of one token without log-probabilities, as `events` does, in a frame
@@ -165,7 +193,9 @@ async def _send(
         if sink is not None:
             sink.handler_writes = False
         elif (
-            response.headers.get("Transfer-Encoding") == "chunked" and request.transport is not None
+            response.headers.get("Transfer-Encoding") == "chunked"
+            and request.transport is not None
+            and not choices[0].returns_token_ids  # a sink is not told the ids
         ):
             sink = DirectSink(request.transport, choices)
             generation.attach(sink)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _LOWEST = -9999.0
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Returns the `logprobs` of a chat choice: an entry a token, with the likeliest ones in its
     place."""
     content = [
@@ -24,22 +24,28 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
     return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    text, data = tokenizer.token_text(token_id)
+def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]:
+    """Returns a token's text and bytes; without a tokenizer the text says the id, in vLLM's form
+    (`return_tokens_as_token_ids`)."""
+    return (f"token_id:{token_id}", b"") if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def _entry(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
+    text, data = _token_text(tokenizer, token_id)
     return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int
+    tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob], offset: int
 ) -> dict[str, Any]:
     """Returns the `logprobs` of a completion's choice: parallel lists.
 
     Args:
-        tokenizer: names the tokens.
+        tokenizer: gives the tokens' texts.
         tokens: the tokens of this chunk, or all of them.
         offset: where the text of the first one begins in the choice's text, in characters.
     """
-    texts = [tokenizer.token_text(token.token_id)[0] for token in tokens]
+    texts = [_token_text(tokenizer, token.token_id)[0] for token in tokens]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -54,10 +60,10 @@ def completion_logprobs(
     }
 
 
-def _by_text(tokenizer: Tokenizer, token: TokenLogprob, text: str) -> dict[str, float]:
+def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> dict[str, float]:
     """Returns the likeliest tokens' log-probabilities by text, the chosen one's always among
     them."""
-    likely = [(tokenizer.token_text(token_id)[0], logprob) for token_id, logprob in token.top]
+    likely = [(_token_text(tokenizer, token_id)[0], logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:
         # tokens of the same text: the likeliest counts

@@ -1,9 +1,10 @@
 """The page at `/`: a chat with the served model, and a live view of the engines.
 
-Its files lie in `aioinfer/page` and go out as they are. `GET /page/info` tells the page what it
-needs to offer a chat, and `GET /page/live` streams the state of the engines for as long as somebody
-looks. `server` adds the routes and ends the streams; `access` lets the files pass without a key,
-since a browser has none before the page has asked for it.
+Its files are in `aioinfer/page` and are sent as they are; `aioinfer/page/vendor` holds code of
+others, with its licences. `GET /page/info` returns what the page needs for a chat, and
+`GET /page/live` streams the state of the engines for as long as the page is visible. `server` adds
+the routes and ends the streams; `access` serves the files without a key, since a browser has none
+before the page has asked for it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ PAGE_FILES = {
     "/page/api.js": ("api.js", "text/javascript; charset=utf-8"),
     "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
     "/page/live.js": ("live.js", "text/javascript; charset=utf-8"),
+    "/page/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/page/vendor/markdown-it.esm.min.mjs": (
+        "vendor/markdown-it.esm.min.mjs",
+        "text/javascript; charset=utf-8",
+    ),
+    "/page/vendor/LICENSES.txt": ("vendor/LICENSES.txt", "text/plain; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-#: A model's output is hostile text: nothing but our own files runs, and nothing leads to another
-#: host.
+#: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,
+#: and no script can turn a string into HTML or code (Trusted Types: the page builds single nodes).
 _FILE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; object-src 'none'",
+    "frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'",
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -73,8 +81,8 @@ def add_page(app: web.Application) -> None:
 
 
 async def end_live_streams(app: web.Application) -> None:
-    """Ends the live streams that are open and those still to come: who only looks on must not hold
-    the server up when it stops."""
+    """Ends the live streams that are open and those still to come, so that they do not delay the
+    server's end."""
     app[_ENDED].set()
 
 
@@ -90,15 +98,22 @@ def _file_handler(
 
 
 async def show_info(request: web.Request) -> web.Response:
-    """Tells whether the model can chat (`chat`), how long a request may be, and which sampling
-    settings count when none are given."""
+    """Returns what the chat needs to know.
+
+    `tokenizer`: whether texts can be sent at all; `chat`: whether the model has a chat template;
+    `max_model_len`: tokens of a request; `defaults`: the sampling parameters of a request that
+    brings none, `max_tokens` null where it depends on the endpoint.
+    """
     frontend = request.app[FRONTEND]
-    params = frontend.defaults.sampling_params()
+    defaults = frontend.defaults
+    params = defaults.sampling_params()
+    values = {name: getattr(params, name) for name in _SETTINGS}
     return json_response(
         {
-            "chat": frontend.tokenizer.has_chat_template,
+            "tokenizer": frontend.tokenizer is not None,
+            "chat": frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
             "max_model_len": frontend.max_model_len,
-            "defaults": {name: getattr(params, name) for name in _SETTINGS},
+            "defaults": values | {"max_tokens": defaults.max_tokens},
         }
     )
 
@@ -110,7 +125,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns
     them. A client that does not keep up misses events, and nothing is queued for it.
     """
-    deadline_of(request).lift()  # looking on has none
+    deadline_of(request).lift()  # a live stream has none
     engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
@@ -145,7 +160,7 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log`
     holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
     """
-    scheduler, books = engine.scheduler, engine.metrics
+    scheduler, metrics = engine.scheduler, engine.metrics
     pool, totals = scheduler.pool, scheduler.stats
     return {
         "dead": engine.dead_reason,
@@ -161,8 +176,8 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
         "wasted_rows": totals.wasted_rows,
         "prefix_queried": totals.prefix_queried,
         "prefix_hit": totals.prefix_hit,
-        "prompt_tokens": books.prompt_tokens,
-        "generation_tokens": books.generation_tokens,
-        "finished": books.finished,
-        "log": [list(step) for step in books.steps.since(last_step)],
+        "prompt_tokens": metrics.prompt_tokens,
+        "generation_tokens": metrics.generation_tokens,
+        "finished": metrics.finished,
+        "log": [list(step) for step in metrics.steps.since(last_step)],
     }

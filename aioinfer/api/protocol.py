@@ -110,6 +110,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
     best_of: Int32 | None = None
     echo: bool | None = None
     logprobs: Int32 | None = None
+    return_token_ids: bool | None = None
     suffix: str | None = None
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ around it once, so that a token costs the JSON escape of its text and one join.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,30 @@ class ChunkTemplate:
                 orjson.dumps(text),
                 self._after_text,
                 orjson.dumps(logprobs),
+                self._after_logprobs,
+            )
+        )
+
+    def chunk_with_token_ids(
+        self,
+        text: str,
+        logprobs: Mapping[str, Any] | None,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | None,
+    ) -> bytes:
+        """Returns the event that appends `text`, with the ids of its tokens, and with those of the
+        prompt where they are given (vLLM's fields)."""
+        ids: dict[str, Any] = {"token_ids": token_ids}
+        if prompt_token_ids is not None:
+            ids["prompt_token_ids"] = prompt_token_ids
+        return b"".join(
+            (
+                self._before_text,
+                orjson.dumps(text),
+                self._after_text,
+                orjson.dumps(logprobs),
+                b",",
+                orjson.dumps(ids)[1:-1],
                 self._after_logprobs,
             )
         )

@@ -24,9 +24,8 @@ async def tokenize(request: web.Request) -> web.Response:
         ids = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     texts = None
     if body.return_token_strs:
-        texts = await asyncio.to_thread(
-            lambda: [frontend.tokenizer.token_text(token)[0] for token in ids]
-        )
+        tokenizer = frontend.require_tokenizer()
+        texts = await asyncio.to_thread(lambda: [tokenizer.token_text(token)[0] for token in ids])
     reply: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": frontend.max_model_len,
@@ -40,6 +39,5 @@ async def detokenize(request: web.Request) -> web.Response:
     """Returns the text of token ids, special tokens included."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
-    return json_response(
-        {"prompt": await asyncio.to_thread(frontend.tokenizer.decode, body.tokens, False)}
-    )
+    tokenizer = frontend.require_tokenizer("tokens")
+    return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)})

@@ -69,13 +69,14 @@ class Frontend:
 
     Attributes:
         engines: the replicas of the model, by number.
-        tokenizer, defaults, vocab_size: what the model's files say.
+        tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
+        defaults, vocab_size: what the model's files say.
         max_model_len: the most tokens of a request, on whatever engine.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
@@ -152,17 +153,35 @@ class Frontend:
 
     def _load_text_side(self, folder: Path) -> None:
         """Loads, in a thread, what the workers do not need."""
-        model = self.config.model
-        tokenizer_folder = (
-            folder
-            if model.tokenizer is None
-            else resolve_model(ModelConfig(path=model.tokenizer, load_format="dummy"))
+        self.tokenizer = self._load_tokenizer(folder)
+        self.defaults = GenerationDefaults.load(
+            folder, self.tokenizer, self.config.sampling.given()
         )
-        self.tokenizer = Tokenizer.load(tokenizer_folder, model.chat_template)
-        self.defaults = GenerationDefaults.load(folder, self.tokenizer)
         self.vocab_size = load_model_config(
-            folder, trust_remote_code=model.trust_remote_code
+            folder, trust_remote_code=self.config.model.trust_remote_code
         ).vocab_size
+
+    def _load_tokenizer(self, folder: Path) -> Tokenizer | None:
+        model = self.config.model
+        if model.skip_tokenizer:
+            return None
+        if model.tokenizer is not None:
+            folder = resolve_model(ModelConfig(path=model.tokenizer, load_format="dummy"))
+        return Tokenizer.load(folder, model.chat_template)
+
+    def require_tokenizer(self, param: str | None = None) -> Tokenizer:
+        """Returns the tokenizer.
+
+        Raises `RequestError` naming `param`, the part of a request that is text, where the server
+        has none.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                "this server has no tokenizer (model.skip_tokenizer): use completions with token "
+                "ids as the prompt",
+                param=param,
+            )
+        return self.tokenizer
 
     def is_healthy(self) -> bool:
         """Whether requests can be served."""
@@ -209,14 +228,16 @@ class Frontend:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`, encoded in a thread. Raises `RequestError`."""
-        return await self._in_thread(lambda: self.tokenizer.encode(text, add_special_tokens))
+        tokenizer = self.require_tokenizer("prompt")
+        return await self._in_thread(lambda: tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Returns the token ids of a conversation under the model's chat template.
 
         Raises `RequestError`.
         """
-        return await self._in_thread(lambda: self.tokenizer.encode_chat(messages, **options))
+        tokenizer = self.require_tokenizer("messages")
+        return await self._in_thread(lambda: tokenizer.encode_chat(messages, **options))
 
     async def submit(
         self,
@@ -277,6 +298,8 @@ class Frontend:
             raise RequestError(
                 "priority needs the server's scheduler.policy to be 'priority'", param="priority"
             )
+        if params.stop:
+            self.require_tokenizer("stop")
         max_len = self._check_lengths(len(prompt.tokens), params)
         self._check_token_ids(params)
         # nothing waits from here on: the loads by which the engine is chosen are those that the
@@ -334,7 +357,10 @@ class Frontend:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        wanted = room if params.max_tokens is None else params.max_tokens
+        wanted = params.max_tokens
+        if wanted is None:  # a default must not refuse a request that did not ask for it
+            default = self.defaults.max_tokens
+            wanted = room if default is None else min(room, max(default, params.min_tokens))
         if wanted > room:
             raise RequestError(
                 f"max_tokens is {wanted}, but beside the prompt's {prompt_len} tokens only {room} "
@@ -369,7 +395,7 @@ class Frontend:
     ) -> None:
         """Makes the n requests of a generation; `num_expected` tokens of the prompt are likely to
         be in the cache."""
-        params, tokens = generation.params, prompt.tokens
+        params, tokens, tokenizer = generation.params, prompt.tokens, self.tokenizer
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_tokens = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids)
@@ -390,9 +416,11 @@ class Frontend:
                 # the first computes the prompt for all
                 num_expected=num_expected if index == 0 else len(tokens) - 1,
             )
-            detokenizer = self.tokenizer.detokenizer(
-                generation.prompt_token_ids, params.skip_special_tokens
-            )
+            detokenizer = None
+            if tokenizer is not None:
+                detokenizer = tokenizer.detokenizer(
+                    generation.prompt_token_ids, params.skip_special_tokens
+                )
             generation.choices.append(Choice(index, request, generation, detokenizer))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -1,4 +1,5 @@
-// The way to the server: requests with the key, errors as the server words them, and streams of events.
+// The way to the server: requests with the key, errors as the server words them, and streams of
+// events.
 
 const KEY = "aioinfer-api-key";
 
@@ -15,7 +16,10 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** Fetches `path` with the key, if there is one. Throws `ApiError`, or `AbortError` when `signal` says so. */
+/**
+ * Fetches `path` with the key, if there is one. Throws `ApiError`, or `AbortError` when `signal`
+ * says so.
+ */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
   const key = sessionStorage.getItem(KEY);
@@ -23,7 +27,13 @@ export async function request(path, { body, signal } = {}) {
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
+    response = await fetch(path, {
+      method: body ? "POST" : "GET",
+      headers,
+      body: body && JSON.stringify(body),
+      signal,
+      cache: "no-store",
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached.");
@@ -44,14 +54,17 @@ async function messageOf(response) {
   return wait ? `${message} (try again in ${wait} s)` : message;
 }
 
-/** Yields the data of each server-sent event (WHATWG HTML, 9.2.6) of a byte stream, wherever the borders of its chunks are. */
+/**
+ * Yields the data of each server-sent event (WHATWG HTML, 9.2.6) of a byte stream, wherever the
+ * borders of its chunks are.
+ */
 export async function* readEvents(stream) {
   const reader = stream.getReader();
   const decoder = new TextDecoder(); // holds back the bytes of half a character
   let rest = "";
   let data = [];
   try {
-    for (let done = false; !done; ) {
+    for (let done = false; !done;) {
       const part = await reader.read();
       done = part.done;
       rest += done ? decoder.decode() : decoder.decode(part.value, { stream: true });

@@ -1,4 +1,5 @@
-// Drawing on canvases. Sizes are in CSS pixels; colours are the custom properties of page.css, by name.
+// Drawing on canvases. Sizes are in CSS pixels; colours are the custom properties of page.css, by
+// name.
 
 /** Empties a canvas, fits it to the screen's pixels, and returns [context, width, height]. */
 function fit(canvas) {
@@ -19,7 +20,10 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 }
 
-/** Draws `total` cells, of which the first `used` are taken; a bar where they would be too small to see. */
+/**
+ * Draws `total` cells, of which the first `used` are taken; a bar where they would be too small to
+ * see.
+ */
 export function drawCells(canvas, used, total) {
   const [context, width, height] = fit(canvas);
   const gap = 2;
@@ -27,7 +31,10 @@ export function drawCells(canvas, used, total) {
   const columnsOf = (cell) => Math.floor((width + gap) / (cell + gap));
   while (size > 3 && Math.ceil(total / columnsOf(size)) * (size + gap) - gap > height) size--;
   if (size <= 3) {
-    drawShares(canvas, [["used", used], ["free", total - used]]);
+    drawBar(canvas, [
+      ["used", used],
+      ["free", total - used],
+    ]);
     return;
   }
   const columns = columnsOf(size);
@@ -42,24 +49,29 @@ export function drawCells(canvas, used, total) {
   }
 }
 
-/** Draws shares of a whole, `[[colour, number], ...]`, side by side. */
-export function drawShares(canvas, shares) {
+/** Draws the parts of a whole, `[[colour, number], ...]`, side by side. */
+export function drawBar(canvas, parts) {
   const [context, width, height] = fit(canvas);
-  const total = shares.reduce((sum, [, number]) => sum + number, 0) || 1;
+  const total = parts.reduce((sum, [, number]) => sum + number, 0) || 1;
   let x = 0;
-  for (const [name, number] of shares) {
-    const share = number ? Math.max(1, (width * number) / total) : 0; // what is there can be seen
+  for (const [name, number] of parts) {
+    const long = number ? Math.max(1, (width * number) / total) : 0; // what is there can be seen
     context.fillStyle = colour(name);
-    context.fillRect(x, 0, share, height);
-    x += share;
+    context.fillRect(x, 0, long, height);
+    x += long;
   }
 }
 
-/** Draws `points`, `[{ at, value }]` (value null: a gap), over the `span` milliseconds before `now`. */
+/**
+ * Draws `points`, `[{ at, value }]` (value null: a gap), over the `span` milliseconds before `now`.
+ */
 export function drawSparkline(canvas, points, now, span, name) {
   const [context, width, height] = fit(canvas);
   const top = Math.max(1, ...points.map((point) => point.value ?? 0));
-  const place = ({ at, value }) => [width - ((now - at) / span) * width, height - 1 - (value / top) * (height - 3)];
+  const place = ({ at, value }) => [
+    width - ((now - at) / span) * width,
+    height - 1 - (value / top) * (height - 3),
+  ];
   context.fillStyle = colour("line");
   context.fillRect(0, height - 1, width, 1);
   context.strokeStyle = context.fillStyle = colour(name);
@@ -87,7 +99,10 @@ function runs(points) {
   return found.filter((run) => run.length);
 }
 
-/** Draws stacked columns: `rows[i]` holds the numbers of `names`, and the newest row is at the right. Returns the highest sum. */
+/**
+ * Draws stacked columns: `rows[i]` holds the numbers of `names`, and the newest row is at the
+ * right. Returns the highest sum.
+ */
 export function drawColumns(canvas, rows, names, places, selected) {
   const [context, width, height] = fit(canvas);
   const sums = rows.map((row) => row.reduce((sum, value) => sum + value, 0));

@@ -1,17 +1,44 @@
-// The chat: a conversation, the settings of its requests, and each answer as it streams in. Text only ever becomes text nodes.
+// The chat: a conversation, the settings of its requests, and each answer as it streams in. Answers
+// are shown as Markdown; what the user writes, and what a model without a chat template writes, as
+// it is.
 
 import { ApiError, readEvents, request } from "./api.js";
+import { MarkdownView, element } from "./markdown.js";
 
 const SCROLL_SLACK = 40; // px from the end of the log within which it follows new text
+const NO_TEMPLATE = "This model has no chat template: it continues whatever text you give it.";
+const NO_TOKENIZER =
+  "This server runs without a tokenizer (model.skip_tokenizer): " +
+  "/v1/completions takes and returns token ids, and there is no chat.";
 
 const $ = (id) => document.getElementById(id);
 
-/** Makes an element with a class and a text. */
-function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
+/** Shows a text that grows as it is; a `MarkdownView` for texts without Markdown. */
+class PlainView {
+  text = "";
+  #node = document.createTextNode("");
+  #around;
+
+  constructor(container, around) {
+    container.classList.add("plain");
+    container.append(this.#node);
+    this.#around = around;
+  }
+
+  append(text) {
+    this.text += text;
+    this.#around(() => this.#node.appendData(text));
+  }
+
+  finish() {}
+}
+
+/** Changes what the log shows; if its end could be seen before, it can be seen afterwards. */
+function followEnd(change) {
+  const log = $("log");
+  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < SCROLL_SLACK;
+  change();
+  if (follows) log.scrollTop = log.scrollHeight;
 }
 
 export class Chat {
@@ -50,13 +77,18 @@ export class Chat {
       $("composer").elements[name].placeholder = value;
     }
     for (const field of document.querySelectorAll(".chat-only")) field.hidden = !info.chat;
-    $("composer").elements.max_tokens.placeholder = info.chat ? "what fits" : "16"; // as OpenAI's API has it
-    $("prompt").placeholder = info.chat ? "Message" : "Text to go on with";
+    const without = info.chat ? "what fits" : "16"; // as OpenAI's API has it
+    $("composer").elements.max_tokens.placeholder = info.defaults.max_tokens ?? without;
+    $("prompt").placeholder = info.chat ? "Message" : "Text to continue";
     $("hint").textContent = info.chat
       ? "Ask something."
-      : "This model has no chat template: it goes on with whatever text you give it.";
+      : info.tokenizer === false
+        ? NO_TOKENIZER
+        : NO_TEMPLATE;
+    if (info.tokenizer === false) return;
     $("prompt").disabled = $("send").disabled = false;
-    if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus(); // a phone would open its keyboard
+    // a phone would open its keyboard
+    if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus();
   }
 
   // ---------------------------------------------------------------- settings
@@ -70,7 +102,10 @@ export class Chat {
     $("num-set").textContent = set ? `${set} set` : "";
   }
 
-  /** Returns the settings that were made, as fields of a request; what is left empty is up to the model. */
+  /**
+   * Returns the settings that were made, as fields of a request; what is left empty is up to the
+   * model.
+   */
   #settings() {
     const body = {};
     for (const field of this.#fields()) {
@@ -82,11 +117,19 @@ export class Chat {
   }
 
   #request(prompt) {
-    const body = { model: $("model").value, stream: true, stream_options: { include_usage: true }, ...this.#settings() };
+    const body = {
+      model: $("model").value,
+      stream: true,
+      stream_options: { include_usage: true },
+      ...this.#settings(),
+    };
     if (!this.#info.chat) return ["/v1/completions", { ...body, prompt }];
     const system = $("system").value.trim();
     const first = system ? [{ role: "system", content: system }] : [];
-    return ["/v1/chat/completions", { ...body, messages: [...first, ...this.#messages, { role: "user", content: prompt }] }];
+    return [
+      "/v1/chat/completions",
+      { ...body, messages: [...first, ...this.#messages, { role: "user", content: prompt }] },
+    ];
   }
 
   // ---------------------------------------------------------------- turns
@@ -100,7 +143,7 @@ export class Chat {
       wrong.reportValidity();
       return;
     }
-    const answer = new Answer(prompt);
+    const answer = new Answer(prompt, this.#info.chat ? MarkdownView : PlainView);
     this.#begin(answer);
     try {
       await answer.receive(...this.#request(prompt));
@@ -114,7 +157,8 @@ export class Chat {
     this.#answer = answer;
     $("hint").hidden = true;
     $("log").append(answer.turn);
-    $("log").setAttribute("aria-busy", "true"); // or a screen reader would read every token by itself
+    // or a screen reader would read every token by itself
+    $("log").setAttribute("aria-busy", "true");
     $("log").scrollTop = $("log").scrollHeight;
     $("prompt").value = "";
     $("send").hidden = true;
@@ -130,9 +174,13 @@ export class Chat {
     $("halt").hidden = true;
     if (stopHadFocus) $("prompt").focus();
     if (answer.text) {
-      this.#messages.push({ role: "user", content: answer.prompt }, { role: "assistant", content: answer.text });
+      this.#messages.push(
+        { role: "user", content: answer.prompt },
+        { role: "assistant", content: answer.text },
+      );
     } else if (!$("prompt").value) {
-      $("prompt").value = answer.prompt; // nothing came of it: it is not part of the conversation, and can be sent again
+      // nothing came of it: it is not part of the conversation, and can be sent again
+      $("prompt").value = answer.prompt;
     }
   }
 
@@ -145,7 +193,6 @@ export class Chat {
     if (answer) {
       answer.abort();
       answer.prompt = "";
-      answer.text = "";
       this.#end(answer);
     }
     this.#messages = [];
@@ -157,7 +204,6 @@ export class Chat {
 
 /** One answer as it comes: its text, its figures, and the part of the log that shows both. */
 class Answer {
-  text = "";
   #controller = new AbortController();
   #sent = performance.now();
   #first = 0;
@@ -165,14 +211,19 @@ class Answer {
   #events = 0;
   #reason = "";
   #usage = null;
-  #node = document.createTextNode("");
+  #view;
 
-  constructor(prompt) {
+  constructor(prompt, View) {
     this.prompt = prompt;
     this.turn = element("article", "turn busy");
     const shown = element("div", "said answer");
-    shown.append(this.#node);
+    this.#view = new View(shown, followEnd);
     this.turn.append(element("div", "said user", prompt), shown);
+  }
+
+  /** What has come, as the model wrote it. */
+  get text() {
+    return this.#view.text;
   }
 
   /** Ends the request; what has come stays. */
@@ -208,22 +259,19 @@ class Answer {
       this.#first ||= this.#last;
       this.#events++;
     }
-    this.#append(choice.delta?.content ?? choice.text ?? "");
-  }
-
-  #append(text) {
-    const log = $("log");
-    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < SCROLL_SLACK;
-    this.text += text;
-    this.#node.appendData(text);
-    if (follows) log.scrollTop = log.scrollHeight;
+    const text = choice.delta?.content ?? choice.text;
+    if (text) this.#view.append(text);
   }
 
   /** Shows what went wrong, below what has come. */
   fail(error) {
     this.#reason = "error";
     this.turn.classList.toggle("failed", !this.text);
-    const failure = element("p", "failure", error.status ? `${error.status}: ${error.message}` : error.message);
+    const failure = element(
+      "p",
+      "failure",
+      error.status ? `${error.status}: ${error.message}` : error.message,
+    );
     failure.setAttribute("role", "alert");
     this.turn.append(failure);
   }
@@ -231,9 +279,9 @@ class Answer {
   /** Shows the figures of the whole. */
   finish() {
     this.turn.classList.remove("busy");
-    const log = $("log");
+    this.#view.finish();
     if (this.#first) this.turn.append(element("p", "figures", this.#figures()));
-    log.scrollTop = log.scrollHeight;
+    $("log").scrollTop = $("log").scrollHeight;
   }
 
   #figures() {

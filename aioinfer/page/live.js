@@ -1,6 +1,7 @@
-// The live view of the engines: one stream of events, open only while the page can be seen, and the charts of what it tells.
+// The live view of the engines: one stream of events, open only while the page can be seen, and the
+// charts of what it tells.
 
-import { drawCells, drawColumns, drawShares, drawSparkline } from "./charts.js";
+import { drawBar, drawCells, drawColumns, drawSparkline } from "./charts.js";
 import { readEvents, request } from "./api.js";
 
 const SPAN_MS = 120_000; // of the sparklines
@@ -60,7 +61,9 @@ export class Live {
 
   #take({ time, engines }) {
     while (this.#views.length < engines.length) {
-      this.#views.push(new EngineView(engines.length > 1 ? `Engine ${this.#views.length}` : "Engine"));
+      this.#views.push(
+        new EngineView(engines.length > 1 ? `Engine ${this.#views.length}` : "Engine"),
+      );
     }
     engines.forEach((engine, index) => this.#views[index].take(engine, time));
     this.#onState(engines.some((engine) => engine.dead) ? "lost" : "live");
@@ -79,9 +82,13 @@ class EngineView {
   #selected = -1; // index of a step from the right, -1 for none
 
   constructor(name) {
-    this.#root = document.getElementById("engine-template").content.cloneNode(true).firstElementChild;
-    for (const node of this.#root.querySelectorAll("[data-value]")) this.#values[node.dataset.value] = node;
-    for (const node of this.#root.querySelectorAll("[data-chart]")) this.#charts[node.dataset.chart] = node;
+    this.#root = document
+      .getElementById("engine-template")
+      .content.cloneNode(true).firstElementChild;
+    for (const node of this.#root.querySelectorAll("[data-value]"))
+      this.#values[node.dataset.value] = node;
+    for (const node of this.#root.querySelectorAll("[data-chart]"))
+      this.#charts[node.dataset.chart] = node;
     this.#root.querySelector("h2").textContent = name;
     document.getElementById("engine").append(this.#root);
     this.#listen(this.#root.querySelector(".timeline"));
@@ -90,7 +97,9 @@ class EngineView {
   #listen(timeline) {
     timeline.addEventListener("pointermove", (event) => {
       const box = timeline.getBoundingClientRect();
-      this.#select(NUM_STEPS - 1 - Math.floor(((event.clientX - box.left) / box.width) * NUM_STEPS));
+      this.#select(
+        NUM_STEPS - 1 - Math.floor(((event.clientX - box.left) / box.width) * NUM_STEPS),
+      );
     });
     timeline.addEventListener("pointerleave", () => this.#select(-1));
     timeline.addEventListener("blur", () => this.#select(-1));
@@ -107,7 +116,10 @@ class EngineView {
     this.#drawTimeline();
   }
 
-  /** Forgets the last state: counters may begin anew, and what happened meanwhile belongs to no moment. */
+  /**
+   * Forgets the last state: counters may begin anew, and what happened meanwhile belongs to no
+   * moment.
+   */
   interrupt() {
     this.#state = null;
     this.#steps = [];
@@ -141,7 +153,8 @@ class EngineView {
   }
 
   #drawState(state) {
-    for (const name of ["running", "waiting", "preemptions"]) this.#write(name, whole.format(state[name]));
+    for (const name of ["running", "waiting", "preemptions"])
+      this.#write(name, whole.format(state[name]));
     this.#write("slots", `${whole.format(state.running)} of ${whole.format(state.slots)} in use`);
     drawCells(this.#charts.slots, state.running, state.slots);
     this.#charts.slots.ariaLabel = `${state.running} of ${state.slots} slots in use`;
@@ -151,9 +164,17 @@ class EngineView {
     this.#write("blocks-used", whole.format(state.blocks_used));
     this.#write("blocks-cached", whole.format(state.blocks_cached));
     this.#write("blocks-free", whole.format(free));
-    drawShares(this.#charts.blocks, [["used", state.blocks_used], ["cached", state.blocks_cached], ["free", free]]);
-    this.#charts.blocks.ariaLabel = `${state.blocks_used} blocks used, ${state.blocks_cached} cached, ${free} free`;
-    this.#write("prefix", state.prefix_queried ? percent.format(state.prefix_hit / state.prefix_queried) : "–");
+    drawBar(this.#charts.blocks, [
+      ["used", state.blocks_used],
+      ["cached", state.blocks_cached],
+      ["free", free],
+    ]);
+    this.#charts.blocks.ariaLabel =
+      `${state.blocks_used} blocks used, ${state.blocks_cached} cached, ${free} free`;
+    this.#write(
+      "prefix",
+      state.prefix_queried ? percent.format(state.prefix_hit / state.prefix_queried) : "–",
+    );
   }
 
   #drawRates() {
@@ -161,7 +182,13 @@ class EngineView {
     for (const name of ["out", "in"]) {
       const points = this.#rates.map((rate) => ({ at: rate.at, value: rate[name] }));
       const value = whole.format(Math.round(points.at(-1)?.value ?? 0));
-      drawSparkline(this.#charts[name], points, now, SPAN_MS, name === "out" ? "decode" : "prefill");
+      drawSparkline(
+        this.#charts[name],
+        points,
+        now,
+        SPAN_MS,
+        name === "out" ? "decode" : "prefill",
+      );
       this.#write(name, value);
       this.#charts[name].ariaLabel = `${value} tokens a second ${name}`;
     }
@@ -170,8 +197,12 @@ class EngineView {
   #drawTimeline() {
     const steps = this.#steps;
     const selected = this.#selected < 0 ? -1 : steps.length - 1 - this.#selected;
-    const draw = (chart, names, row) => drawColumns(this.#charts[chart], steps.map(row), names, NUM_STEPS, selected);
-    this.#write("max-tokens", `max ${whole.format(draw("tokens", ["decode", "prefill"], (step) => [step[2], step[1]]))}`);
+    const draw = (chart, names, row) =>
+      drawColumns(this.#charts[chart], steps.map(row), names, NUM_STEPS, selected);
+    this.#write(
+      "max-tokens",
+      `max ${whole.format(draw("tokens", ["decode", "prefill"], (step) => [step[2], step[1]]))}`,
+    );
     this.#write("max-worker", `max ${duration(draw("worker", ["worker"], (step) => [step[4]]))}`);
     this.#write("max-loop", `max ${duration(draw("loop", PHASES, (step) => step.slice(5)))}`);
     if (this.#state) this.#write("steps", `${whole.format(this.#state.steps)} since the start`);
@@ -185,11 +216,13 @@ class EngineView {
     let text = "No step since the page was opened.";
     if (shown.length) {
       const mean = (index) => shown.reduce((sum, step) => sum + step[index], 0) / shown.length;
-      const title = selected < 0 ? `Mean of ${shown.length} steps` : `Step ${whole.format(shown[0][0])}`;
+      const title =
+        selected < 0 ? `Mean of ${shown.length} steps` : `Step ${whole.format(shown[0][0])}`;
       const tokens = [1, 2].map((index) => Number(mean(index).toFixed(1)));
       const loop = PHASES.map((name, index) => [name, mean(5 + index)]);
       text =
-        `${title}: ${tokens[0]} prefill and ${tokens[1]} decode tokens, ${duration(mean(4))} in the worker, ` +
+        `${title}: ${tokens[0]} prefill and ${tokens[1]} decode tokens, ` +
+        `${duration(mean(4))} in the worker, ` +
         `${duration(loop.reduce((sum, [, us]) => sum + us, 0))} in the event loop\n` +
         loop.map(([name, us]) => `${name} ${duration(us)}`).join(" · ");
     }

@@ -1,4 +1,5 @@
-// The page: asks what is served, asks for a key if one is needed, and then opens the chat and the live view.
+// The page: asks what is served, asks for a key if one is needed, and then opens the chat and the
+// live view.
 
 import { keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
@@ -23,7 +24,9 @@ function showModels(models) {
 /** Says why nothing can be done yet, and offers what helps: a key, or another try. */
 function showNotice(error) {
   const needsKey = error.status === 401;
-  $("notice-text").textContent = needsKey ? "This server asks for an API key." : `${error.status || ""} ${error.message}`.trim();
+  $("notice-text").textContent = needsKey
+    ? "This server asks for an API key."
+    : `${error.status || ""} ${error.message}`.trim();
   $("key-form").hidden = !needsKey;
   $("retry").hidden = needsKey;
   $("notice").hidden = false;

@@ -1,8 +1,10 @@
-"""What a model says about its own generation: end tokens, and defaults of the sampling parameters.
+"""Defaults of requests: end tokens and sampling parameters, from the model's files and the
+configuration.
 
-The engine reads it at the start. The sampling parameters are taken as the server's defaults for
-what a request leaves out, as vLLM does; transformers' rule that they count only under `do_sample`
-is for its own `generate`, while here a request is greedy when it says `temperature: 0`.
+Where a request leaves a sampling parameter out, the section `[sampling]` of the configuration
+counts, then the model's `generation_config.json`, then the built-in default of `SamplingParams`.
+Like vLLM, and unlike transformers' `generate`, this reads `generation_config.json` whether or not
+it sets `do_sample`: a request is greedy when its temperature is 0.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from aioinfer.text.json_file import read_json
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
-#: The keys of `generation_config.json` that are sampling parameters, and what these are called
-#: here.
+#: Keys of `generation_config.json` that are sampling parameters, and their names in
+#: `SamplingParams`.
 _SAMPLING_KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -33,25 +35,39 @@ _SAMPLING_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The defaults of one model.
+    """The defaults of the requests to one model.
 
     Attributes:
         eos_token_ids: the tokens that end a text; may be empty.
-        sampling: values of `SamplingParams` fields.
+        sampling: values of `SamplingParams` fields, `max_tokens` excepted.
+        max_tokens: the output length of a request that brings none, in tokens; it is capped by
+            the room in the context. None: no default.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: Mapping[str, float | int] = field(default_factory=dict)
+    max_tokens: int | None = None
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
+    def load(
+        cls,
+        folder: Path,
+        tokenizer: Tokenizer | None = None,
+        configured: Mapping[str, float | int] | None = None,
+    ) -> GenerationDefaults:
         """Reads a model's folder.
 
         The end tokens are those of `generation_config.json`, else of `config.json`, else of
         `tokenizer`: the first that names any, as with transformers' `generate`.
 
+        Args:
+            folder: holds the model's `config.json`, and often `generation_config.json`.
+            tokenizer: the model's tokenizer; None where it is not loaded.
+            configured: sampling parameters of the configuration, which take precedence over the
+                model's.
+
         Raises:
-            ConfigError: a file cannot be read, or holds a value that no request could ask for.
+            ConfigError: a file cannot be read, or holds a value that a request could not have.
         """
         generation = read_json(folder / "generation_config.json")
         config = read_json(folder / "config.json")
@@ -69,12 +85,15 @@ class GenerationDefaults:
             SamplingParams(**sampling)
         except (RequestError, TypeError) as error:
             raise ConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-        return cls(eos, sampling)
+        sampling |= configured or {}
+        max_tokens = sampling.pop("max_tokens", None)
+        return cls(eos, sampling, max_tokens)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """Returns the parameters of a request that gives these fields.
+        """Returns the parameters of a request that brings these fields.
 
-        Raises `RequestError` for a wrong one.
+        Without `max_tokens` among them it stays None: the engine then takes the default, or what
+        the context has room for. Raises `RequestError` for a wrong field.
         """
         return SamplingParams(**{**self.sampling, **given})
 

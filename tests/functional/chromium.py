@@ -154,6 +154,17 @@ class Page:
             modifiers=modifiers,
         )
 
+    async def click(self, element: str) -> None:
+        """Clicks with the mouse on the middle of an element, given as a JavaScript expression."""
+        x, y = await self.run(
+            f"(({element}).scrollIntoView(), (({{ x, y, width, height }}) => "
+            f"[x + width / 2, y + height / 2])(({element}).getBoundingClientRect()))"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.send(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )
+
     async def run(self, script: str) -> Any:
         """Returns what a JavaScript expression comes to; promises are awaited.
 
@@ -169,7 +180,8 @@ class Page:
     async def until(self, condition: str, timeout_s: float = 30.0) -> Any:
         """Returns the first value of an expression that is true."""
         pause = "await new Promise((wake) => setTimeout(wake, 5))"
-        wait = f"(async () => {{ for (;;) {{ const value = {condition}; if (value) return value; {pause}; }} }})()"
+        test = f"const value = {condition}; if (value) return value"
+        wait = f"(async () => {{ for (;;) {{ {test}; {pause}; }} }})()"
         try:
             return await asyncio.wait_for(self.run(wait), timeout_s)
         except TimeoutError:
