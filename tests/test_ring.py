@@ -108,7 +108,7 @@ def test_a_full_ring_is_refused_and_stays_whole() -> None:
 
 
 def test_a_message_that_is_too_long_is_refused(ring: Ring) -> None:
-    with pytest.raises(RingFullError, match=rf"too long: {ring.max_message_bytes} is the most"):
+    with pytest.raises(RingFullError, match=rf"too long: the limit is {ring.max_message_bytes}"):
         write(ring, b"x" * (ring.max_message_bytes + 1))
     assert read_all(ring) == []
     ring.close()
