@@ -326,7 +326,7 @@ async def test_a_worker_that_is_slow_but_alive_is_waited_for(watched: Run) -> No
 async def test_a_rank_that_waits_for_a_dead_one_is_not_named(
     run: Run, number: signal.Signals
 ) -> None:
-    """Its exchange fails, and the event loop hears of that first."""
+    """Its collective fails, and the event loop hears of that first."""
     await run.start()
     rank_0, rank_1 = workers()
     await greedy(run, 2)
@@ -347,20 +347,19 @@ async def test_a_rank_that_waits_for_a_dead_one_is_not_named(
 
 
 async def test_the_rank_with_the_first_error_is_named(tmp_path: Path) -> None:
-    """One runs out of memory; the other waits for it in an exchange, which fails."""
-    folder = tiny_llama(tmp_path, inner=16384)
+    """One runs out of memory; the other waits for it in a collective, which fails."""
+    folder = tiny_llama(tmp_path, inner=65536)
     run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
     await run.start()
     rank_0, rank_1 = workers()
     await greedy(run, 2)
-    limit = rank_1.memory_info().vms + 2**21
-    rank_1.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    rank_1.rlimit(psutil.RLIMIT_AS, (2**21, 2**21))  # less than it has: it gets no more
     run.executor.post(long_prefill_plan(2, 120))
     keep_the_loop_until_ended(rank_0, rank_1)
     run.executor._receive(0)  # type: ignore[attr-defined]  # as the loop may do first, too
     message = await run.wait_for_failure()
     assert message.startswith("worker 1 failed:\nTraceback")
-    assert "allocate memory" in message
+    assert re.search("allocate memory|create a primitive", message), "it had memory enough"
     await until(lambda: workers() == [])
     await run.executor.shutdown()
 

@@ -95,12 +95,14 @@ class TokenBound:
         """
         total = 0.0
         for piece, has_clean_start in self._slices(text):
+            # half a surrogate pair is an error that encoding reports
+            data = piece.encode("utf-8", "replace")
             if self._normalize is not None and not piece.isascii():
-                piece = self._normalize(piece)
+                data = self._normalize(data.decode()).encode()
                 if not has_clean_start:
                     total -= _LOST_AT_A_CUT
-            data = np.frombuffer(piece.encode("utf-8", "surrogatepass"), np.uint8)
-            total += float(np.bincount(data, minlength=256) @ self.weights)
+            counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+            total += float(counts @ self.weights)
             if enough is not None and total >= enough:
                 break
         # sums of fractions are not exact
