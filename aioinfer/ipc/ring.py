@@ -62,9 +62,12 @@ class Ring:
 
     @property
     def max_message_bytes(self) -> int:
-        """The longest message: a third of the ring, so that two of them fit wherever the lap
-        ends."""
-        return self.num_slots // 3 * self.slot_bytes - _LENGTH_BYTES
+        """The longest message: a quarter of the ring.
+
+        Wherever the lap ends, one can be written while a reader has not released two others, which
+        is as far as the step loop gets ahead of its workers.
+        """
+        return self.num_slots // 4 * self.slot_bytes - _LENGTH_BYTES
 
     def _map(self) -> None:
         self._memory = mmap.mmap(
