@@ -1,4 +1,4 @@
-"""The offline door: the same engine as the server's, called like a function.
+"""Entry point for offline use: the same engine as the server's, called like a function.
 
 The engine lives on an event loop of its own in a background thread, so that `LLM` works in scripts,
 in notebooks and inside other event loops alike.
@@ -21,21 +21,26 @@ from rich.progress import Progress, TaskID
 
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Generation, TokenLogprob
+from aioinfer.engine.output import RequestOutput, TokenLogprob
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
-#: Prompts that are encoded side by side and then admitted at once: enough to fill the first step.
-_TOGETHER = 64
+#: Prompts that are encoded concurrently and then admitted at once: enough to fill the first step.
+_BATCH = 64
 
 
 @dataclass(slots=True)
 class Completion:
     """One completion of a prompt.
 
-    `num_preemptions`: how often it lost its KV blocks and computed them anew.
+    Attributes:
+        text, token_ids: what was generated; an end token is part of the tokens only.
+        logprobs: one for each token, if they were asked for.
+        finish_reason: "stop", "length" or "abort".
+        stop_reason: the token id or the string that ended the text.
+        num_preemptions: how often its KV blocks were taken away and computed anew.
     """
 
     text: str = ""
@@ -128,7 +133,7 @@ class LLM:
             priorities: one for each, under `scheduler.policy = "priority"`.
 
         Raises:
-            RequestError: one of them is at fault; the others are given up.
+            RequestError: one of them is wrong; the others are aborted.
             EngineDeadError: a worker died.
         """
         many = (
@@ -171,16 +176,16 @@ class LLM:
             async with asyncio.TaskGroup() as group:
                 tasks = []
                 requests = zip(prompts, params, priorities, strict=True)
-                while some := list(islice(requests, _TOGETHER)):
+                while some := list(islice(requests, _BATCH)):
                     arrived = time.perf_counter()
                     prepared = await asyncio.gather(
                         *(self.frontend.prepare(prompt) for prompt, _, _ in some)
                     )
-                    for prompt, (_, wanted, priority) in zip(prepared, some, strict=True):
-                        generation = self.frontend.admit(
-                            prompt, wanted, priority=priority, arrived=arrived
+                    for prompt, (_, sampling, priority) in zip(prepared, some, strict=True):
+                        output = self.frontend.admit(
+                            prompt, sampling, priority=priority, arrived=arrived
                         )
-                        tasks.append(group.create_task(_collect(generation, progress, task)))
+                        tasks.append(group.create_task(_collect(output, progress, task)))
         return [t.result() for t in tasks]
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -211,8 +216,8 @@ class LLM:
 
 
 def _without_prefill_cap(config: Config) -> Config:
-    """Lets prompts fill the steps unless the configuration says otherwise: nobody watches the
-    tokens come, so nobody is stalled."""
+    """Lifts the cap on prefill tokens beside decodes unless the configuration sets one: the cap
+    keeps streams smooth, and offline nobody reads a stream."""
     if config.scheduler.max_prefill_tokens_beside_decode is not None:
         return config
     scheduler = replace(
@@ -221,11 +226,11 @@ def _without_prefill_cap(config: Config) -> Config:
     return replace(config, scheduler=scheduler)
 
 
-async def _collect(generation: Generation, progress: Progress, task: TaskID) -> Output:
-    """Gathers the deltas of a generation, and gives it up if the caller goes away."""
-    completions = [Completion() for _ in range(generation.params.n)]
+async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> Output:
+    """Returns all of a request's output. Aborts the request if the caller is cancelled."""
+    completions = [Completion() for _ in range(output.params.n)]
     try:
-        async for delta in generation:
+        async for delta in output:
             completion = completions[delta.index]
             completion.text += delta.text
             completion.token_ids += delta.token_ids
@@ -236,15 +241,15 @@ async def _collect(generation: Generation, progress: Progress, task: TaskID) -> 
                 delta.stop_reason,
             )
     finally:
-        generation.abort()
+        output.abort()
     progress.advance(task)
-    requests = [choice.request for choice in generation.choices]
+    requests = [sequence.request for sequence in output.sequences]
     for completion, request in zip(completions, requests, strict=True):
         completion.num_preemptions = request.num_preemptions
     return Output(
-        generation.prompt_token_ids,
+        output.prompt_token_ids,
         completions,
-        generation.num_cached_tokens,
+        output.num_cached_tokens,
         requests[0].num_prefill_steps,
     )
 

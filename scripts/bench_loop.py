@@ -153,9 +153,9 @@ class PlainServer:
             ignore_eos=True,
             stop=tuple(body["stop"]),
         )
-        generation = await frontend.submit(body["prompt"], params)
+        output = await frontend.submit(body["prompt"], params)
         queue: asyncio.Queue[Delta] = asyncio.Queue()
-        generation.put = queue.put_nowait  # type: ignore[method-assign, assignment]
+        output.put = queue.put_nowait  # type: ignore[method-assign, assignment]
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         while True:
@@ -305,8 +305,8 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
         events = ChoiceEvents(
             ChunkTemplate.for_completion(envelope, 0), b"", lambda logprobs, offset: {}
         )
-        generation = await frontend.submit([number + 5] * PROMPT_LEN, params)
-        generation.attach(DirectSink(NoTransport(), [events]))  # type: ignore[arg-type]
+        output = await frontend.submit([number + 5] * PROMPT_LEN, params)
+        output.attach(DirectSink(NoTransport(), [events]))  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()
     cpu = time.thread_time()

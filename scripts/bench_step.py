@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer.config import load_config
 from aioinfer.ipc.plan import I32, Admission, StepPlan
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.model_runner import ModelRunner
 from aioinfer.worker.worker import Worker
@@ -80,7 +80,7 @@ def start_worker(folder: Path, rows: int, longest: int) -> tuple[Worker, GpuMode
         "scheduler.max_num_seqs": rows,
         "parallel.device": "cuda",
     }
-    worker = Worker(load_config(None, settings), folder, ParallelGroup.single())
+    worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
     if report.max_blocks * worker.block_size < rows * longest:
         raise SystemExit(f"{rows} rows of {longest} tokens do not fit into the GPU's memory")

@@ -13,7 +13,7 @@ import pytest
 from aioinfer.api.admission import Admission, Deadline
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Generation
+from aioinfer.engine.output import RequestOutput
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from tests.test_server import make_server
@@ -130,27 +130,27 @@ async def test_a_request_may_shorten_its_deadline(
 
 
 async def test_generations_end_at_the_deadline_and_their_handler_does_not() -> None:
-    aborted: list[Generation] = []
-    generations = [Generation("x", [1], SamplingParams(), aborted.append) for _ in range(2)]
+    aborted: list[RequestOutput] = []
+    outputs = [RequestOutput("x", [1], SamplingParams(), aborted.append) for _ in range(2)]
     deadline = Deadline(0.05)
     async with deadline.guard:
-        deadline.hand_over(generations)
-        for generation in generations:
+        deadline.hand_over(outputs)
+        for output in outputs:
             with pytest.raises(RequestError, match="longer than it may") as caught:
-                await anext(generation)
+                await anext(output)
             assert (caught.value.status, caught.value.code) == (504, "timeout")
         await asyncio.sleep(0.05)
-    assert aborted == generations
+    assert aborted == outputs
     assert not deadline.guard.expired()
 
 
 async def test_a_deadline_can_be_called_off() -> None:
-    generation = Generation("x", [1], SamplingParams(), lambda _: None)
+    output = RequestOutput("x", [1], SamplingParams(), lambda _: None)
     deadline = Deadline(0.01)
     async with deadline.guard:
-        deadline.hand_over([generation])()
+        deadline.hand_over([output])()
         await asyncio.sleep(0.03)
-    assert not generation.is_finished
+    assert not output.is_finished
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:

@@ -160,13 +160,13 @@ async def test_one_that_dies_ends_the_requests_of_all(folder: Path, config: Conf
     for executor in fleet.executors:
         executor.may_start.set()
     await starting
-    generations = [await fleet.frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
-    assert [len(engine._choices) for engine in fleet.frontend.engines] == [2, 2]
+    outputs = [await fleet.frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
+    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [2, 2]
     fleet.executors[1].fail(EngineDeadError("worker 0 hung"))
     await asyncio.wait_for(fleet.frontend.wait_dead(), 1)
-    for generation in generations:
+    for output in outputs:
         with pytest.raises(EngineDeadError, match=r"^engine 1: worker 0 hung$"):
-            await anext(generation)
+            await anext(output)
     assert not fleet.frontend.is_healthy()
     assert [engine.dead_reason for engine in fleet.frontend.engines] == [
         "engine 1: worker 0 hung"
@@ -189,29 +189,29 @@ async def test_one_engine_has_no_number(folder: Path, config: Config) -> None:
 
 async def test_drain_and_close() -> None:
     frontend = await make_frontend(4, 0.002, {"parallel.data_parallel_size": 2})
-    generations = [await frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
+    outputs = [await frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
     assert frontend.stats()["waiting"] == 4
     assert not await frontend.drain(0)
     assert await frontend.drain(20)
-    assert all(generation.is_finished for generation in generations)
+    assert all(output.is_finished for output in outputs)
     assert [sum(engine.metrics.finished.values()) for engine in frontend.engines] == [2, 2]
     assert await frontend.drain(0)
     late = [await frontend.submit([number + 5] * 20, GREEDY) for number in range(2)]
     await frontend.close()
-    for generation in late:
+    for output in late:
         with pytest.raises(EngineDeadError, match="shutting down"):
-            await anext(generation)
+            await anext(output)
 
 
 async def test_the_prompts_hashes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     frontend = await make_frontend(4, 0.0, {"parallel.data_parallel_size": 3})
     calls = []
     monkeypatch.setattr(
-        "aioinfer.engine.frontend.extend_hashes", lambda hashes, *rest: calls.append(hashes)
+        "aioinfer.engine.encoding.extend_hashes", lambda hashes, *rest: calls.append(hashes)
     )
     await frontend.submit([5] * 100, replace(GREEDY, n=3))
     assert len(calls) == 1
-    assert [len(engine._choices) for engine in frontend.engines] == [3, 0, 0]
+    assert [len(engine._sequences) for engine in frontend.engines] == [3, 0, 0]
     await frontend.close()
 
 

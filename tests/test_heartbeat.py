@@ -1,4 +1,4 @@
-"""The heartbeat says what a rank of another process is doing, and for how long; the pulse, whether
+"""The heartbeat says what a rank of another process is doing, and for how long; the monitor, whether
 that process runs at all."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch import multiprocessing
 
-from aioinfer.ipc.heartbeat import Heartbeat, Pulse
+from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
 
 
 def test_states_of_several_ranks() -> None:
@@ -93,7 +93,7 @@ os.mkfifo(sys.argv[1])
 print('up', flush=True)
 os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])
 """
-LOOK_EVERY_S, LOST_AFTER_S = 0.05, 0.4
+CHECK_EVERY_S, STOPPED_AFTER_S = 0.05, 0.4
 
 
 @contextmanager
@@ -120,39 +120,39 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def watch(
     processes: list[subprocess.Popen[bytes]],
     seconds: float,
-    before_each_look: Callable[[], None] = lambda: None,
+    before_each_check: Callable[[], None] = lambda: None,
 ) -> dict[int, str]:
-    """Looks at processes for some time, and returns those that are found lost, by their number."""
-    pulse = Pulse(LOOK_EVERY_S, LOST_AFTER_S)
+    """Monitors processes for some time, and returns those that are found stopped, by their number."""
+    monitor = ProcessMonitor(CHECK_EVERY_S, STOPPED_AFTER_S)
     for process in processes:
-        pulse.watch(process.pid)
-    deadline, lost = time.monotonic() + seconds, {}
-    while not lost and time.monotonic() < deadline:
-        before_each_look()
-        pulse.look()
-        lost = pulse.find_lost("TD")
-        time.sleep(LOOK_EVERY_S)
-    pulse.close()
-    pulse.close()
-    return lost
+        monitor.watch(process.pid)
+    deadline, stopped = time.monotonic() + seconds, {}
+    while not stopped and time.monotonic() < deadline:
+        before_each_check()
+        monitor.check()
+        stopped = monitor.find_stopped("TD")
+        time.sleep(CHECK_EVERY_S)
+    monitor.close()
+    monitor.close()
+    return stopped
 
 
-def test_a_process_that_waits_or_computes_is_not_lost() -> None:
+def test_a_process_that_waits_or_computes_is_not_found() -> None:
     with script(SLEEPS) as sleeper, script(KEEPS_THE_INTERPRETER) as computer:
-        assert watch([sleeper, computer], 2 * LOST_AFTER_S) == {}
+        assert watch([sleeper, computer], 2 * STOPPED_AFTER_S) == {}
 
 
-def test_a_stopped_process_is_lost() -> None:
+def test_a_stopped_process_is_found() -> None:
     with script(SLEEPS) as sleeper, script(SLEEPS) as stopped:
         stop(stopped)
         began = time.monotonic()
         assert watch([sleeper, stopped], 20) == {
             1: "has not run for 0 s: it is stopped, as by SIGSTOP"
         }
-        assert time.monotonic() - began >= LOST_AFTER_S
+        assert time.monotonic() - began >= STOPPED_AFTER_S
 
 
-def test_a_process_in_a_call_that_cannot_be_interrupted_is_lost(tmp_path: Path) -> None:
+def test_a_process_in_a_call_that_cannot_be_interrupted_is_found(tmp_path: Path) -> None:
     with script(HANGS_IN_A_CALL, tmp_path / "fifo") as hung:
         assert watch([hung], 20) == {
             0: "has not run for 0 s: it hangs in a system call that cannot be interrupted"
@@ -161,8 +161,8 @@ def test_a_process_in_a_call_that_cannot_be_interrupted_is_lost(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [SLEEPS, KEEPS_THE_INTERPRETER])
-def test_a_process_that_is_stopped_again_and_again_is_not_lost(text: str) -> None:
-    """Every look finds it stopped; between some of them it runs for a moment."""
+def test_a_process_that_is_stopped_again_and_again_is_not_found(text: str) -> None:
+    """Every check finds it stopped; between some of them it runs for a moment."""
     states = []
 
     with script(text) as process:
@@ -175,37 +175,37 @@ def test_a_process_that_is_stopped_again_and_again_is_not_lost(text: str) -> Non
                 stop(process)
             states.append(Path(f"/proc/{process.pid}/stat").read_text().split()[2])
 
-        assert watch([process], 3 * LOST_AFTER_S, pulsate) == {}
+        assert watch([process], 3 * STOPPED_AFTER_S, pulsate) == {}
     assert len(states) > 4
     assert set(states) == {"T"}
 
 
-def test_a_look_that_comes_late_begins_anew() -> None:
+def test_a_late_check_begins_anew() -> None:
     """As when this process was stopped together with the others, and is continued before them."""
     with script(SLEEPS) as process:
         stop(process)
-        pulse = Pulse(LOOK_EVERY_S, LOST_AFTER_S)
-        pulse.watch(process.pid)
+        monitor = ProcessMonitor(CHECK_EVERY_S, STOPPED_AFTER_S)
+        monitor.watch(process.pid)
         for _ in range(2):
-            pulse.look()
-            assert pulse.find_lost("T") == {}
-            looked_at = time.monotonic()
-            time.sleep(1.5 * LOST_AFTER_S)
-        pulse.look()
-        assert pulse.resumed_at > looked_at + LOST_AFTER_S
-        pulse.close()
+            monitor.check()
+            assert monitor.find_stopped("T") == {}
+            checked_at = time.monotonic()
+            time.sleep(1.5 * STOPPED_AFTER_S)
+        monitor.check()
+        assert monitor.resumed_at > checked_at + STOPPED_AFTER_S
+        monitor.close()
 
 
 def test_states_that_do_not_count_and_processes_that_are_gone() -> None:
     with script(SLEEPS) as process:
         stop(process)
-        pulse = Pulse(LOOK_EVERY_S, 0)
-        pulse.watch(process.pid)
+        monitor = ProcessMonitor(CHECK_EVERY_S, 0)
+        monitor.watch(process.pid)
         for _ in range(3):
-            pulse.look()
-        assert pulse.find_lost("D") == {}
-        assert list(pulse.find_lost("T")) == [0]
-    pulse.look()
-    pulse.look()
-    assert pulse.find_lost("TD") == {}
-    pulse.close()
+            monitor.check()
+        assert monitor.find_stopped("D") == {}
+        assert list(monitor.find_stopped("T")) == [0]
+    monitor.check()
+    monitor.check()
+    assert monitor.find_stopped("TD") == {}
+    monitor.close()

@@ -107,10 +107,10 @@ async def test_descriptors_stay_bounded() -> None:
     clients = await asyncio.gather(*(connect(url) for _ in range(300)))
     assert server._listener is not None
     async with asyncio.timeout(5):
-        while server._listener._num_refused < listener._MAX_REFUSED:  # noqa: ASYNC110  # no event tells
+        while server._listener._num_rejected < listener._MAX_REJECTED:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0)
     # the loop takes some for itself
-    assert await num_descriptors() - before <= len(clients) + 4 + listener._MAX_REFUSED + 8
+    assert await num_descriptors() - before <= len(clients) + 4 + listener._MAX_REJECTED + 8
     await close(*clients)
     await server.close()
     assert await num_descriptors() <= before
@@ -119,14 +119,14 @@ async def test_descriptors_stay_bounded() -> None:
 async def test_those_who_do_not_take_their_refusal_are_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listener, "_REFUSAL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(listener, "_REJECTION_TIMEOUT_S", 0.05)
     server = make_server(max_connections=1)
     url = await server.start()
     held, refused = await connect(url), await connect(url)
     assert (await refused[0].read()).startswith(b"HTTP/1.1 503")
     assert server._listener is not None
     async with asyncio.timeout(5):
-        while server._listener._num_refused:  # noqa: ASYNC110  # no event tells
+        while server._listener._num_rejected:  # noqa: ASYNC110  # no event tells
             await asyncio.sleep(0.01)
     await close(held, refused)
     await server.close()

@@ -1,4 +1,4 @@
-"""The engine's books (`engine.metrics`), their text for Prometheus (`api.metrics`), and the
+"""The engine's metrics (`engine.metrics`), their text for Prometheus (`api.metrics`), and the
 dashboard that queries it."""
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def make_request(slot: int = 0, prompt_len: int = 3, num_output: int = 0) -> Req
     return request
 
 
-def begun(books: EngineMetrics, number: int) -> list[Request]:
+def begun(metrics: EngineMetrics, number: int) -> list[Request]:
     requests = [make_request(slot) for slot in range(number)]
     for request in requests:
-        books.begin(request, time.perf_counter(), counts_prompt=True)
+        metrics.begin(request, time.perf_counter(), counts_prompt=True)
     return requests
 
 
@@ -60,31 +60,31 @@ def test_a_value_belongs_to_the_first_bound_that_is_not_less() -> None:
 
 
 async def test_the_times_of_a_request() -> None:
-    books = EngineMetrics()
+    metrics = EngineMetrics()
     request = make_request(prompt_len=5)
     before = time.perf_counter()
-    books.begin(request, before - 1.0, counts_prompt=True)
+    metrics.begin(request, before - 1.0, counts_prompt=True)
     after = time.perf_counter()
-    books.take_admissions([request], [0], before + 2.0)
+    metrics.record_admissions([request], [0], before + 2.0)
     for now in (3.0, 3.5, 4.5):
         request.tokens.append(7)
-        books.take_tokens([request], [7], before + now)
-    books.end(request, "stop")
-    assert 2.0 - (after - before) <= books.queue_time.sum <= 2.0
-    assert books.prefill_time.sum == pytest.approx(1.0)
-    assert books.time_to_first_token.sum == pytest.approx(4.0)
-    assert books.inter_token_latency.sum == pytest.approx(1.5)
-    assert books.time_per_output_token.sum == pytest.approx(0.75)
-    assert books.decode_time.sum == pytest.approx(1.5)
-    assert books.e2e_latency.sum == pytest.approx(5.5)
-    assert (books.request_prompt_tokens.sum, books.request_generation_tokens.sum) == (5, 3)
-    assert (books.prompt_tokens, books.generation_tokens) == (5, 3)
-    assert books.inter_token_latency.count == 2
+        metrics.record_tokens([request], [7], before + now)
+    metrics.end(request, "stop")
+    assert 2.0 - (after - before) <= metrics.queue_time.sum <= 2.0
+    assert metrics.prefill_time.sum == pytest.approx(1.0)
+    assert metrics.time_to_first_token.sum == pytest.approx(4.0)
+    assert metrics.inter_token_latency.sum == pytest.approx(1.5)
+    assert metrics.time_per_output_token.sum == pytest.approx(0.75)
+    assert metrics.decode_time.sum == pytest.approx(1.5)
+    assert metrics.e2e_latency.sum == pytest.approx(5.5)
+    assert (metrics.request_prompt_tokens.sum, metrics.request_generation_tokens.sum) == (5, 3)
+    assert (metrics.prompt_tokens, metrics.generation_tokens) == (5, 3)
+    assert metrics.inter_token_latency.count == 2
 
 
 async def test_steps_of_any_requests_count_as_if_each_token_were_looked_at() -> None:
-    books, choose = EngineMetrics(), random.Random(1)
-    requests = begun(books, 12)
+    metrics, choose = EngineMetrics(), random.Random(1)
+    requests = begun(metrics, 12)
     last: dict[Request, float] = {}
     naive: Counter[int] = Counter()
     total, now = 0.0, 0.0
@@ -93,76 +93,78 @@ async def test_steps_of_any_requests_count_as_if_each_token_were_looked_at() -> 
         sampled = choose.sample(requests, choose.randint(0, len(requests)))
         for request in sampled:
             if request in last:
-                naive[bisect_left(books.inter_token_latency.bounds, now - last[request])] += 1
+                naive[bisect_left(metrics.inter_token_latency.bounds, now - last[request])] += 1
                 total += now - last[request]
             last[request] = now
-        books.take_tokens(sampled, [3] * len(sampled), now)
+        metrics.record_tokens(sampled, [3] * len(sampled), now)
     assert {
-        bucket: count for bucket, count in enumerate(books.inter_token_latency.counts) if count
+        bucket: count for bucket, count in enumerate(metrics.inter_token_latency.counts) if count
     } == dict(naive)
-    assert books.inter_token_latency.sum == pytest.approx(total)
-    assert books.time_to_first_token.count == len(requests)
-    assert books.generation_tokens == naive.total() + len(requests)
+    assert metrics.inter_token_latency.sum == pytest.approx(total)
+    assert metrics.time_to_first_token.count == len(requests)
+    assert metrics.generation_tokens == naive.total() + len(requests)
 
 
 async def test_rows_that_failed_or_ended_bring_no_token() -> None:
-    books = EngineMetrics()
-    failed, ended, well = begun(books, 3)
-    books.end(ended, "abort")
-    books.take_tokens([failed, ended, well], [-1, 4, 5], 1.0)
-    assert (books.generation_tokens, books.time_to_first_token.count) == (1, 1)
+    metrics = EngineMetrics()
+    failed, ended, well = begun(metrics, 3)
+    metrics.end(ended, "abort")
+    metrics.record_tokens([failed, ended, well], [-1, 4, 5], 1.0)
+    assert (metrics.generation_tokens, metrics.time_to_first_token.count) == (1, 1)
 
 
 async def test_an_end_counts_once_and_only_a_whole_request_has_a_latency() -> None:
-    books = EngineMetrics()
-    requests = begun(books, 5)
-    books.take_tokens(requests, [1] * 5, 1.0)
+    metrics = EngineMetrics()
+    requests = begun(metrics, 5)
+    metrics.record_tokens(requests, [1] * 5, 1.0)
     for request, reason in zip(
         requests, ("stop", "length", "abort", "error", "abort"), strict=True
     ):
-        books.end(request, reason)
-        books.end(request, "stop")
-    assert books.finished == {"stop": 1, "length": 1, "abort": 2, "error": 1}
-    assert books.e2e_latency.count == 2
-    assert books.time_per_output_token.count == 0, "one token has no inter-token latency"
+        metrics.end(request, reason)
+        metrics.end(request, "stop")
+    assert metrics.finished == {"stop": 1, "length": 1, "abort": 2, "error": 1}
+    assert metrics.e2e_latency.count == 2
+    assert metrics.time_per_output_token.count == 0, "one token has no inter-token latency"
 
 
 async def test_death_ends_all_with_an_error() -> None:
-    books = EngineMetrics()
-    begun(books, 3)
-    books.end_all("error")
-    books.end_all("error")
-    assert books.finished["error"] == 3
+    metrics = EngineMetrics()
+    begun(metrics, 3)
+    metrics.end_all("error")
+    metrics.end_all("error")
+    assert metrics.finished["error"] == 3
 
 
 async def test_the_completions_of_a_prompt_count_it_once() -> None:
-    books = EngineMetrics()
+    metrics = EngineMetrics()
     requests = [make_request(slot) for slot in range(3)]
     for index, request in enumerate(requests):
-        books.begin(request, 0.0, counts_prompt=index == 0)
-    books.take_tokens(requests, [1, 1, 1], 1.0)
-    assert (books.prompt_tokens, books.generation_tokens) == (3, 3)
+        metrics.begin(request, 0.0, counts_prompt=index == 0)
+    metrics.record_tokens(requests, [1, 1, 1], 1.0)
+    assert (metrics.prompt_tokens, metrics.generation_tokens) == (3, 3)
 
 
 async def test_a_prompt_counts_with_its_first_token() -> None:
-    books = EngineMetrics()
-    (request,) = begun(books, 1)
-    assert books.prompt_tokens == 0
-    books.end(request, "abort")
-    assert books.prompt_tokens == 0
+    metrics = EngineMetrics()
+    (request,) = begun(metrics, 1)
+    assert metrics.prompt_tokens == 0
+    metrics.end(request, "abort")
+    assert metrics.prompt_tokens == 0
 
 
 async def test_only_the_first_admission_ends_the_queue_time() -> None:
-    books = EngineMetrics()
-    old, new = begun(books, 2)
+    metrics = EngineMetrics()
+    old, new = begun(metrics, 2)
     now = time.perf_counter()
-    books.take_admissions([old, new], [1], now)
-    assert books.queue_time.count == 1
-    books.take_admissions([old, new], [1, 0], now + 50)  # the new one was preempted, and comes back
-    assert books.queue_time.count == 2
-    assert books.queue_time.sum > 50
-    books.take_tokens([new], [1], now + 2)
-    assert books.prefill_time.sum == pytest.approx(2)
+    metrics.record_admissions([old, new], [1], now)
+    assert metrics.queue_time.count == 1
+    metrics.record_admissions(
+        [old, new], [1, 0], now + 50
+    )  # the new one was preempted, and comes back
+    assert metrics.queue_time.count == 2
+    assert metrics.queue_time.sum > 50
+    metrics.record_tokens([new], [1], now + 2)
+    assert metrics.prefill_time.sum == pytest.approx(2)
 
 
 async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
@@ -182,23 +184,26 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
             await asyncio.sleep(0.001)
 
 
-def test_the_parts_of_a_turn() -> None:
-    books, none = EngineMetrics(), np.empty(0, np.int32)
-    books.take_plan(StepPlan(0, *[none] * 9), 2.0, 3.0)
-    books.take_turn(
-        StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000), 4.0, 5.0
-    )
-    assert {phase: books.phases[phase].sum for phase in PHASES} == {
+def test_the_phases_of_a_step() -> None:
+    metrics, none = EngineMetrics(), np.empty(0, np.int32)
+    timer = metrics.timer
+    timer.plan.seconds, timer.post.seconds = 2.0, 3.0
+    metrics.record_plan(StepPlan(0, *[none] * 9), [])
+    timer.update.seconds, timer.emit.seconds = 4.0, 5.0
+    result = StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000)
+    metrics.record_step(result, [], [])
+    assert timer.emit.seconds == 0.0, "the text of the next step is measured anew"
+    assert {phase: metrics.phases[phase].sum for phase in PHASES} == {
         "result": 1.0,
         "update": 4.0,
         "plan": 2.0,
         "post": 3.0,
         "emit": 5.0,
     }
-    assert books.worker_busy_ns == 7
+    assert metrics.worker_busy_ns == 7
 
 
-async def scrape(*books: EngineMetrics) -> list[Metric]:
+async def scrape(*metrics: EngineMetrics) -> list[Metric]:
     """Returns what a server says about engines that have no workers."""
     config = load_config(
         None,
@@ -213,7 +218,7 @@ async def scrape(*books: EngineMetrics) -> list[Metric]:
     )
     engines = [
         SimpleNamespace(number=number, metrics=one, scheduler=Scheduler(limits))
-        for number, one in enumerate(books)
+        for number, one in enumerate(metrics)
     ]
     frontend = SimpleNamespace(
         config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True
@@ -277,13 +282,13 @@ async def test_each_engine_has_its_own_samples() -> None:
 
 
 async def test_buckets_are_cumulative() -> None:
-    books = EngineMetrics()
-    bounds = books.inter_token_latency.bounds
-    books.inter_token_latency.add(bounds[3], 5)
-    books.inter_token_latency.add(bounds[-1] * 2, 2)
+    metrics = EngineMetrics()
+    bounds = metrics.inter_token_latency.bounds
+    metrics.inter_token_latency.add(bounds[3], 5)
+    metrics.inter_token_latency.add(bounds[-1] * 2, 2)
     (metric,) = (
         metric
-        for metric in await scrape(books)
+        for metric in await scrape(metrics)
         if metric.name == "vllm:inter_token_latency_seconds"
     )
     buckets = {

@@ -1,5 +1,5 @@
 """The queue between the step loop and a reader: merging, errors, aborts, and the text of a
-completion."""
+sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.engine.output import Choice, Delta, Generation
+from aioinfer.engine.output import OutputSequence, Delta, RequestOutput
 from aioinfer.errors import GenerationError
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request, Status
@@ -22,18 +22,18 @@ def tokenizer(tokenizer_cache: Path) -> Tokenizer:
     return Tokenizer.load(qwen_folder(tokenizer_cache))
 
 
-def make_generation(n: int = 1) -> tuple[Generation, list[Generation]]:
-    aborted: list[Generation] = []
-    return Generation("test", [1, 2], SamplingParams(n=n), aborted.append), aborted
+def make_output(n: int = 1) -> tuple[RequestOutput, list[RequestOutput]]:
+    aborted: list[RequestOutput] = []
+    return RequestOutput("test", [1, 2], SamplingParams(n=n), aborted.append), aborted
 
 
-async def test_unfetched_deltas_merge_by_completion():
-    generation, _ = make_generation(2)
-    generation.put(Delta(0, "a", [1]))
-    generation.put(Delta(1, "x", [7]))
-    generation.put(Delta(0, "b", [2], finish_reason="stop"))
-    generation.put(Delta(1, "y", [8], finish_reason="length"))
-    deltas = [d async for d in generation]
+async def test_unfetched_deltas_merge_by_sequence():
+    output, _ = make_output(2)
+    output.put(Delta(0, "a", [1]))
+    output.put(Delta(1, "x", [7]))
+    output.put(Delta(0, "b", [2], finish_reason="stop"))
+    output.put(Delta(1, "y", [8], finish_reason="length"))
+    deltas = [d async for d in output]
     assert [(d.index, d.text, d.token_ids, d.finish_reason) for d in deltas] == [
         (0, "ab", [1, 2], "stop"),
         (1, "xy", [7, 8], "length"),
@@ -41,49 +41,49 @@ async def test_unfetched_deltas_merge_by_completion():
 
 
 async def test_a_reader_wakes_when_a_delta_comes():
-    generation, _ = make_generation()
-    reader = asyncio.ensure_future(anext(generation))
+    output, _ = make_output()
+    reader = asyncio.ensure_future(anext(output))
     await asyncio.sleep(0)
     assert not reader.done()
-    generation.put(Delta(0, "a", [1]))
+    output.put(Delta(0, "a", [1]))
     assert (await reader).text == "a"
 
 
 async def test_an_error_comes_after_what_was_queued():
-    generation, _ = make_generation()
-    generation.put(Delta(0, "a", [1]))
-    generation.fail(GenerationError("broken"))
-    assert (await anext(generation)).text == "a"
+    output, _ = make_output()
+    output.put(Delta(0, "a", [1]))
+    output.fail(GenerationError("broken"))
+    assert (await anext(output)).text == "a"
     with pytest.raises(GenerationError, match="broken"):
-        await anext(generation)
+        await anext(output)
 
 
 async def test_abort_is_told_once_and_ends_the_reader():
-    generation, aborted = make_generation()
-    reader = asyncio.ensure_future(anext(generation, None))
+    output, aborted = make_output()
+    reader = asyncio.ensure_future(anext(output, None))
     await asyncio.sleep(0)
-    generation.abort()
-    generation.abort()
+    output.abort()
+    output.abort()
     assert await reader is None
-    assert aborted == [generation]
+    assert aborted == [output]
 
 
 async def test_abort_after_the_end_does_nothing():
-    generation, aborted = make_generation()
-    generation.put(Delta(0, "a", [1], finish_reason="stop"))
-    generation.abort()
+    output, aborted = make_output()
+    output.put(Delta(0, "a", [1], finish_reason="stop"))
+    output.abort()
     assert aborted == []
 
 
 def take_all(
     tokenizer: Tokenizer, text: str, *, end_token: int | None = None, **params
 ) -> tuple[str, str | None, str | None]:
-    """Feeds a completion the tokens of `text`, as the step loop would; returns (text, stop string,
+    """Feeds a sequence the tokens of `text`, as the step loop would; returns (text, stop string,
     finish reason)."""
     tokens = tokenizer.encode(text) + ([end_token] if end_token is not None else [])
-    generation, _ = make_generation()
+    output, _ = make_output()
     request = Request("test", array("i", [1, 2]), 2, SamplingParams(**params), 2 + len(tokens))
-    choice = Choice(0, request, generation, tokenizer.detokenizer([1, 2]))
+    sequence = OutputSequence(0, request, output, tokenizer.detokenizer([1, 2]))
     shown = ""
     for number, token in enumerate(tokens):
         request.tokens.append(token)
@@ -92,8 +92,8 @@ def take_all(
                 Status.FINISHED,
                 "stop" if end_token is not None else "length",
             )
-        stop = choice.take(token, None)
-        delta = generation._queue.pop(0)
+        stop = sequence.append(token, None)
+        delta = output._queue.pop(0)
         shown += delta.text
         if delta.finish_reason:
             return shown, stop, delta.finish_reason

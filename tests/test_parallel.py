@@ -1,5 +1,5 @@
-"""Tensor parallelism over real processes and gloo: together the ranks have the logits that one
-process has."""
+"""Process groups over real processes and gloo: collectives stay within the group that they name,
+and tensor-parallel ranks together have the logits of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.ipc.placement import RankSpec
+from aioinfer.layers.parallel import ParallelGroup, ProcessGroups
 from tests.paged_model import PagedModel, load_model
 from tests.rank_processes import run_ranks
 
@@ -86,7 +87,44 @@ def test_weights_are_divided(folder: Path, ranks: list[Any]):
         assert shapes["a kv head each"][1] < 1.1 * whole / len(ranks)
 
 
-def test_a_rank_alone_exchanges_nothing():
+def run_grid_rank(rank: int, size: int, folder: Path) -> None:
+    """The body of a process of a world of tp = 2 times dp = 2: saves what each group gives."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "grid-store"), size)
+    spec = RankSpec(rank, size, rank, groups=(("dp", 2), ("tp", 2)))
+    groups = ProcessGroups.connect(spec, torch.device("cpu"), store)
+    found = {
+        name: (
+            groups[name].rank,
+            groups[name].size,
+            groups[name].all_reduce(torch.tensor([10.0**rank])).item(),
+            groups[name].all_gather_last(torch.tensor([rank])).tolist(),
+        )
+        for name in ("tp", "dp", "ep")
+    }
+    torch.save(found, folder / f"rank-{rank}-of-{size}")
+    dist.destroy_process_group()
+
+
+def test_collectives_stay_within_their_group(tmp_path: Path):
+    # (rank in the group, size, sum of 10 ** rank, ranks of the group)
+    first, second = (2, 11.0, [0, 1]), (2, 1100.0, [2, 3])
+    even, odd = (2, 101.0, [0, 2]), (2, 1010.0, [1, 3])
+    found = run_ranks(run_grid_rank, 4, tmp_path)
+    assert [rank["tp"] for rank in found] == [(0, *first), (1, *first), (0, *second), (1, *second)]
+    assert [rank["dp"] for rank in found] == [(0, *even), (0, *odd), (1, *even), (1, *odd)]
+    assert [rank["ep"] for rank in found] == [(0, 1, 10.0**rank, [rank]) for rank in range(4)]
+
+
+def test_groups_of_a_rank_alone():
+    groups = ProcessGroups.single()
+    assert [groups[name].size for name in ("tp", "dp", "ep", "pp")] == [1, 1, 1, 1]
+    assert groups.tp is groups["tp"]
+    with pytest.raises(KeyError):
+        groups["tensor"]
+
+
+def test_a_group_of_one_leaves_values_as_they_are():
     group = ParallelGroup.single()
     values = torch.randn(3, 4)
     assert (group.rank, group.size) == (0, 1)

@@ -32,10 +32,10 @@ def log() -> StepLog:
 def test_what_is_kept_of_a_step(log: StepLog) -> None:
     with log.watched():
         # two decodes, a prompt's end, and one token of a prompt
-        log.take_plan(plan(5, [1, 1, 30, 1], [1, 1, 1, 0]), 10e-6, 20e-6)
-        log.take_plan(plan(6, [1], [1]), 0, 0)
+        log.record_plan(plan(5, [1, 1, 30, 1], [1, 1, 1, 0]), 10e-6, 20e-6)
+        log.record_plan(plan(6, [1], [1]), 0, 0)
         assert log.since(-1) == []
-        log.take_turn(result(5, 3), 30e-6, 40e-6)
+        log.record_result(result(5, 3), 30e-6, 40e-6)
         assert log.since(-1) == [
             Step(
                 5,
@@ -54,31 +54,31 @@ def test_what_is_kept_of_a_step(log: StepLog) -> None:
 
 def test_steps_that_were_posted_before_are_left_out(log: StepLog) -> None:
     with log.watched():
-        log.take_turn(result(1), 0, 0)
-        log.take_plan(plan(3, [1], [1]), 0, 0)
-        log.take_turn(result(2), 0, 0)
-        log.take_turn(result(3), 0, 0)
+        log.record_result(result(1), 0, 0)
+        log.record_plan(plan(3, [1], [1]), 0, 0)
+        log.record_result(result(2), 0, 0)
+        log.record_result(result(3), 0, 0)
         assert [step.step_id for step in log.since(-1)] == [3]
 
 
 def test_the_last_watcher_takes_the_log_along(log: StepLog) -> None:
     with log.watched():
         with log.watched():
-            log.take_plan(plan(0, [1], [1]), 0, 0)
-            log.take_turn(result(0), 0, 0)
-            log.take_plan(plan(1, [1], [1]), 0, 0)
+            log.record_plan(plan(0, [1], [1]), 0, 0)
+            log.record_result(result(0), 0, 0)
+            log.record_plan(plan(1, [1], [1]), 0, 0)
         assert log.since(-1)
     assert not log.num_watchers
     with log.watched():
-        log.take_turn(result(1), 0, 0)
+        log.record_result(result(1), 0, 0)
         assert log.since(-1) == []
 
 
 def test_the_log_is_bounded_and_read_piece_by_piece(log: StepLog) -> None:
     with log.watched():
         for step_id in range(300):
-            log.take_plan(plan(step_id, [1], [1]), 0, 0)
-            log.take_turn(result(step_id), 0, 0)
+            log.record_plan(plan(step_id, [1], [1]), 0, 0)
+            log.record_result(result(step_id), 0, 0)
         assert [step.step_id for step in log.since(-1)] == list(range(300 - LOG_LENGTH, 300))
         assert [step.step_id for step in log.since(297)] == [298, 299]
         assert log.since(299) == []

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.plan import Admission, StepPlan
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import LoadReport, Worker, select_device, select_dtype
 
@@ -61,7 +61,7 @@ def make_worker(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         parallel=ParallelConfig(device="cpu", cpu_threads=1),
     )
-    return Worker(config, folder, ParallelGroup.single())
+    return Worker(config, folder, ProcessGroups.single())
 
 
 def load(worker: Worker) -> LoadReport:
@@ -214,7 +214,7 @@ def test_the_cores_are_shared_out_over_all_workers(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     assert (
-        load(Worker(make_config("cpu", 1, 3), folder, ParallelGroup.single(), 2)).device
+        load(Worker(make_config("cpu", 1, 3), folder, ProcessGroups.single(), 2)).device
         == "cpu (4 threads)"
     )
 

@@ -1,8 +1,7 @@
-"""What is settled before a handler sees a request: who may ask (API keys), from which web pages
-(CORS), and under what id.
+"""What happens before a handler sees a request: API keys, CORS, and the id of the request.
 
-`server` puts `require_key` and `Cors` in front of all handlers and sends `mark_response` whatever
-goes out. Keys are kept only as digests: nothing here could print one.
+`server` installs `require_key` and `Cors` as middleware and `mark_response` as a signal handler for
+all responses. Keys are kept only as digests: nothing here could print one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from aioinfer.errors import ConfigError, RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
-#: What needs no key: what monitoring reads, and the page, which asks for one.
+#: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
 _OPEN_PATHS = frozenset(("/health", "/metrics", *PAGE_FILES))
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -32,7 +31,7 @@ _PREFLIGHT_AGE_S = 600
 
 
 class ApiKeys:
-    """The keys that requests may carry. Without any, every request is let in."""
+    """The API keys. Without any, every request is accepted."""
 
     def __init__(self, keys: Iterable[str]):
         self._digests = [_digest(key) for key in keys]

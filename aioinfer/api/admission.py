@@ -1,8 +1,8 @@
-"""Which requests are taken on, and for how long: the bound of the waiting queue, and deadlines.
+"""Which requests are admitted, and for how long: the bound of the waiting queue, and deadlines.
 
-The bound is the server's as a whole, not a client's share, so what is beyond it is answered 503
-(429 would say that this client asks too much), with `Retry-After`. It lives here and not in the
-frontend: whoever uses that offline hands it all prompts at once.
+The bound is one for all clients, so a request beyond it is answered 503 with `Retry-After` (429
+would say that this client asks too much). It is a matter of the HTTP server and not of the
+frontend: `LLM` submits all of its prompts at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import Generation
+    from aioinfer.engine.output import RequestOutput
 
 
 class Admission:
     """The bound of the waiting queue: `scheduler.max_waiting_requests` and
     `scheduler.max_waiting_tokens`.
 
-    All engines count together. What is on its way into the queue counts as if it were there.
+    All engines count together. Requests that are reserved and not yet queued count as queued.
+
+    Attributes:
+        coming_requests, coming_tokens: reserved requests, and their prompt tokens.
     """
 
     def __init__(self, frontend: Frontend):
@@ -39,8 +42,8 @@ class Admission:
         """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may
         join the queue.
 
-        Free slots are room beyond `max_waiting_requests`. Tokens are counted only where some wait
-        already, or a prompt longer than the bound could never be served.
+        Free slots count as room beside `max_waiting_requests`. The bound on tokens applies only
+        while some wait: otherwise a prompt longer than the bound could never be served.
         """
         limits = self._frontend.config.scheduler
         schedulers = [engine.scheduler for engine in self._frontend.engines]
@@ -66,7 +69,7 @@ class Admission:
             )
 
     def reserve(self, prompts: Sequence[Sequence[int]], n: int) -> Reservation:
-        """Returns places for n completions of each prompt (token ids), all or none.
+        """Returns places in the queue for n sequences of each prompt (token ids), all or none.
 
         Raises `OverloadedError`.
         """
@@ -74,8 +77,8 @@ class Admission:
 
 
 class Reservation:
-    """Places in the queue for requests that are being submitted; the end of the `with` block gives
-    back what is not used."""
+    """Places in the queue for requests that are being submitted. The end of the `with` block gives
+    back those that are not used."""
 
     def __init__(self, admission: Admission, requests: int, tokens: int):
         admission.check(requests, tokens)
@@ -90,7 +93,7 @@ class Reservation:
         self._admission.coming_tokens += tokens
 
     def use(self, prompt_len: int, n: int) -> None:
-        """Notes that n completions of a prompt are in the queue now."""
+        """Records that n sequences of a prompt are in the queue now."""
         self._change(-n, -n * prompt_len)
 
     def __enter__(self) -> Reservation:
@@ -109,8 +112,8 @@ ADMISSION = web.AppKey("admission", Admission)
 
 
 class Deadline:
-    """When a request must have been answered: until it is submitted the handler is cancelled then,
-    later its generations end."""
+    """When a request must have been answered. Until it is submitted, its handler is cancelled at
+    that time; after that, its sequences are aborted instead."""
 
     def __init__(self, timeout_s: float | None):
         """`timeout_s` seconds from now; None is never."""
@@ -124,12 +127,12 @@ class Deadline:
             self.guard.reschedule(self._began + timeout_s)
 
     def lift(self) -> None:
-        """From now on lets the handler take any time."""
+        """Removes the deadline of the handler."""
         self.guard.reschedule(None)
 
-    def hand_over(self, generations: Sequence[Generation]) -> Callable[[], None]:
-        """From now on ends the generations at the deadline instead of the handler; returns what
-        calls that off.
+    def hand_over(self, outputs: Sequence[RequestOutput]) -> Callable[[], None]:
+        """From now on aborts these outputs at the deadline instead of the handler. Returns a
+        function that cancels this.
 
         The reader gets `RequestError` (504) after what has been generated, however slowly it reads.
         """
@@ -139,8 +142,8 @@ class Deadline:
         self.lift()
 
         def expire() -> None:
-            for generation in generations:
-                generation.abort(_expired())
+            for output in outputs:
+                output.abort(_expired())
 
         return asyncio.get_running_loop().call_at(when, expire).cancel
 

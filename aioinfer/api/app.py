@@ -1,4 +1,4 @@
-"""The life of a server process, from the configuration to the exit status.
+"""The life cycle of a server process, from the configuration to the exit status.
 
 `python -m aioinfer` calls `run`.
 """
@@ -20,7 +20,7 @@ from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.startup import StartupDisplay
 
-#: When the engine has died, `/health` says why for this long before the socket closes.
+#: When the engine has died, `/health` reports the reason for this long before the socket closes.
 _DEATH_NOTICE_S = 1.0
 #: The event loop may have to wait so long for a thread that prepares a prompt to let go of the
 #: interpreter; Python's own 5 ms are a step.
@@ -56,7 +56,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     """
     stop = _StopSignals()
     try:
-        # a wrong one is told now, and not after the model is loaded
+        # a wrong one is reported now, and not after the model has been loaded
         await asyncio.to_thread(check_files, config.server)
         frontend = await _launch(config, stop)
         return 0 if frontend is None else await _serve(frontend, stop, announce or _print)
@@ -68,7 +68,7 @@ async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:
     """Returns the engine, or None if a signal came before it was ready."""
     with StartupDisplay() as display:
         launching = asyncio.ensure_future(Frontend.launch(config, display.on_progress))
-        await _first(launching, stop.asked.wait())
+        await _first(launching, stop.first.wait())
     if launching.cancelled():
         return None
     frontend = launching.result()
@@ -78,7 +78,7 @@ async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:
 
 
 def settle_process() -> None:
-    """Readies the interpreter for serving, once all that stays is loaded."""
+    """Prepares the interpreter for serving, once everything is loaded."""
     gc.collect()
     # what lives now lives as long as the process: the collector need not look at it again
     gc.freeze()
@@ -89,10 +89,10 @@ async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str
     server = HttpServer(frontend)
     try:
         announce(_ready_text(await server.start(), frontend))
-        await _first(stop.asked.wait(), frontend.wait_dead())
+        await _first(stop.first.wait(), frontend.wait_dead())
         if frontend.is_healthy():
             drained = asyncio.wait_for(server.drain(), frontend.config.server.shutdown_timeout_s)
-            await _first(drained, stop.urged.wait(), frontend.wait_dead())
+            await _first(drained, stop.second.wait(), frontend.wait_dead())
         died = not frontend.is_healthy()
         if died:
             sys.stderr.write(f"aioinfer: the engine has died: {frontend.dead_reason}\n")
@@ -104,20 +104,21 @@ async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT as events: the first one asks, the second one urges."""
+    """SIGTERM and SIGINT as events: the first asks for a graceful shutdown, the second for an
+    immediate one."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.urged = asyncio.Event()
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._receive)
 
     def _receive(self) -> None:
-        (self.urged if self.asked.is_set() else self.asked).set()
+        (self.second if self.first.is_set() else self.first).set()
 
     def close(self) -> None:
-        """Gives the signals back: from now on one ends the process, whatever hangs."""
+        """Restores the default handling: from now on a signal ends the process, whatever hangs."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import chat_logprobs
@@ -30,7 +30,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     deadline_of(request).shorten(body.timeout_s)
-    request.app[ADMISSION].check(1)  # before it is encoded: refusing is to be cheap
+    request.app[ADMISSION].check(1)  # before it is encoded: a rejection must be cheap
     try:
         return await _answer(request, frontend, body)
     except RequestError as error:
@@ -42,19 +42,17 @@ async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
     params = frontend.defaults.sampling_params(**body.sampling_fields())
-    prompt = await frontend.encode_chat(
-        [message.for_template() for message in body.messages], **template_options(body)
-    )
+    prompt = await frontend.encode_chat(await template_messages(body), **template_options(body))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
     async with submitted(
         request, [prompt], params, name=envelope.id, priority=body.priority or 0
-    ) as generations:
+    ) as outputs:
         if body.stream:
             return await stream(
-                request, envelope, generations, [_stream_choices(frontend, envelope, params.n)]
+                request, envelope, outputs, [_stream_choices(frontend, envelope, params.n)]
             )
-        reply = await collect(generations)
+        reply = await collect(outputs)
     return json_response(
         {
             "id": envelope.id,
@@ -70,7 +68,7 @@ async def _answer(
 
 
 def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
-    """Returns what the client called a parameter that the engine found wrong."""
+    """Returns the client's name for a parameter that the engine rejected."""
     if param == "max_tokens" and body.max_completion_tokens is not None:
         return "max_completion_tokens"
     return "messages" if param == "prompt" else param

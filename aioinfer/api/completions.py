@@ -32,8 +32,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     deadline_of(request).shorten(body.timeout_s)
     prompts = body.prompts()
-    request.app[ADMISSION].check(len(prompts))  # before they are encoded: refusing is to be cheap
-    # all are encoded before the first is queued: one that is at fault leaves nothing to take back
+    # before they are encoded: a rejection must be cheap
+    request.app[ADMISSION].check(len(prompts))
+    # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
     ids = [
         await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
         for p in prompts
@@ -49,14 +50,14 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
     async with submitted(
         request, ids, params, name=envelope.id, priority=body.priority or 0
-    ) as generations:
+    ) as outputs:
         if body.stream:
             choices = [
                 _stream_choices(frontend, envelope, range(i * n, i * n + n), echo, prompt)
                 for i, (prompt, echo) in enumerate(zip(shown_ids, echoes, strict=True))
             ]
-            return await stream(request, envelope, generations, choices)
-        reply = await collect(generations)
+            return await stream(request, envelope, outputs, choices)
+        reply = await collect(outputs)
     return json_response(
         {
             "id": envelope.id,

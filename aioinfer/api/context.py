@@ -1,14 +1,14 @@
-"""What the handlers share: the frontend, and the way to a checked request body."""
+"""What the handlers share: the application's keys, and reading and checking a request body."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from aioinfer.api.protocol import Body, decode
-from aioinfer.api.rate_limit import TURNSTILE
+from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
+from aioinfer.api.rate_limit import RATE_LIMITER
 from aioinfer.api.token_list import decode_large
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
@@ -20,9 +20,10 @@ FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
-#: run meanwhile: it
-#: takes 1.5 ms for a MiB of text; see `token_list` for long lists of token ids.
+#: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for long lists of token ids.
 _SMALL_BODY = 64 * 1024
+#: Conversations of more messages are converted for the template in a thread: 1 us a message.
+_FEW_MESSAGES = 256
 
 B = TypeVar("B", bound=Body)
 
@@ -33,13 +34,13 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     Raises:
         RequestError: 415 for another content type or a compressed body, 413 for a body beyond
             `server.max_body_bytes` (which is not read to its end), 404 for a model that is not
-            served, 400 for all else.
+            served, 400 for anything else that is wrong with it.
     """
-    await request.app[TURNSTILE].enter()
+    await request.app[RATE_LIMITER].enter()
     config = request.app[FRONTEND].config
     if request.content_type != "application/json":
-        # strict also where no type is given: a web page may post to a local server without asking,
-        # but not as JSON
+        # also where no type is given: a browser lets any web page post to a local server, but asks
+        # the server before it sends JSON
         raise RequestError(
             "the Content-Type must be application/json", status=415, code="unsupported_media_type"
         )
@@ -58,6 +59,17 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     )
     check_model(config, body.model)
     return body
+
+
+async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    """Returns the messages of a body as chat templates read them."""
+
+    def convert() -> list[dict[str, Any]]:
+        return [message.for_template() for message in body.messages or ()]
+
+    if len(body.messages or ()) <= _FEW_MESSAGES:
+        return convert()
+    return await asyncio.to_thread(convert)
 
 
 def check_model(config: Config, model: str | None) -> None:

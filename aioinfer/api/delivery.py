@@ -1,8 +1,9 @@
-"""How a request's generations reach the client: as a stream of events or as one reply.
+"""How generated text reaches the client: as a stream of events or as one reply.
 
-Completions and chat completions share this module. A request may hold several prompts (each a
-`Generation`) with n choices each; choice number = prompt number · n + index. Whatever ends a
-handler, `submitted` gives up what still runs: handlers are cancelled when their client goes away.
+Completions and chat completions share this module. A body may hold several prompts, each a
+`RequestOutput` with n sequences. OpenAI calls these choices and numbers them through: choice number
+= prompt number · n + index. However a handler ends, `submitted` aborts the requests that still run:
+handlers are cancelled when their client goes away.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, erro
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, Generation, TokenLogprob
+    from aioinfer.engine.output import Delta, RequestOutput, TokenLogprob
 
 T = TypeVar("T")
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its
@@ -46,32 +47,32 @@ async def submitted(
     *,
     name: str,
     priority: int,
-) -> AsyncIterator[list[Generation]]:
-    """Queues a generation for each prompt (token ids), and gives up those that are unfinished at
-    the end of the block.
+) -> AsyncIterator[list[RequestOutput]]:
+    """Submits a request for each prompt (token ids), and aborts those that are unfinished at the
+    end of the block.
 
-    At the request's deadline they end with an error. Raises what `Frontend.submit` does, and
-    `OverloadedError` if they are not all to be taken on.
+    At the deadline of the HTTP request they end with an error. Raises what `Frontend.submit` does,
+    and `OverloadedError` if the queue has no room for all of them.
     """
     frontend = request.app[FRONTEND]
-    generations: list[Generation] = []
-    call_off = None
+    outputs: list[RequestOutput] = []
+    cancel_deadline = None
     try:
         with request.app[ADMISSION].reserve(prompts, params.n) as places:
             for index, prompt in enumerate(prompts):
-                generations.append(
+                outputs.append(
                     await frontend.submit(
                         prompt, params, priority=priority, request_id=f"{name}-{index}"
                     )
                 )
                 places.use(len(prompt), params.n)
-        call_off = deadline_of(request).hand_over(generations)
-        yield generations
+        cancel_deadline = deadline_of(request).hand_over(outputs)
+        yield outputs
     finally:
-        if call_off is not None:
-            call_off()
-        for generation in generations:
-            generation.abort()
+        if cancel_deadline is not None:
+            cancel_deadline()
+        for output in outputs:
+            output.abort()
 
 
 class ChoiceEvents:
@@ -148,11 +149,15 @@ class DirectSink:
 
     What aiohttp does for a write (a coroutine, a task that is woken for each token) costs several
     times what the token costs otherwise. So here the frames of HTTP's chunked coding (RFC 9112,
-    7.1) are written to the transport. While more than a little waits to be sent, or the handler
-    itself writes, tokens are turned down: they merge in the queue.
+    7.1) are written to the transport. While `_MAX_BUFFERED` bytes wait to be sent, or the handler
+    itself writes, tokens are not accepted: they merge in the queue of the `RequestOutput`.
+
+    Attributes:
+        num_tokens: tokens that were accepted.
+        handler_writes: whether the handler is writing, so that tokens must not overtake it.
     """
 
-    _MOST_WAITING = 32 * 1024  # bytes
+    _MAX_BUFFERED = 32 * 1024  # bytes
 
     def __init__(self, transport: asyncio.Transport, choices: Sequence[ChoiceEvents]):
         self.num_tokens = 0
@@ -160,12 +165,12 @@ class DirectSink:
         self._transport = transport
         self._choices = choices
 
-    def take(
+    def push(
         self, index: int, text: str, reason: str | None, stop_reason: int | str | None
     ) -> bool:
-        """See `Sink.take`."""
+        """See `Sink.push`."""
         transport = self._transport
-        if self.handler_writes or transport.get_write_buffer_size() > self._MOST_WAITING:
+        if self.handler_writes or transport.get_write_buffer_size() > self._MAX_BUFFERED:
             return False
         self.num_tokens += 1
         if not transport.is_closing():  # else the handler is about to be cancelled
@@ -176,16 +181,16 @@ class DirectSink:
 async def _send(
     request: web.Request,
     response: web.StreamResponse,
-    generation: Generation,
+    output: RequestOutput,
     choices: Sequence[ChoiceEvents],
 ) -> int:
-    """Sends the events of a generation; returns the number of its tokens.
+    """Sends the events of an output, and returns the number of its tokens.
 
-    The first ones go the ordinary way, behind the headers.
+    The first ones are written by the handler, behind the headers; then a `DirectSink` is attached.
     """
     sink: DirectSink | None = None
     num_tokens = 0
-    async for delta in generation:
+    async for delta in output:
         num_tokens += len(delta.token_ids)
         if sink is not None:
             sink.handler_writes = True
@@ -198,18 +203,18 @@ async def _send(
             and not choices[0].returns_token_ids  # a sink is not told the ids
         ):
             sink = DirectSink(request.transport, choices)
-            generation.attach(sink)
+            output.attach(sink)
     return num_tokens + (sink.num_tokens if sink is not None else 0)
 
 
 async def stream(
     request: web.Request,
     envelope: Envelope,
-    generations: Sequence[Generation],
+    outputs: Sequence[RequestOutput],
     choices: Sequence[Sequence[ChoiceEvents]],
 ) -> web.StreamResponse:
-    """Sends the events of generations as their deltas come; `choices[i]` are those of
-    `generations[i]`.
+    """Sends the events of all outputs as their deltas come; `choices[i]` make the events of
+    `outputs[i]`.
 
     A failure ends the stream with an error event, without `[DONE]`.
     """
@@ -217,12 +222,10 @@ async def stream(
     await response.prepare(request)
     try:
         num_tokens = await together(
-            [_send(request, response, *pair) for pair in zip(generations, choices, strict=True)]
+            [_send(request, response, *pair) for pair in zip(outputs, choices, strict=True)]
         )
         end = (
-            envelope.usage_event(usage(generations, sum(num_tokens)))
-            if envelope.include_usage
-            else b""
+            envelope.usage_event(usage(outputs, sum(num_tokens))) if envelope.include_usage else b""
         )
         await response.write(end + DONE)
     except ConnectionError:  # the client is gone, which is not worth a line in the log
@@ -234,22 +237,22 @@ async def stream(
 
 @dataclass(slots=True)
 class Reply:
-    """All that was generated: the merged deltas of all choices in order, and the usage."""
+    """All that was generated: one merged delta for each choice in order, and the usage."""
 
     choices: list[Delta]
     usage: dict[str, Any]
 
 
-async def collect(generations: Sequence[Generation]) -> Reply:
+async def collect(outputs: Sequence[RequestOutput]) -> Reply:
     """Waits for all choices. Raises `EngineDeadError`, `GenerationError`."""
-    collected = await together([_collect_one(generation) for generation in generations])
+    collected = await together([_collect_one(output) for output in outputs])
     choices = [choice for group in collected for choice in group]
-    return Reply(choices, usage(generations, sum(len(choice.token_ids) for choice in choices)))
+    return Reply(choices, usage(outputs, sum(len(choice.token_ids) for choice in choices)))
 
 
-async def _collect_one(generation: Generation) -> list[Delta]:
+async def _collect_one(output: RequestOutput) -> list[Delta]:
     choices: dict[int, Delta] = {}
-    async for delta in generation:
+    async for delta in output:
         if delta.index in choices:
             choices[delta.index].merge(delta)
         else:
@@ -257,21 +260,21 @@ async def _collect_one(generation: Generation) -> list[Delta]:
     return [choices[index] for index in sorted(choices)]
 
 
-def usage(generations: Sequence[Generation], completion_tokens: int) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], completion_tokens: int) -> dict[str, Any]:
     """Returns OpenAI's usage object. Each prompt counts once, whatever n is."""
-    prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(generation.num_cached_tokens for generation in generations)
+            "cached_tokens": sum(output.num_cached_tokens for output in outputs)
         },
     }
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines side by side and returns their results; the first failure cancels the others
+    """Runs coroutines concurrently and returns their results. The first failure cancels the others
     and is raised."""
     if len(work) == 1:
         return [await work[0]]

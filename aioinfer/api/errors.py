@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients expect them: one JSON shape for whatever goes wrong.
+"""Errors as OpenAI's clients expect them: one JSON shape for every error.
 
-`json_errors` is the application's outermost middleware. `delivery` uses `error_event_of` for
-streams that have begun, whose status line is gone.
+`json_errors` is the application's outermost middleware. `delivery` uses `describe` for streams that
+have begun, whose status line has been sent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 @web.middleware
 async def json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers every failure of a handler, and every path without one, in the one shape."""
+    """Answers every failure of a handler, and every unknown path, with such a JSON body."""
     try:
         return await handler(request)
     # the client is gone: aiohttp knows what to do, and nobody reads an answer

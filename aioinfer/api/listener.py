@@ -1,9 +1,9 @@
 """The listening sockets, and the bound on the connections behind them. `server` owns one
 `Listener`.
 
-Connections are accepted here and not by the event loop's own server, which sets no bound: counted
-from the moment they are accepted, they may be in a TLS handshake, idle or at work. Descriptors are
-a process's scarcest resource; without any left, it could not even refuse.
+Connections are accepted here and not by the event loop's own server, which sets no bound: a
+connection counts from the moment it is accepted, be it in a TLS handshake, idle or at work. File
+descriptors are the process's scarcest resource; without any left, it could not even reject.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from aioinfer.api.errors import error_body
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
 
-#: Connections that may wait to be accepted: clients that arrive together are not to be turned away.
+#: Connections that may wait to be accepted: clients that arrive together must not be rejected.
 _BACKLOG = 1024
 #: Connections that are accepted at a time, before the event loop turns to other work.
-_ACCEPTS_A_TURN = 64
-#: Descriptors for all else: workers, rings, files, connections that are being refused.
+_MAX_ACCEPTS = 64
+#: Descriptors for all else: workers, rings, files, connections that are being rejected.
 _OTHER_DESCRIPTORS = 256
 _HANDSHAKE_TIMEOUT_S = 10.0
-#: So many refused clients at a time get this long to read why; a socket closed at once may take its
-#: last words along.
-_MAX_REFUSED = 64
-_REFUSAL_TIMEOUT_S = 1.0
+#: So many rejected clients at a time get this long to read the reply: closing a socket at once can
+#: discard what was sent.
+_MAX_REJECTED = 64
+_REJECTION_TIMEOUT_S = 1.0
 #: How long accepting pauses when the machine has no descriptor or memory left.
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-_REFUSAL_BODY = orjson.dumps(
+_REJECTION_BODY = orjson.dumps(
     error_body(
         503,
         "the server has as many connections as it may; try again later",
         code="too_many_connections",
     )
 )
-_REFUSAL = (
+_REJECTION = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: "
     b"1\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_REFUSAL_BODY), _REFUSAL_BODY)
+    b"Content-Length: %d\r\n\r\n%s" % (len(_REJECTION_BODY), _REJECTION_BODY)
 )
 
 
@@ -69,12 +69,12 @@ class Listener:
         self._unix_file: tuple[Path, int] | None = None
         self._opening: set[Any] = set()  # protocols whose connections are being set up
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_refused = 0
+        self._num_rejected = 0
 
     async def start(self) -> str:
         """Begins to listen and returns the URL, `unix:PATH` for a Unix socket.
 
-        Raises `ConfigError` if the address cannot be had.
+        Raises `ConfigError` if the address cannot be bound.
         """
         try:
             if self._config.unix_socket is None:
@@ -117,7 +117,7 @@ class Listener:
             self._unix_file = None
 
     async def close(self) -> None:
-        """Stops listening and drops the connections that are being set up or refused."""
+        """Stops listening and drops the connections that are being set up or rejected."""
         await self.stop()
         for task in self._tasks:
             task.cancel()
@@ -130,8 +130,8 @@ class Listener:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _accept(self, sock: socket.socket) -> None:
-        """Accepts what waits at a listening socket."""
-        for _ in range(_ACCEPTS_A_TURN):
+        """Accepts the connections that wait at a listening socket."""
+        for _ in range(_MAX_ACCEPTS):
             try:
                 connection, _ = sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -147,7 +147,7 @@ class Listener:
             if self._has_room():
                 self._spawn(self._open(connection))
             else:
-                self._refuse(connection)
+                self._reject(connection)
 
     def _has_room(self) -> bool:
         connections = self._server.connections
@@ -178,25 +178,25 @@ class Listener:
         finally:
             self._opening.discard(protocol)
 
-    def _refuse(self, connection: socket.socket) -> None:
+    def _reject(self, connection: socket.socket) -> None:
         """Answers a connection for which there is no room, and closes it."""
-        # no handshake for this: it costs more than a request
-        if self._tls is not None or self._num_refused >= _MAX_REFUSED:
+        # no TLS handshake for this: it costs more than a request
+        if self._tls is not None or self._num_rejected >= _MAX_REJECTED:
             connection.close()
             return
-        self._num_refused += 1
-        self._spawn(self._see_off(connection))
+        self._num_rejected += 1
+        self._spawn(self._send_rejection(connection))
 
-    async def _see_off(self, connection: socket.socket) -> None:
+    async def _send_rejection(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):  # a timeout is one, too
             try:
-                connection.send(_REFUSAL)
+                connection.send(_REJECTION)
                 connection.shutdown(socket.SHUT_WR)
-                async with asyncio.timeout(_REFUSAL_TIMEOUT_S):
+                async with asyncio.timeout(_REJECTION_TIMEOUT_S):
                     while await self._loop.sock_recv(connection, 65536):
                         pass
             finally:
-                self._num_refused -= 1
+                self._num_rejected -= 1
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:

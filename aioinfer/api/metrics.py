@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: reads the engines' books when it is asked, and keeps none of its own.
+"""`/metrics` for Prometheus: reads the engines' metrics when asked, and keeps none of its own.
 
 What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is
 named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed here
@@ -38,7 +38,7 @@ async def show_metrics(request: web.Request) -> web.Response:
     Between two of them the event loop does other work: the whole takes milliseconds.
     """
     parts = []
-    for metric in BooksCollector(request.app[FRONTEND]).collect():
+    for metric in EngineCollector(request.app[FRONTEND]).collect():
         parts.append(generate_latest(_Only(metric)))
         await asyncio.sleep(0)
     return web.Response(body=b"".join(parts), headers={"Content-Type": _TEXT})
@@ -54,7 +54,7 @@ class _Only(Collector):
         return (self._metric,)
 
 
-class BooksCollector(Collector):
+class EngineCollector(Collector):
     """The metrics of all engines; all but the event loop's carry the labels `model_name` and
     `engine`. Reading them changes nothing."""
 
@@ -84,13 +84,13 @@ class BooksCollector(Collector):
         )
         yield show(
             "vllm:kv_cache_usage_perc",
-            "Share of the KV blocks that requests own, 0 to 1.",
+            "Fraction of the KV blocks that requests use, 0 to 1.",
             lambda e: e.scheduler.pool.usage,
         )
 
     def _counters(self) -> Iterator[Metric]:
         show = self._counter
-        about = "Requests that lost their KV blocks to older ones and began anew."
+        about = "Requests whose KV blocks were given to older ones, and that began anew."
         yield show("vllm:num_preemptions", about, lambda e: e.scheduler.stats.preemptions)
         yield show(
             "vllm:prefix_cache_queries",
@@ -132,51 +132,54 @@ class BooksCollector(Collector):
         yield show(
             "vllm:time_to_first_token_seconds",
             "From the submission to the first token.",
-            lambda b: b.time_to_first_token,
+            lambda m: m.time_to_first_token,
         )
         yield show(
             "vllm:inter_token_latency_seconds",
             "Between two tokens of a request.",
-            lambda b: b.inter_token_latency,
+            lambda m: m.inter_token_latency,
         )
         yield show(
             "vllm:request_time_per_output_token_seconds",
             "Mean of that in a request.",
-            lambda b: b.time_per_output_token,
+            lambda m: m.time_per_output_token,
         )
         yield show(
             "vllm:e2e_request_latency_seconds",
             "From the submission to the last token.",
-            lambda b: b.e2e_latency,
+            lambda m: m.e2e_latency,
         )
         yield show(
             "vllm:request_queue_time_seconds",
             "From joining the queue to the first step.",
-            lambda b: b.queue_time,
+            lambda m: m.queue_time,
         )
         yield show(
             "vllm:request_prefill_time_seconds",
             "From the first step to the first token.",
-            lambda b: b.prefill_time,
+            lambda m: m.prefill_time,
         )
         yield show(
             "vllm:request_decode_time_seconds",
             "From the first token to the last.",
-            lambda b: b.decode_time,
+            lambda m: m.decode_time,
         )
         yield show(
             "vllm:request_prompt_tokens",
             "Prompt tokens of a request.",
-            lambda b: b.request_prompt_tokens,
+            lambda m: m.request_prompt_tokens,
         )
         yield show(
             "vllm:request_generation_tokens",
             "Generated tokens of a request.",
-            lambda b: b.request_generation_tokens,
+            lambda m: m.request_generation_tokens,
         )
 
     def _step_histograms(self) -> Iterator[Metric]:
-        about = "Time of the event loop for a part of a step: taking its result, updating the books, planning, posting, making text."
+        about = (
+            "Time of the event loop for a phase of a step: reading its result, updating the "
+            "scheduler, planning, posting, emitting text."
+        )
         metric = HistogramMetricFamily(
             "aioinfer:step_phase_seconds", about, labels=("model_name", "engine", "phase")
         )

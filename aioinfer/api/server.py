@@ -1,4 +1,5 @@
-"""The HTTP server: its routes, and the listening socket in front of them. `app` owns its life."""
+"""The HTTP server: its routes, and the listening socket in front of them. `app` starts and stops
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, json_errors
 from aioinfer.api.listener import Listener, tls_context
-from aioinfer.api.rate_limit import TURNSTILE, RateLimiter
+from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _LAST_EVENTS_S = 0.5
 
 
 def check_files(config: ServerConfig) -> None:
-    """Raises `ConfigError` if a file of keys or of certificates is not as it should be."""
+    """Raises `ConfigError` if the file of API keys, or a TLS file, cannot be used."""
     ApiKeys.load(config)
     tls_context(config)
 
@@ -59,7 +60,7 @@ class HttpServer:
         app.on_response_prepare.append(cors.mark_response)
         app[FRONTEND] = frontend
         app[ADMISSION] = Admission(frontend)
-        app[TURNSTILE] = RateLimiter()
+        app[RATE_LIMITER] = RateLimiter()
         app[STARTED] = int(time.time())
         app.router.add_post("/v1/completions", completions.create_completion)
         app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
@@ -75,8 +76,8 @@ class HttpServer:
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keeps count of the requests that are being handled, for `drain`; while it waits, replies
-        close their connections."""
+        """Counts the requests that are being handled, for `drain`; while that waits, replies close
+        their connections."""
         self._num_handling += 1
         self._idle.clear()
         try:
@@ -93,8 +94,8 @@ class HttpServer:
         """Begins to listen and returns the URL (`unix:PATH` for a Unix socket).
 
         Raises:
-            ConfigError: the address cannot be had, or a file of keys or of certificates is not as
-                it should be.
+            ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
+                be used.
         """
         self._runner.app[API_KEYS] = await asyncio.to_thread(ApiKeys.load, self._config)
         tls = await asyncio.to_thread(tls_context, self._config)
@@ -104,7 +105,7 @@ class HttpServer:
         return await self._listener.start()
 
     async def drain(self) -> None:
-        """Refuses new connections, and returns when the requests that have come are answered."""
+        """Stops listening, and returns when the requests that have come are answered."""
         self._draining = True
         await page.end_live_streams(self._runner.app)
         if self._listener is not None:
@@ -113,7 +114,7 @@ class HttpServer:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Closes all connections, after a moment for those whose handlers are about to end."""
+        """Closes all connections, after half a second for handlers that are about to end."""
         if self._listener is not None:
             await self._listener.close()
         await self._runner.cleanup()

@@ -1,5 +1,4 @@
-"""Server-sent events of a stream, as bytes. It knows nothing of sockets: `delivery` sends what is
-made here.
+"""Server-sent events of a stream, as bytes. `delivery` sends them.
 
 All chunks of a choice are the same but for their text. `ChunkTemplate` makes the constant bytes
 around it once, so that a token costs the JSON escape of its text and one join.
@@ -24,7 +23,7 @@ STREAM_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all chunks of a reply say alike: `created` is in Unix seconds.
+    """The fields that all chunks of a reply have in common; `created` is in Unix seconds.
 
     With `include_usage`, chunks carry `"usage": null`, and `usage_event` is to follow the last one.
     """

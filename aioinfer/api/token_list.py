@@ -2,8 +2,8 @@
 
 The decoder of JSON does not let other threads run while it works, and a list of 200 000 numbers
 takes it 6 to 9 ms, in which the event loop would stand still. So the list is first skipped, which
-takes a sixth of that, and then decoded in pieces, between which other threads have their turn. Used
-by `read_body`, in a thread, for bodies too large for the event loop's.
+takes a sixth of that, and then decoded in pieces, between which other threads run. `read_body` uses
+it, in a thread, for bodies that are too large to be decoded on the event loop.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
 
 
 def decode_large(raw: bytes, kind: type[B]) -> B:
-    """Does what `protocol.decode` does.
+    """Decodes a body as `protocol.decode` does.
 
-    What holds no single long list of ids, or is at fault, is left to that.
+    Bodies without a single long list of ids, and wrong ones, are passed on to `protocol.decode`.
     """
     field = _FIELDS.get(kind)
     if field is not None:

@@ -7,21 +7,28 @@ from typing import Any
 
 from aiohttp import web
 
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.errors import json_response
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
+
+#: Texts of up to so many times the longest sequence are tokenized: clients ask for the length of
+#: texts that they are going to shorten.
+MAX_LENGTHS = 4
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """Returns the token ids of a text or of a conversation."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, TokenizeRequest)
+    limit = MAX_LENGTHS * frontend.max_model_len
     if body.messages is not None:
         ids = await frontend.encode_chat(
-            [message.for_template() for message in body.messages], **template_options(body)
+            await template_messages(body), max_tokens=limit, **template_options(body)
         )
     else:
-        ids = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
+        ids = await frontend.encode(
+            body.prompt or "", body.add_special_tokens is not False, max_tokens=limit
+        )
     texts = None
     if body.return_token_strs:
         tokenizer = frontend.require_tokenizer()

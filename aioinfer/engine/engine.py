@@ -1,24 +1,23 @@
-"""The engine: one replica of the model, and the step loop that keeps it busy, the heart of the
-system.
+"""The engine: one replica of the model, and the step loop that keeps it busy.
 
-Everything here runs on one event loop. A turn of the step loop begins when a result arrives:
+Everything here runs on one event loop. The step loop is `Engine._step`, which runs when a result
+arrives:
 
-    result of step N-1 ─► scheduler.update ─► schedule N+1 ─► post it ─► detokenize and emit N-1's tokens
+    take step N-1's result ─► update the scheduler ─► plan step N+1 ─► post it ─► emit N-1's text
 
-While it runs, the workers execute step N, so they never wait for text. The loop neither polls nor
+Meanwhile the workers execute step N, so they never wait for text. The loop neither polls nor
 blocks: results wake it through the executor, and new requests through `add`. An idle engine does
-nothing. `Frontend` owns the engines and gives them their requests.
+nothing. `Frontend` owns the engines and routes requests to them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 
 from aioinfer.config import Config
 from aioinfer.engine.metrics import EngineMetrics
-from aioinfer.engine.output import Choice, Generation, TokenLogprob
+from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
 from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import StepResult
@@ -28,16 +27,17 @@ from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput
 
 #: Tokens that are emitted in one go, in about 2 ms.
 _PORTION = 256
+_ALL_EMITTED = object()
 
 
 class Engine:
-    """A scheduler, the workers that it plans for, and the requests that it serves. All methods are
+    """A scheduler, the workers that it plans for, and the requests that they serve. All methods are
     called on one event loop.
 
     Attributes:
         number: which of the engines it is, from 0 on.
-        metrics: its books.
-        scheduler, report: what the workers can hold; there once `start` has returned.
+        metrics: its counts and times.
+        scheduler, report: set once `start` has returned; `report` says what the workers can hold.
         dead_reason: why it serves no more requests, or None.
     """
 
@@ -47,7 +47,7 @@ class Engine:
     def __init__(
         self, number: int, config: Config, executor: Executor, on_death: Callable[[str], None]
     ):
-        """`on_death` is called with the reason when a worker has died or hung; it is to call
+        """`on_death` is called with the reason when a worker has died or hung. It must call
         `end_all`."""
         self.number = number
         self.metrics = EngineMetrics()
@@ -57,23 +57,22 @@ class Engine:
         self._on_death = on_death
         self._name = f"engine {number}: " if config.parallel.data_parallel_size > 1 else ""
         self._pipeline_depth = 2 if config.scheduler.plan_ahead else 1
-        self._choices: dict[Request, Choice] = {}
-        self._turn_is_due = False
+        self._sequences: dict[Request, OutputSequence] = {}
+        self._planning_is_due = False
         self._emission: Iterator[None] = iter(())
-        self._emit_s = 0.0
         self._idle = asyncio.Event()
 
     # ---------------------------------------------------------------- life
 
     async def start(self, on_progress: ProgressCallback) -> None:
-        """Starts the workers, and makes the scheduler for what they can hold.
+        """Starts the workers, and makes the scheduler with the limits that they report.
 
         Raises:
             ConfigError: the configuration does not go with the model or the machine.
             EngineDeadError: a worker failed to start.
         """
         try:
-            self.report = report = await self._executor.start(self._turn, self._die, on_progress)
+            self.report = report = await self._executor.start(self._step, self._die, on_progress)
         except EngineDeadError as error:
             raise EngineDeadError(f"{self._name}{error}") from error
         limits = self._config.scheduler
@@ -91,12 +90,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has ended and its last text is made."""
-        return not self._choices
+        """Whether every request has ended and all of its text is emitted."""
+        return not self._sequences
 
     async def wait_idle(self) -> None:
         """Returns when no request is left."""
-        if self._choices:
+        if self._sequences:
             self._idle.clear()
             await self._idle.wait()
 
@@ -104,9 +103,9 @@ class Engine:
         """Ends all requests with an error, and takes no further step."""
         if self.dead_reason is None:
             self.dead_reason = reason
-        for choice in list(self._choices.values()):
-            choice.generation.fail(EngineDeadError(self.dead_reason))
-        self._choices.clear()
+        for sequence in list(self._sequences.values()):
+            sequence.output.fail(EngineDeadError(self.dead_reason))
+        self._sequences.clear()
         self.metrics.end_all("error")
         self._idle.set()
 
@@ -116,123 +115,129 @@ class Engine:
 
     # ---------------------------------------------------------------- requests
 
-    def add(self, generation: Generation, arrived: float) -> None:
-        """Queues the requests of a generation, which was submitted at `arrived` (of
+    def add(self, output: RequestOutput, arrived: float) -> None:
+        """Queues the sequences of a request that was submitted at `arrived` (of
         `time.perf_counter`)."""
-        for choice in generation.choices:
-            self._choices[choice.request] = choice
-            self.metrics.begin(choice.request, arrived, counts_prompt=choice.index == 0)
-            self.scheduler.add(choice.request)
-        self._kick()
+        for sequence in output.sequences:
+            self._sequences[sequence.request] = sequence
+            self.metrics.begin(sequence.request, arrived, counts_prompt=sequence.index == 0)
+            self.scheduler.add(sequence.request)
+        self._plan_soon()
 
-    def abort(self, generation: Generation, reason: str = "abort") -> None:
-        """Ends a generation's requests; their blocks are free for the plan that is drawn up
-        next."""
-        for choice in generation.choices:
-            self.scheduler.finish(choice.request, reason)
-            # what the scheduler had finished already, too: its text failed
-            self._forget(choice.request, reason)
-        self._kick()
+    def abort(self, output: RequestOutput, reason: str = "abort") -> None:
+        """Ends the sequences of a request. Their blocks are free for the next plan."""
+        for sequence in output.sequences:
+            self.scheduler.finish(sequence.request, reason)
+            # also where the scheduler had finished it: its text may have failed after that
+            self._forget(sequence.request, reason)
+        self._plan_soon()
 
-    def _fail(self, generation: Generation, error: Exception) -> None:
-        """Ends one generation with an error; the others go on."""
-        self.abort(generation, "error")
-        generation.fail(error)
+    def _fail(self, output: RequestOutput, error: Exception) -> None:
+        """Ends one request with an error; the others go on."""
+        self.abort(output, "error")
+        output.fail(error)
 
     def _forget(self, request: Request, outcome: str) -> None:
-        self._choices.pop(request, None)
+        self._sequences.pop(request, None)
         self.metrics.end(request, outcome)
-        if not self._choices:
+        if not self._sequences:
             self._idle.set()
 
     def _die(self, error: Exception) -> None:
-        """Tells that nothing can go on: a worker died or hung."""
+        """Reports that this engine cannot go on: a worker died or hung."""
         self._on_death(f"{self._name}{error}")
 
     # ---------------------------------------------------------------- the step loop
 
-    def _turn(self, result: StepResult) -> None:
-        """A turn: take a result, plan and post the next step, and only then make text of the
-        result's tokens.
+    def _step(self, result: StepResult) -> None:
+        """Handles the result of step N-1 while the workers execute step N.
 
-        The time that this takes is noted with the next turn: it may go on after this one.
+        take    the executor has read the result from the ring; text of step N-2 that is not emitted
+                yet goes out now, since `update` changes what its requests say of themselves
+        update  the scheduler appends the tokens and ends requests: blocks and slots become free
+        plan    step N+1 is made of what remains and of new requests
+        post    it goes to the workers before anything else is done: they never wait for text
+        emit    tokens become text, and text goes to the clients, in portions between which the
+                event loop does other work
         """
-        came = time.perf_counter()
-        # those of the step before, before their requests change
-        self._emit_portions(all_of_them=True)
-        began, emitted_s, self._emit_s = time.perf_counter(), self._emit_s, 0.0
-        output = self.scheduler.update(result)
-        updated = time.perf_counter()
-        self._fill_pipeline()
-        self.metrics.take_tokens(output.requests, output.tokens, came)
-        self.metrics.take_turn(result, updated - began, emitted_s)
+        timer = self.metrics.timer
+        timer.begin()
+        self._emit_rest()
+        with timer.update:
+            output = self.scheduler.update(result)
+        self._plan_and_post()
+        self.metrics.record_step(result, output.requests, output.tokens)
         self._emission = self._emit(output, result)
-        self._emit_portions()
+        self._emit_portion()
 
-    def _fill_pipeline(self) -> None:
-        self._turn_is_due = False
+    def _plan_and_post(self) -> None:
+        """Plans steps and posts them until enough are in flight or nothing is left to compute."""
+        self._planning_is_due = False
+        timer = self.metrics.timer
         try:
             while self.scheduler.num_in_flight < self._pipeline_depth and self.dead_reason is None:
-                began = time.perf_counter()
-                plan = self.scheduler.schedule()
+                with timer.plan:
+                    plan = self.scheduler.schedule()
                 if plan is None:
                     return
-                planned = time.perf_counter()
-                self._executor.post(plan)
-                self.metrics.take_plan(plan, planned - began, time.perf_counter() - planned)
-                if plan.admissions:
-                    self.metrics.take_admissions(
-                        self.scheduler.running, (one.slot for one in plan.admissions), planned
-                    )
+                with timer.post:
+                    self._executor.post(plan)
+                self.metrics.record_plan(plan, self.scheduler.running)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:
             self._die(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
 
-    def _kick(self) -> None:
-        """Fills the pipeline once the event loop has handled what is ready: requests that arrive
-        together share a step."""
-        if not self._turn_is_due:
-            self._turn_is_due = True
-            asyncio.get_running_loop().call_soon(self._fill_pipeline)
+    def _plan_soon(self) -> None:
+        """Plans once the event loop has handled what is ready: requests that arrive together share
+        a step."""
+        if not self._planning_is_due:
+            self._planning_is_due = True
+            asyncio.get_running_loop().call_soon(self._plan_and_post)
 
-    def _emit_portions(self, *, all_of_them: bool = False) -> None:
-        """Emits a portion of a step's tokens, and the next one when the event loop has looked at
-        what else is there."""
-        began = time.perf_counter()
-        try:
-            for _ in self._emission:
-                if not all_of_them:
-                    asyncio.get_running_loop().call_soon(self._emit_portions)
-                    break
-        except Exception as error:
-            self._die(EngineDeadError(f"tokens could not be handed on: {error!r}"))
-        self._emit_s += time.perf_counter() - began
+    def _emit_portion(self) -> None:
+        """Emits a portion of a step's tokens, and has the event loop call it again for the next."""
+        if self._advance_emission():
+            asyncio.get_running_loop().call_soon(self._emit_portion)
+
+    def _emit_rest(self) -> None:
+        """Emits all that is left of a step's tokens."""
+        while self._advance_emission():
+            pass
+
+    def _advance_emission(self) -> bool:
+        """Emits up to `_PORTION` tokens. Returns whether more are left."""
+        with self.metrics.timer.emit:
+            try:
+                return next(self._emission, _ALL_EMITTED) is not _ALL_EMITTED
+            except Exception as error:
+                self._die(EngineDeadError(f"tokens could not be emitted: {error!r}"))
+                return False
 
     def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
-        """Hands each new token to its completion, and ends the requests whose text ran into a stop
+        """Appends each new token to its sequence, and ends the requests whose text ends in a stop
         string.
 
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
         stopped = False
-        choices, has_logprobs = self._choices, len(result.logprobs) > 0
+        sequences, has_logprobs = self._sequences, len(result.logprobs) > 0
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1
         ):
-            choice = choices.get(request)
-            if choice is None:
-                continue  # aborted, or its generation failed, earlier in this round
+            sequence = sequences.get(request)
+            if sequence is None:
+                continue  # its request was aborted, or failed, earlier in this step
             if token < 0:
-                self._fail(choice.generation, GenerationError("the model's logits held NaN"))
+                self._fail(sequence.output, GenerationError("the model's logits held NaN"))
                 continue
             try:
-                stop = choice.take(
+                stop = sequence.append(
                     token, _logprob(result, row, token, request.params) if has_logprobs else None
                 )
             except Exception as error:  # one request's text must not end the others
                 self._fail(
-                    choice.generation,
+                    sequence.output,
                     GenerationError(f"the tokens could not be turned into text: {error!r}"),
                 )
                 continue
@@ -244,7 +249,7 @@ class Engine:
             if number % _PORTION == 0:
                 yield
         if stopped:
-            self._kick()
+            self._plan_soon()
 
 
 def _logprob(

@@ -1,9 +1,8 @@
-"""The door to the model: text to token ids, checks, and the choice of the engine that takes a
-request.
+"""Entry point for requests: tokenizes, validates, and routes to an engine.
 
-There is one `Frontend`, whatever `parallel.data_parallel_size` is: one tokenizer, one pool of
-encoding threads, one set of the model's defaults, before one or several engines on the same event
-loop. The HTTP handlers and `LLM` know nothing else.
+There is one `Frontend`, whatever `parallel.data_parallel_size` is: one tokenizer, one set of
+encoding threads and one set of the model's defaults, in front of one or several engines on the same
+event loop. The HTTP handlers and `LLM` use nothing else of this package.
 """
 
 from __future__ import annotations
@@ -11,57 +10,30 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, ModelConfig
+from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEncoder
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
-from aioinfer.engine.output import Choice, Generation
+from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.router import Router
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
 from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
 from aioinfer.scheduler.request import ForkGroup, Request
 from aioinfer.text.generation_defaults import GenerationDefaults
 from aioinfer.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-#: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms at
-#: most).
-_SHORT_PROMPT = 1024
-#: Token ids that are converted in one go.
-_CONVERTED = 16_384
-
 
 def _no_progress(phase: str, done: int, total: int) -> None:
-    """Tells nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A prompt that was looked through.
-
-    Attributes:
-        token_ids: of the prompt.
-        tokens: the same, as int32.
-        hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
-    """
-
-    token_ids: list[int]
-    tokens: array[int]
-    hashes: list[bytes]
+    """Ignores the progress."""
 
 
 class Frontend:
@@ -71,7 +43,7 @@ class Frontend:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         defaults, vocab_size: what the model's files say.
-        max_model_len: the most tokens of a request, on whatever engine.
+        max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
     """
@@ -89,7 +61,7 @@ class Frontend:
             Engine(number, config, executor, self._die) for number, executor in enumerate(executors)
         ]
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._threads = EncodingThreads()
         self._seeds = random.Random(config.model.seed)
         self._request_numbers = count()
         self._dead = asyncio.Event()
@@ -126,14 +98,16 @@ class Frontend:
         return frontend
 
     async def start(self, folder: Path, on_progress: ProgressCallback = _no_progress) -> None:
-        """Starts the engines and loads the text side.
+        """Starts the engines, and loads the tokenizer and the model's defaults meanwhile.
 
-        The first failure cancels what is left of it; then `close` is due.
+        The first failure cancels the rest and is raised; then the caller has to `close`.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 deaths = group.create_task(self._raise_death())
-                starts = [group.create_task(self._in_thread(lambda: self._load_text_side(folder)))]
+                starts = [
+                    group.create_task(self._threads.run(lambda: self._load_text_side(folder)))
+                ]
                 # all load the same weights at the same time: the bar of the first stands for all
                 starts += [
                     group.create_task(e.start(on_progress if not e.number else _no_progress))
@@ -146,13 +120,21 @@ class Frontend:
         self._require_alive()
         self.max_model_len = min(engine.report.max_model_len for engine in self.engines)
         self._router = Router([engine.scheduler for engine in self.engines])
+        has_cache = self.config.cache.enable_prefix_caching
+        self._encoder = PromptEncoder(
+            self.tokenizer,
+            self._threads,
+            max_prompt_len=self.max_model_len - 1,
+            vocab_size=self.vocab_size,
+            hash_block_size=self.engines[0].report.block_size if has_cache else None,
+        )
 
     async def _raise_death(self) -> None:
         await self._dead.wait()
         self._require_alive()
 
     def _load_text_side(self, folder: Path) -> None:
-        """Loads, in a thread, what the workers do not need."""
+        """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size."""
         self.tokenizer = self._load_tokenizer(folder)
         self.defaults = GenerationDefaults.load(
             folder, self.tokenizer, self.config.sampling.given()
@@ -202,10 +184,10 @@ class Frontend:
         return True
 
     async def close(self) -> None:
-        """Fails what still runs and ends the workers."""
+        """Ends running requests with an error, and ends the workers."""
         self._end_all("the server is shutting down")
         await asyncio.gather(*(engine.shutdown() for engine in self.engines))
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     def stats(self) -> dict[str, float]:
         """Returns the state of queues and cache, and totals since the start, of all engines
@@ -226,18 +208,26 @@ class Frontend:
 
     # ---------------------------------------------------------------- requests
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of `text`, encoded in a thread. Raises `RequestError`."""
-        tokenizer = self.require_tokenizer("prompt")
-        return await self._in_thread(lambda: tokenizer.encode(text, add_special_tokens))
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the token ids of `text`; see `PromptEncoder.encode`. Raises `RequestError`."""
+        self.require_tokenizer("prompt")
+        return await self._encoder.encode(text, add_special_tokens, max_tokens=max_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Returns the token ids of a conversation under the model's chat template.
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Returns the token ids of a conversation; see `PromptEncoder.encode_chat`.
 
         Raises `RequestError`.
         """
-        tokenizer = self.require_tokenizer("messages")
-        return await self._in_thread(lambda: tokenizer.encode_chat(messages, **options))
+        self.require_tokenizer("messages")
+        return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
 
     async def submit(
         self,
@@ -247,18 +237,19 @@ class Frontend:
         add_special_tokens: bool = True,
         priority: int = 0,
         request_id: str | None = None,
-    ) -> Generation:
-        """Queues a request and returns its generation. Cancelling it leaves nothing behind.
+    ) -> RequestOutput:
+        """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
+        nothing behind.
 
         Args:
             prompt: text, or token ids as they are.
-            params: how to choose tokens and when to end.
+            params: how to sample and when to end.
             add_special_tokens: whether encoding text adds the tokenizer's BOS and the like.
             priority: lower goes first; only under `scheduler.policy = "priority"`.
             request_id: for messages; made up if missing.
 
         Raises:
-            RequestError: the request is at fault or could never fit.
+            RequestError: the request is wrong or could never fit.
             EngineDeadError: the engine is gone.
         """
         arrived = time.perf_counter()
@@ -271,13 +262,13 @@ class Frontend:
     async def prepare(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
     ) -> PreparedPrompt:
-        """Does what of `submit` takes long, if it does in a thread. Raises `RequestError`."""
-        token_ids = (
-            await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        )
-        if len(token_ids) <= _SHORT_PROMPT:
-            return self._prepare_prompt(token_ids)
-        return await self._in_thread(lambda: self._prepare_prompt(token_ids))
+        """Does the first half of `submit`, which may take long; see `PromptEncoder.prepare`.
+
+        Raises `RequestError`.
+        """
+        if isinstance(prompt, str):
+            self.require_tokenizer("prompt")
+        return await self._encoder.prepare(prompt, add_special_tokens)
 
     def admit(
         self,
@@ -287,8 +278,9 @@ class Frontend:
         priority: int = 0,
         request_id: str | None = None,
         arrived: float,
-    ) -> Generation:
-        """Does the rest of `submit`. What is admitted without a wait in between shares a step.
+    ) -> RequestOutput:
+        """Does the second half of `submit`, without a wait: requests that are admitted one after
+        the other share a step.
 
         Args:
             arrived: when the request did, of `time.perf_counter`.
@@ -302,61 +294,27 @@ class Frontend:
             self.require_tokenizer("stop")
         max_len = self._check_lengths(len(prompt.tokens), params)
         self._check_token_ids(params)
-        # nothing waits from here on: the loads by which the engine is chosen are those that the
-        # request finds
+        # no `await` from here on: the loads by which the request is routed are those that it meets
         route = self._router.route(len(prompt.tokens), prompt.hashes, params.n)
         engine = self.engines[route.engine]
-        generation = Generation(
+        output = RequestOutput(
             request_id or f"request-{next(self._request_numbers)}",
             prompt.token_ids,
             params,
             engine.abort,
         )
-        self._make_choices(generation, prompt, max_len, priority, route.num_tokens)
-        self._router.promise(route, generation.choices[0].request)
-        engine.add(generation, arrived)
+        self._make_sequences(output, prompt, max_len, priority, route.num_tokens)
+        self._router.promise(route, output.sequences[0].request)
+        engine.add(output, arrived)
         self.loop_lag.watch()
-        return generation
-
-    def _prepare_prompt(self, token_ids: Sequence[int]) -> PreparedPrompt:
-        """Converts, checks and hashes a prompt. Raises `RequestError`."""
-        if not token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        try:
-            tokens = array("i")
-            # in pieces: the interpreter changes threads between, not within
-            for start in range(0, len(token_ids), _CONVERTED):
-                tokens.extend(array("i", token_ids[start : start + _CONVERTED]))
-        except (TypeError, OverflowError) as error:
-            raise RequestError(
-                f"the prompt must hold token ids: {error}", param="prompt"
-            ) from error
-        # a long prompt is not to hold the interpreter, which the event loop needs
-        values = np.frombuffer(tokens, np.int32)
-        if values.min() < 0 or values.max() >= self.vocab_size:
-            raise RequestError(
-                f"the prompt holds a token id outside of 0 to {self.vocab_size - 1}", param="prompt"
-            )
-        hashes: list[bytes] = []
-        if self.config.cache.enable_prefix_caching:
-            extend_hashes(hashes, tokens, self.engines[0].report.block_size, root_hash())
-        return PreparedPrompt(
-            token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes
-        )
+        return output
 
     def _check_lengths(self, prompt_len: int, params: SamplingParams) -> int:
-        """Returns the length at which a request ends.
+        """Returns the length, prompt included, at which a request ends.
 
         Raises `RequestError` if it could never fit.
         """
         room = self.max_model_len - prompt_len
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens; the longest that leaves room for one more "
-                f"is {self.max_model_len - 1}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
         wanted = params.max_tokens
         if wanted is None:  # a default must not refuse a request that did not ask for it
             default = self.defaults.max_tokens
@@ -385,17 +343,17 @@ class Frontend:
                     f"{name} holds a token id outside of 0 to {self.vocab_size - 1}", param=name
                 )
 
-    def _make_choices(
+    def _make_sequences(
         self,
-        generation: Generation,
+        output: RequestOutput,
         prompt: PreparedPrompt,
         max_len: int,
         priority: int,
         num_expected: int,
     ) -> None:
-        """Makes the n requests of a generation; `num_expected` tokens of the prompt are likely to
-        be in the cache."""
-        params, tokens, tokenizer = generation.params, prompt.tokens, self.tokenizer
+        """Makes the n sequences of a request; `num_expected` tokens of the prompt are likely to be
+        in the cache."""
+        params, tokens, tokenizer = output.params, prompt.tokens, self.tokenizer
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_tokens = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids)
@@ -403,7 +361,7 @@ class Frontend:
         group = ForkGroup() if params.n > 1 else None
         for index in range(params.n):
             request = Request(
-                generation.request_id,
+                output.request_id,
                 tokens[:],
                 len(tokens),
                 params,
@@ -419,12 +377,9 @@ class Frontend:
             detokenizer = None
             if tokenizer is not None:
                 detokenizer = tokenizer.detokenizer(
-                    generation.prompt_token_ids, params.skip_special_tokens
+                    output.prompt_token_ids, params.skip_special_tokens
                 )
-            generation.choices.append(Choice(index, request, generation, detokenizer))
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            output.sequences.append(OutputSequence(index, request, output, detokenizer))
 
     # ---------------------------------------------------------------- failure
 

@@ -1,10 +1,9 @@
-"""The books for monitoring: counts and times of requests, tokens and turns of the step loop, and
-the lag of the event loop.
+"""Metrics: counts and times of requests, tokens and steps, and the lag of the event loop.
 
-Each engine writes its own, `api.metrics` reads them when it is asked. All tokens of a step share
-one time stamp, and most of them follow a token of the step before: these all fall into one bucket,
-which is counted once a step. So a streamed token costs a dictionary look-up and a comparison here,
-and nothing is kept of it.
+Each engine has an `EngineMetrics`, which `api.metrics` reads when it is asked. All tokens of a step
+share one time stamp, and most of them follow a token of the step before: these all fall into one
+bucket of the histogram, which is incremented once a step. So a streamed token costs a dictionary
+look-up and a comparison here, and nothing is kept of it.
 """
 
 from __future__ import annotations
@@ -19,49 +18,41 @@ from aioinfer.engine.step_log import StepLog
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
-#: Upper bounds of buckets in seconds: of what lasts about as long as a step, of a part of a turn,
-#: of whole requests.
+#: Upper bounds of buckets in seconds: for what lasts about as long as a step, for a phase of a
+#: step on the event loop, for whole requests.
 _STEP_BOUNDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
     0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0,
 )  # fmt: skip
 _PHASE_BOUNDS = (
-    1e-5,
-    2e-5,
-    5e-5,
-    1e-4,
-    2e-4,
-    5e-4,
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    1.0,
-)
+    1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0,
+)  # fmt: skip
 _REQUEST_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5,
-    10.0,
-    20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 2560.0,
+    10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 2560.0,
 )  # fmt: skip
 _LENGTH_BOUNDS = tuple(float(4**power) for power in range(10))
 #: Timers of the event loop are exact to a millisecond.
 _LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LAG_INTERVAL_S = 0.05
 
+#: How requests end, and what the event loop does for a step: it reads the result from the ring,
+#: updates the scheduler, plans, posts, and emits text.
+#: How a request may end.
 FINISH_REASONS = ("stop", "length", "abort", "error")
+#: What the event loop does for a step: it reads the result from the ring, updates the scheduler,
+#: plans the next step, posts it, and emits text.
 PHASES = ("result", "update", "plan", "post", "emit")
 
 
 class Histogram:
-    """Counts of values by bucket; a value belongs to the first bound that is not less than it."""
+    """Counts of values by bucket. A value falls into the bucket of the lowest bound that is not
+    below it."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]):
-        """Makes an empty histogram; `bounds` are ascending, and one more bucket takes what is
+        """Makes an empty histogram; `bounds` are ascending, and one more bucket counts values
         beyond the last."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
@@ -78,6 +69,58 @@ class Histogram:
         return sum(self.counts)
 
 
+class Stopwatch:
+    """Measures the seconds that a `with` block takes, in about 0.3 us.
+
+    Attributes:
+        seconds: of the last block, or, if they add up, of all blocks since `reset`.
+        ended: when the last block ended, of `time.perf_counter`.
+    """
+
+    __slots__ = ("_adds_up", "_began", "ended", "seconds")
+
+    def __init__(self, *, adds_up: bool = False) -> None:
+        self.seconds = 0.0
+        self.ended = 0.0
+        self._began = 0.0
+        self._adds_up = adds_up
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = now = time.perf_counter()
+        self.seconds = now - self._began + (self.seconds if self._adds_up else 0.0)
+
+    def reset(self) -> float:
+        """Returns the seconds so far, and begins again from 0."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class StepTimer:
+    """Stopwatches for what the event loop does for a step, run by the step loop.
+
+    The text of a step may be emitted in several portions, between which the event loop does other
+    work; `emit` adds them up.
+
+    Attributes:
+        began: when the step loop was given the last result, of `time.perf_counter`.
+        update, plan, post, emit: the phases.
+    """
+
+    __slots__ = ("began", "emit", "plan", "post", "update")
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.update, self.plan, self.post = Stopwatch(), Stopwatch(), Stopwatch()
+        self.emit = Stopwatch(adds_up=True)
+
+    def begin(self) -> None:
+        """Notes that a result has come."""
+        self.began = time.perf_counter()
+
+
 @dataclass(slots=True)
 class _Times:
     """A request that has not ended. Times are of `time.perf_counter`; 0 stands for what has not
@@ -87,7 +130,9 @@ class _Times:
         arrived: when it was submitted.
         queued: when it joined the waiting requests.
         prompt_tokens: what it adds to the prompt tokens with its first token: 0 for all but one of
-            n completions.
+            n sequences.
+        scheduled: when it was first planned.
+        first_token, last_token: when the results with its first and its newest token came.
     """
 
     arrived: float
@@ -99,15 +144,15 @@ class _Times:
 
 
 class EngineMetrics:
-    """Totals since the start. Every completion of a request with n > 1 counts as a request.
+    """Totals since the start. Every sequence of a request with n > 1 counts as a request.
 
     Attributes:
-        prompt_tokens: of requests that got a first token; a prompt with n completions counts once.
-        generation_tokens: tokens that were chosen, end tokens included.
+        prompt_tokens: of requests that got a first token; a prompt with n sequences counts once.
+        generation_tokens: tokens that were sampled, end tokens included.
         finished: requests by finish reason.
         worker_busy_ns: nanoseconds that the first rank spent on steps.
         time_to_first_token: seconds from the submission of token ids to the first token.
-        inter_token_latency: seconds between two tokens of a completion; a token's time is that at
+        inter_token_latency: seconds between two tokens of a sequence; a token's time is that at
             which its step's result came.
         time_per_output_token: the mean of those, one value a request.
         queue_time: seconds from joining the waiting requests to the first plan with the request in
@@ -117,7 +162,8 @@ class EngineMetrics:
         e2e_latency: seconds from the submission to the last token. This and the other means and
             times of whole requests (`time_per_output_token`, `decode_time`, `request_*_tokens`) are
             of those that ended by a stop or their length.
-        phases: seconds that the event loop spent on each part of a turn.
+        phases: seconds that the event loop spent on each phase of a step, by the names of `PHASES`.
+        timer: measures these phases.
         steps: the last steps one by one, while somebody watches them.
     """
 
@@ -136,6 +182,7 @@ class EngineMetrics:
         self.request_prompt_tokens = Histogram(_LENGTH_BOUNDS)
         self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
+        self.timer = StepTimer()
         self.steps = StepLog()
         self._open: dict[Request, _Times] = {}
         self._step_time = -1.0
@@ -143,28 +190,13 @@ class EngineMetrics:
     # ---------------------------------------------------------------- requests
 
     def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> None:
-        """Notes a request that is queued now and was submitted at `arrived`."""
+        """Records a request that is queued now and was submitted at `arrived`."""
         self._open[request] = _Times(
             arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0
         )
 
-    def take_admissions(self, running: Sequence[Request], slots: Iterable[int], now: float) -> None:
-        """Notes which of the running requests a plan has given `slots`; the newest are looked at
-        first."""
-        unseen = set(slots)
-        for request in reversed(running):
-            if not unseen:
-                return
-            if request.slot not in unseen:
-                continue
-            unseen.remove(request.slot)
-            times = self._open.get(request)
-            if times is not None and not times.scheduled:  # else it was preempted and comes back
-                times.scheduled = now
-                self.queue_time.add(now - times.queued)
-
     def end(self, request: Request, reason: str) -> None:
-        """Notes the end of a request. Does nothing if it has been noted."""
+        """Records the end of a request. Does nothing if it was recorded before."""
         times = self._open.pop(request, None)
         if times is None:
             return
@@ -180,20 +212,64 @@ class EngineMetrics:
         self.request_generation_tokens.add(request.num_output)
 
     def end_all(self, reason: str) -> None:
-        """Notes the end of all requests."""
+        """Records the end of all requests."""
         for request in list(self._open):
             self.end(request, reason)
 
     # ---------------------------------------------------------------- steps
 
-    def take_tokens(self, requests: Iterable[Request], tokens: Iterable[int], now: float) -> None:
-        """Notes a step's tokens: one a request, or -1 for a row that failed. About 0.1 us a token.
+    def record_plan(self, plan: StepPlan, running: Sequence[Request]) -> None:
+        """Records a step that was posted: the time that took, by `timer`, and the requests that it
+        admits, which are among the running ones."""
+        timer = self.timer
+        plan_s, post_s = timer.plan.seconds, timer.post.seconds
+        self.phases["plan"].add(plan_s)
+        self.phases["post"].add(post_s)
+        if plan.admissions:
+            slots = (admission.slot for admission in plan.admissions)
+            self.record_admissions(running, slots, timer.plan.ended)
+        if self.steps.num_watchers:
+            self.steps.record_plan(plan, plan_s, post_s)
+
+    def record_admissions(
+        self, running: Sequence[Request], slots: Iterable[int], now: float
+    ) -> None:
+        """Records which of the running requests a plan has given `slots`; the newest are looked at
+        first."""
+        unseen = set(slots)
+        for request in reversed(running):
+            if not unseen:
+                return
+            if request.slot not in unseen:
+                continue
+            unseen.remove(request.slot)
+            times = self._open.get(request)
+            if times is not None and not times.scheduled:  # else it was preempted and comes back
+                times.scheduled = now
+                self.queue_time.add(now - times.queued)
+
+    def record_step(
+        self, result: StepResult, requests: Iterable[Request], tokens: Iterable[int]
+    ) -> None:
+        """Records a step whose result the scheduler has taken in.
 
         Args:
-            requests: those that the step sampled.
-            tokens: one for each of them.
-            now: when the step's result came.
+            result: of the workers.
+            requests, tokens: what the step sampled: a token a request, or -1 for a row that failed.
         """
+        timer, phases = self.timer, self.phases
+        update_s, emit_s = timer.update.seconds, timer.emit.reset()
+        phases["result"].add(result.take_ns * 1e-9)
+        phases["update"].add(update_s)
+        phases["emit"].add(emit_s)  # of the step before: the text of this one comes last
+        self.worker_busy_ns += result.busy_ns
+        self.record_tokens(requests, tokens, timer.began)
+        if self.steps.num_watchers:
+            self.steps.record_result(result, update_s, emit_s)
+
+    def record_tokens(self, requests: Iterable[Request], tokens: Iterable[int], now: float) -> None:
+        """Records a step's tokens, one for each of `requests`, or -1 for a row that failed. About
+        0.1 us a token; `now` is when the step's result came."""
         before, self._step_time = self._step_time, now
         in_step = late = 0
         for times, token in zip(map(self._open.get, requests), tokens, strict=True):
@@ -207,44 +283,24 @@ class EngineMetrics:
                 late += 1
                 self.inter_token_latency.add(now - last)
             else:
-                self._take_first_token(times, now)
+                self._record_first_token(times, now)
         if in_step:
             self.inter_token_latency.add(now - before, in_step)
         self.generation_tokens += in_step + late
 
-    def _take_first_token(self, times: _Times, now: float) -> None:
+    def _record_first_token(self, times: _Times, now: float) -> None:
         times.first_token = now
         self.prompt_tokens += times.prompt_tokens
         self.generation_tokens += 1
         self.time_to_first_token.add(now - times.arrived)
         self.prefill_time.add(now - times.scheduled)
 
-    def take_plan(self, plan: StepPlan, plan_s: float, post_s: float) -> None:
-        """Notes how long a step was planned and posted."""
-        self.phases["plan"].add(plan_s)
-        self.phases["post"].add(post_s)
-        if self.steps.num_watchers:
-            self.steps.take_plan(plan, plan_s, post_s)
-
-    def take_turn(self, result: StepResult, update_s: float, emit_s: float) -> None:
-        """Notes how long a turn took, but for what it planned.
-
-        `emit_s` is of the step before, whose text may have been made in several turns.
-        """
-        phases = self.phases
-        phases["result"].add(result.take_ns * 1e-9)
-        phases["update"].add(update_s)
-        phases["emit"].add(emit_s)
-        self.worker_busy_ns += result.busy_ns
-        if self.steps.num_watchers:
-            self.steps.take_turn(result, update_s, emit_s)
-
 
 class LoopLag:
     """How late the event loop is. `Frontend` owns one: all engines share the loop.
 
     Attributes:
-        seconds: by which a timer came late, taken 20 times a second while there are requests.
+        seconds: by which a timer came late, measured 20 times a second while there are requests.
     """
 
     def __init__(self, is_busy: Callable[[], bool]):
@@ -258,10 +314,10 @@ class LoopLag:
         if not self.is_watched:
             self.is_watched = True
             asyncio.get_running_loop().call_later(
-                _LAG_INTERVAL_S, self._take_lag, time.perf_counter() + _LAG_INTERVAL_S
+                _LAG_INTERVAL_S, self._measure, time.perf_counter() + _LAG_INTERVAL_S
             )
 
-    def _take_lag(self, due: float) -> None:
+    def _measure(self, due: float) -> None:
         self.is_watched = False
         self.seconds.add(max(0.0, time.perf_counter() - due))
         if self._is_busy():

@@ -1,11 +1,12 @@
-"""What a caller holds of a running request: its completions, and the queue on which their new text
-arrives.
+"""The output of a request while it is generated: n sequences of tokens, and their text as it comes.
 
-`Frontend.submit` makes a `Generation`; the HTTP handlers and `LLM` iterate over it. The engine's
-step loop feeds it through `Choice.take`, on the same event loop. The queue holds at most one delta
-a completion: what a slow reader has not fetched merges, so that it costs bounded memory and delays
-nobody. A reader that can take a token at once, without being woken, attaches a `Sink`; then the
-queue is only for what the sink turns down.
+`Frontend.admit` makes a `RequestOutput` for each request, and the HTTP handlers and `LLM` iterate
+over it for `Delta`s. The engine's step loop feeds it, on the same event loop:
+`OutputSequence.append` turns each new token into text and finds stop strings.
+
+A delta that its reader has not fetched yet is merged with the next one of its sequence, so a slow
+reader costs bounded memory and delays nobody. A reader that can take tokens without being woken
+attaches a `Sink`; the queue of deltas then holds only what the sink does not accept.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from aioinfer.text.stops import StopStrings
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """The log-probability of a chosen token, and (token id, log-probability) of the likeliest ones
-    in its place."""
+    """The log-probability of a sampled token, and (token id, log-probability) of the likeliest
+    tokens at its position."""
 
     token_id: int
     logprob: float
@@ -33,14 +34,14 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one completion since the last delta.
+    """What is new in one sequence since its last delta.
 
     Attributes:
-        index: which of the n completions.
-        text: new text; may be empty, when a token is held back (half a character, the beginning of
-            a stop string).
+        index: the number of the sequence, 0 to n - 1.
+        text: new text. It may be empty: half a character and what may become a stop string are
+            held back.
         token_ids: the new tokens, an end token included.
-        logprobs: one for each new token, if they were asked for.
+        logprobs: one for each new token, if the request asked for them.
         finish_reason: "stop", "length", "abort" or "error" in the last delta, else None.
         stop_reason: the token id or the string that ended the text.
     """
@@ -53,7 +54,7 @@ class Delta:
     stop_reason: int | str | None = None
 
     def merge(self, later: Delta) -> None:
-        """Appends a later delta of the same completion."""
+        """Appends a later delta of the same sequence."""
         self.text += later.text
         self.token_ids += later.token_ids
         if later.logprobs:
@@ -63,68 +64,77 @@ class Delta:
 
 
 class Sink(Protocol):
-    """Takes tokens straight from the step loop."""
+    """Accepts tokens straight from the step loop."""
 
-    def take(
+    def push(
         self, index: int, text: str, reason: str | None, stop_reason: int | str | None
     ) -> bool:
-        """Takes a token of completion `index` with what it adds to the text, and how the completion
-        ends with it, if it does.
+        """Accepts one token of sequence `index`: the text that it adds, and the finish reason if
+        the sequence ends with it.
 
-        Returns False to have it queued instead. It must not wait, and must not raise.
+        Returns False to have it queued instead. It must neither wait nor raise.
         """
         ...
 
 
-class Generation:
-    """One request: n completions of one prompt. Iterate over it for the deltas of all of them."""
+class RequestOutput:
+    """The output of one request: n sequences for one prompt. Iterate over it for their deltas.
+
+    Attributes:
+        request_id: for messages.
+        prompt_token_ids: the prompt as the model sees it.
+        params: the request's sampling parameters.
+        sequences: the n sequences, by index.
+    """
 
     def __init__(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        abort: Callable[[Generation], None],
+        abort: Callable[[RequestOutput], None],
     ):
+        """`abort` is called with this object when the reader gives up the request."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.choices: list[Choice] = []
+        self.sequences: list[OutputSequence] = []
         self._abort = abort
         self._queue: dict[int, Delta] = {}
-        self._unfinished = params.n
+        self._num_unfinished = params.n
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV blocks were found in the prefix cache; known once the first delta
-        is there."""
-        return max(0, self.choices[0].request.num_cached)
+        """Prompt tokens whose KV blocks were found in the prefix cache. Known with the first
+        delta."""
+        return max(0, self.sequences[0].request.num_cached)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will be generated."""
-        return self._unfinished == 0 or self._error is not None
+        """Whether no further token will come."""
+        return self._num_unfinished == 0 or self._error is not None
 
     def abort(self, error: Exception | None = None) -> None:
-        """Ends what is unfinished and frees its KV blocks. Does nothing on a finished request.
+        """Ends the sequences that are unfinished and frees their KV blocks. Does nothing on a
+        finished request.
 
         The reader gets the deltas that are queued, and then `error` if there is one.
         """
         if not self.is_finished:
             self._abort(self)
-            self._unfinished = 0
+            self._num_unfinished = 0
             self._error = error
             self._wake()
 
     def attach(self, sink: Sink) -> None:
-        """From now on offers each token to `sink`, unless something is queued: the order of a
-        completion's text is kept."""
+        """From now on offers each token to `sink` first, unless a delta is queued: the order of the
+        text is kept."""
         self._sink = sink
 
-    def take(
+    def push(
         self,
         index: int,
         text: str,
@@ -133,16 +143,17 @@ class Generation:
         reason: str | None,
         stop_reason: int | str | None,
     ) -> None:
-        """Hands on a token (the step loop calls this): to the sink, or as a delta to the queue."""
+        """Passes on a token of sequence `index`: to the sink, or as a delta to the queue. Called by
+        the step loop."""
         if (
             self._sink is not None
             and not self._queue
             and logprob is None
-            and self._sink.take(index, text, reason, stop_reason)
+            and self._sink.push(index, text, reason, stop_reason)
         ):
             if reason is not None:
-                self._unfinished -= 1
-                if not self._unfinished:
+                self._num_unfinished -= 1
+                if not self._num_unfinished:
                     self._wake()
             return
         self.put(Delta(index, text, [token], [logprob] if logprob else None, reason, stop_reason))
@@ -155,7 +166,7 @@ class Generation:
         else:
             waiting.merge(delta)
         if delta.finish_reason is not None:
-            self._unfinished -= 1
+            self._num_unfinished -= 1
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -176,7 +187,7 @@ class Generation:
         while not self._queue:
             if self._error is not None:
                 raise self._error
-            if self._unfinished == 0:
+            if self._num_unfinished == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -186,40 +197,43 @@ class Generation:
         return self._queue.pop(next(iter(self._queue)))
 
 
-class Choice:
-    """One completion: turns its tokens into text, and finds the stop strings."""
+class OutputSequence:
+    """One sequence of a request's output: turns its tokens into text, and finds stop strings."""
 
-    __slots__ = ("_detokenizer", "_stops", "generation", "index", "request")
+    __slots__ = ("_detokenizer", "_stops", "index", "output", "request")
 
     def __init__(
-        self, index: int, request: Request, generation: Generation, detokenizer: Detokenizer | None
+        self, index: int, request: Request, output: RequestOutput, detokenizer: Detokenizer | None
     ):
+        """`request` is what the scheduler knows of the sequence; without a `detokenizer` there is
+        no text."""
         self.index = index
         self.request = request
-        self.generation = generation
+        self.output = output
         self._detokenizer = detokenizer
         params = request.params
         self._stops = StopStrings(params.stop, params.include_stop) if params.stop else None
 
-    def take(self, token: int, logprob: TokenLogprob | None) -> str | None:
-        """Hands on a new token. Returns the stop string that the text ran into, if one did.
+    def append(self, token: int, logprob: TokenLogprob | None) -> str | None:
+        """Passes on a new token with its text. Returns the stop string that the text now ends in,
+        if it does.
 
-        Then the caller ends the request; what is handed on says already that it has ended.
+        The reader is then told that the sequence has stopped, and the caller has to end the request
+        in the scheduler. Where the scheduler has ended it already, by its length or by an end token
+        in the same step, the stop string is the reason that counts, here and in the request.
         """
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
         if request.status is Status.FINISHED or detokenizer is None:
-            return self._take_otherwise(token, logprob)
+            return self._append_last(token, logprob)
         text, stop = detokenizer.next(token), None
         if stops is not None and request.num_output >= request.params.min_tokens:
             text, stop = stops.feed(text)
-        self.generation.take(
-            self.index, text, token, logprob, None if stop is None else "stop", stop
-        )
+        self.output.push(self.index, text, token, logprob, None if stop is None else "stop", stop)
         return stop
 
-    def _take_otherwise(self, token: int, logprob: TokenLogprob | None) -> str | None:
-        """Hands on the last token of a request that the scheduler has ended, or any where no text
-        is wanted."""
+    def _append_last(self, token: int, logprob: TokenLogprob | None) -> str | None:
+        """Passes on the last token of a request that the scheduler has ended, or any token where
+        there is no text."""
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
         text, stop = "", None
         if detokenizer is not None:
@@ -230,9 +244,8 @@ class Choice:
                 text, stop = stops.feed(text)
                 text += stops.flush() if stop is None else ""
         if stop is not None:
-            self.generation.take(self.index, text, token, logprob, "stop", stop)
-        else:
-            self.generation.take(
-                self.index, text, token, logprob, request.finish_reason, request.stop_reason
-            )
+            request.finish_reason, request.stop_reason = "stop", stop
+        self.output.push(
+            self.index, text, token, logprob, request.finish_reason, request.stop_reason
+        )
         return stop

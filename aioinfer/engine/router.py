@@ -1,5 +1,4 @@
-"""Which engine takes a request: the one on which it costs least, by what each has cached and what
-each has yet to do.
+"""Routes a request to the engine on which it costs the least, by prefix cache and load.
 
 All schedulers live in this process, so nothing is guessed: each block pool says how much of the
 prompt it holds, and each scheduler how much it has to compute. What remains is to weigh the one
@@ -7,9 +6,9 @@ against the other. SGLang's cache-aware router follows the longest prefix until 
 balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of both. Here, too,
 there is one cost, in tokens of prefill:
 
-    tokens that the engine has yet to prefill                     (the request waits for them)
-    + 2 x tokens of the prompt that the engine would compute      (the request waits for them, and the engine's other requests do)
-    + 256 x requests of the engine                                (each adds a row to every step of the output)
+    tokens that the engine has yet to prefill             (the request waits for them)
+    + 2 x tokens of the prompt that it would compute      (the request and all others wait for them)
+    + 256 x requests of the engine                        (each adds a row to every later step)
 
 An engine that has no free slot, or too few free blocks, comes after all that have both.
 
@@ -30,10 +29,9 @@ from dataclasses import dataclass
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 
-#: What a request costs those that share its engine. In a large decode step a further row takes
-#: about as long as a further token
-#: of prefill does, and a request is in so many steps as it generates tokens; how many that are is
-#: not known, so a usual number.
+#: What a request costs the others of its engine, in tokens of prefill. In a large decode step a
+#: further row takes about as long as a further token of prefill does, and a request is in as many
+#: steps as it generates tokens; how many those will be is not known, so a usual number.
 REQUEST_COST = 256
 #: Blocks promised by an engine; beyond that the oldest are forgotten. An entry takes about 100
 #: bytes.
@@ -42,7 +40,7 @@ MAX_PROMISED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes.
+    """The engine that a request goes to, and what that has in its prefix cache.
 
     Attributes:
         engine: the number of the engine.
@@ -56,9 +54,9 @@ class Route:
 
 
 class Router:
-    """Chooses among engines by their schedulers.
+    """Routes requests by the state of the engines' schedulers.
 
-    With one engine there is nothing to choose, and nothing is computed.
+    With one engine nothing is computed.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]):
@@ -73,7 +71,7 @@ class Router:
         Args:
             prompt_len: tokens of the prompt.
             hashes: of its full blocks; empty without prefix caching.
-            n: completions of the prompt, all on one engine.
+            n: sequences of the request, all on one engine.
         """
         count = len(self._schedulers)
         if count == 1:
@@ -103,8 +101,8 @@ class Router:
         return best[1]
 
     def promise(self, route: Route, request: Request) -> None:
-        """Notes that a request, which has taken its route, will compute the blocks of its prompt
-        that are not there yet."""
+        """Records that a request, which was routed by `route`, will compute the blocks of its
+        prompt that are not cached yet."""
         if len(self._schedulers) > 1:
             self._promises[route.engine].add(request.block_hashes[route.num_blocks :], request)
 
@@ -119,15 +117,15 @@ def _has_room(scheduler: Scheduler, prompt_len: int, n: int) -> bool:
 class _Promises:
     """The blocks that one engine's requests have yet to compute, by hash, oldest first.
 
-    A promise that was kept or broken is not looked for: it is found to be void when it counts, and
-    goes when it is the oldest.
+    A promise ends when its request has computed its prompt or has finished. That is not looked for:
+    such a promise is skipped when it would count, and removed when it is the oldest.
     """
 
     def __init__(self) -> None:
         self._owners: OrderedDict[bytes, Request] = OrderedDict()
 
     def add(self, hashes: Iterable[bytes], request: Request) -> None:
-        """Notes that `request` will compute these blocks."""
+        """Records that `request` will compute these blocks."""
         owners = self._owners
         for block_hash in hashes:
             owners[block_hash] = request

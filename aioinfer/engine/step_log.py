@@ -27,13 +27,13 @@ class Step(NamedTuple):
         step_id: the plan's.
         prefill_tokens: tokens computed in rows that bring prompts (or, after a preemption, whole
             texts) into the cache.
-        decode_tokens: rows of one token that choose the next one.
-        sampled: rows that chose a token, those of requests that had ended meanwhile included.
+        decode_tokens: rows of one token from which the next one is sampled.
+        sampled: rows that sampled a token, those of requests that had ended meanwhile included.
         worker_us: microseconds that the first rank spent on the step.
         result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on
-            its parts. The plan was drawn up and posted in an earlier turn than the result was
-            handled in; what is emitted is the text of the step before, whose time is known only
-            then.
+            reading the result from the ring, updating the scheduler, planning the step, posting
+            it, and emitting the text of the step before (that of this step is emitted last, and
+            its time is not known yet when the step is recorded).
     """
 
     step_id: int
@@ -59,7 +59,7 @@ class StepLog:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Has steps written down until the end of the block.
+        """Has steps recorded until the end of the block.
 
         Blocks may overlap; when the last one ends, the log is emptied.
         """
@@ -72,13 +72,13 @@ class StepLog:
                 self._posted.clear()
                 self._steps.clear()
 
-    def take_plan(self, plan: StepPlan, plan_s: float, post_s: float) -> None:
-        """Notes a step that was posted."""
+    def record_plan(self, plan: StepPlan, plan_s: float, post_s: float) -> None:
+        """Records a step that was posted."""
         decodes = int(np.count_nonzero((plan.lengths == 1) & (plan.samples == 1)))
         self._posted.append((plan.step_id, plan.num_tokens - decodes, decodes, plan_s, post_s))
 
-    def take_turn(self, result: StepResult, update_s: float, emit_s: float) -> None:
-        """Notes the end of a step. One that was posted before anybody watched is left out."""
+    def record_result(self, result: StepResult, update_s: float, emit_s: float) -> None:
+        """Records the end of a step. One that was posted before anybody watched is left out."""
         if not self._posted or self._posted[0][0] != result.step_id:
             return
         step_id, prefills, decodes, plan_s, post_s = self._posted.popleft()

@@ -1,4 +1,4 @@
-"""What the engine asks of whatever runs the workers, and what it is told in return.
+"""The interface between the engine and whatever runs the workers.
 
 An executor owns one worker per tensor-parallel rank. The engine posts `StepPlan`s and gets a
 `StepResult` for each, in order, on the event loop. Plans are executed strictly in the order of

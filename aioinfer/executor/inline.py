@@ -18,7 +18,7 @@ from aioinfer.ipc.plan import StepPlan, StepResult
 
 
 class InlineExecutor:
-    """Implements `Executor` with a thread, which executes plans in the order of posting."""
+    """Implements `Executor` with one thread, which executes plans in the order of posting."""
 
     def __init__(self, config: Config, folder: Path):
         self.config = config
@@ -47,11 +47,11 @@ class InlineExecutor:
             raise _as_engine_error(error) from error
 
     def _start_worker(self, on_progress: Callable[[int, int], None]) -> WorkerReport:
-        from aioinfer.layers.parallel import ParallelGroup
+        from aioinfer.layers.parallel import ProcessGroups
         from aioinfer.worker.worker import Worker
 
         began = time.perf_counter()
-        self._worker = Worker(self.config, self._folder, ParallelGroup.single())
+        self._worker = Worker(self.config, self._folder, ProcessGroups.single())
         report = self._worker.load(on_progress)
         loaded = time.perf_counter()
         capacity = settle_capacity(self.config, [report])
@@ -79,23 +79,23 @@ class InlineExecutor:
         try:
             result = self._worker.execute(plan).wait()
         except Exception as error:
-            self._tell(self._fail, _as_engine_error(error))
+            self._call_on_loop(self._fail, _as_engine_error(error))
         else:
-            self._tell(self._take, result)
+            self._call_on_loop(self._deliver, result)
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+    def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         if not self._closed:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
-    def _take(self, result: StepResult) -> None:
+    def _deliver(self, result: StepResult) -> None:
         if self._closed:
             return
         try:
             self._on_result(result)
-        except Exception as error:  # the engine's books and the worker are apart: nothing can go on
+        except Exception as error:  # scheduler and worker disagree from now on: nothing can go on
             self._fail(
                 EngineDeadError(
-                    f"the result of step {result.step_id} could not be taken: {error!r}"
+                    f"the result of step {result.step_id} could not be handled: {error!r}"
                 )
             )
             raise
@@ -112,8 +112,8 @@ class InlineExecutor:
 
 
 def _as_engine_error(error: Exception) -> Exception:
-    """Returns what tells the caller why the worker failed: an error of ours as it is, any other
-    with its traceback."""
+    """Returns the error to be reported for a worker's failure: an error of this package as it is,
+    any other with its traceback."""
     if isinstance(error, AioinferError):
         return error
     return EngineDeadError("the worker failed:\n" + "".join(traceback.format_exception(error)))

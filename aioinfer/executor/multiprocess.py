@@ -1,13 +1,13 @@
 """The executor for worker processes: one spawned process a rank, fed through shared memory.
 
-The engine's event loop is woken by file descriptors alone: results by an eventfd, start-up messages
-by the control connections, a worker's death by its pidfd. (The sentinel of multiprocessing comes
-too early: when a process closes its descriptors it has no exit status yet.) Nothing here waits, and
-only while steps are unanswered or workers start does it look once a second for ranks that do not
-run.
+The engine's event loop is woken by file descriptors alone: by an eventfd for results, by the
+control connections for start-up messages, and by a pidfd when a worker has died. (The sentinel of
+multiprocessing comes too early: when a process closes its descriptors it has no exit status yet.)
+Nothing here waits. Only while steps are unanswered or workers start, a timer checks once a second
+for ranks that do not run.
 
-Whatever ends one rank ends all, and the error names the one with which it began: ranks that wait
-for others in an exchange fail a moment after one that died, and are not to be taken for the cause.
+When one rank ends, all are ended, and the error names the one that was first: ranks that wait for
+it in a collective fail a moment later, and must not be reported as the cause.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
-from aioinfer.ipc.heartbeat import Heartbeat, Pulse
+from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
+from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring, RingFullError
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
-# from a rank's error until it is told: other ranks may have failed before, and not be heard of yet
+# from a rank's error until it is reported: another rank's may have been first and not arrived yet
 _GRACE_S = 2.0
-# executors that start together would put back each other's stand-in
+# where the ranks of one host find each other
+_LOOPBACK = "127.0.0.1"
+# executors that start together would restore each other's substitute
 _MAIN_MODULE_LOCK = threading.Lock()
 
 
@@ -59,7 +62,7 @@ class MultiprocessExecutor:
         self._plans = Ring(self._size)
         self._results = Ring(1)
         self._heartbeat = Heartbeat(self._size)
-        self._pulse = Pulse()
+        self._monitor = ProcessMonitor()
         self._processes: list[SpawnProcess] = []
         self._pidfds: list[int] = []
         self._controls: list[Connection] = []
@@ -72,12 +75,12 @@ class MultiprocessExecutor:
         self._last_result = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
         self._reports: list[FailureReport] = []
-        self._verdict: asyncio.TimerHandle | None = None
+        self._report_timer: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
         self._started = False
         self._ending: asyncio.Future[None] | None = None
-        # A program that ends without a shutdown would send its workers SIGTERM, which they leave to
-        # their parent, and wait.
+        # A program that ends without a shutdown would send its workers SIGTERM, which they ignore,
+        # and wait for them.
         self._at_exit = Finalize(self, _kill_all, args=(self._processes,), exitpriority=1)
 
     # ---------------------------------------------------------------- start
@@ -108,7 +111,7 @@ class MultiprocessExecutor:
         reports = await self._gather("loaded")
         capacity = settle_capacity(self.config, reports)
         for control in self._controls:
-            with contextlib.suppress(OSError):  # the worker is dead, as we shall hear
+            with contextlib.suppress(OSError):  # the worker is dead; its pidfd reports that
                 control.send((capacity.num_blocks, capacity.max_model_len))
         phases, graph_bytes = (await self._gather("ready"))[0]
         first = reports[0]
@@ -128,15 +131,15 @@ class MultiprocessExecutor:
     def _spawn_all(self) -> None:
         """Starts the processes; runs in a thread, since each start takes milliseconds."""
         context = multiprocessing.get_context("spawn")
-        self._store, store_port = _host_store(self._size)
+        self._store, port = _host_store(self._size)
         lifeline, self._lifeline = context.Pipe(duplex=False)
         for rank in range(self._size):
             here, there = context.Pipe()
             self._controls.append(here)
+            place = RankSpec(rank, self._size, rank, _LOOPBACK, port, (("tp", self._size),))
             spec = WorkerSpec(
-                self.config, self._folder, rank, self._size, self._plans, self._results,
-                self._heartbeat, there, lifeline, store_port,
-                self._engine,
+                self.config, self._folder, place, self._plans, self._results, self._heartbeat,
+                there, lifeline, self._engine,
             )  # fmt: skip
             process = context.Process(
                 target=main,
@@ -149,22 +152,22 @@ class MultiprocessExecutor:
             there.close()
             self._processes.append(process)
             self._pidfds.append(os.pidfd_open(cast(int, process.pid)))
-            self._pulse.watch(cast(int, process.pid))
+            self._monitor.watch(cast(int, process.pid))
         lifeline.close()
 
     def _watch(self) -> None:
-        """Has the event loop look at every descriptor from which something can come."""
-        self._loop.add_reader(self._results.event_fd(0), self._take_results)
+        """Has the event loop watch every descriptor that can become readable."""
+        self._loop.add_reader(self._results.event_fd(0), self._read_results)
         for rank, (pidfd, control) in enumerate(zip(self._pidfds, self._controls, strict=True)):
             self._answers.append(deque())
-            self._loop.add_reader(control.fileno(), self._take_message, rank)
-            self._loop.add_reader(pidfd, self._take_death, rank)
-        self._look()
+            self._loop.add_reader(control.fileno(), self._receive, rank)
+            self._loop.add_reader(pidfd, self._handle_exit, rank)
+        self._check()
 
     async def _gather(self, kind: str) -> list[Any]:
-        """Returns what each rank sent under `kind`, once all have.
+        """Returns each rank's message of a kind, once all have sent one.
 
-        Raises what ended one of them.
+        Raises the error that ended one of them.
         """
         while self._failure is None and not all(self._answers):
             self._news.clear()
@@ -175,19 +178,19 @@ class MultiprocessExecutor:
         assert all(answer[0] == kind for answer in answers), answers
         return [answer[1] for answer in answers]
 
-    def _take_message(self, rank: int) -> bool:
-        """Takes a worker's message; returns False if there was none, since the worker has hung
-        up."""
+    def _receive(self, rank: int) -> bool:
+        """Receives a worker's message. Returns False if there was none, because the worker has
+        closed the connection."""
         try:
             message = self._controls[rank].recv()
         except (EOFError, OSError):
-            self._loop.remove_reader(self._controls[rank].fileno())  # its death follows
+            self._loop.remove_reader(self._controls[rank].fileno())  # its pidfd comes next
             return False
         if message[0] == "progress":
             if rank == 0:
                 self._on_progress("load weights", *message[1:])
         elif message[0] == "failed":
-            self._take_report(message[1])
+            self._handle_report(message[1])
         else:
             self._answers[rank].append(message)
             self._news.set()
@@ -204,9 +207,9 @@ class MultiprocessExecutor:
             return
         self._posted.append((plan.step_id, time.monotonic()))
         if self._watchdog is None:
-            self._watchdog = self._loop.call_later(self._look_every_s, self._look)
+            self._watchdog = self._loop.call_later(self._check_every_s, self._check)
 
-    def _take_results(self) -> None:
+    def _read_results(self) -> None:
         for _ in range(self._results.announced(0)):
             began = time.perf_counter_ns()
             result = StepResult.decode(self._results.read(0))
@@ -215,57 +218,57 @@ class MultiprocessExecutor:
             self._posted.popleft()
             self._last_result = time.monotonic()
             if self._failure is None:
-                self._hand_on(result)
+                self._deliver(result)
 
-    def _hand_on(self, result: StepResult) -> None:
-        """Gives a result to the engine.
+    def _deliver(self, result: StepResult) -> None:
+        """Calls the engine with a result.
 
-        An error there leaves its books and the workers apart: nothing can go on.
+        After an error there, scheduler and workers disagree: nothing can go on.
         """
         try:
             self._on_result(result)
         except Exception as error:
             self._fail(
                 EngineDeadError(
-                    f"the result of step {result.step_id} could not be taken: {error!r}"
+                    f"the result of step {result.step_id} could not be handled: {error!r}"
                 )
             )
             raise
 
     @property
-    def _look_every_s(self) -> float:
-        return min(self._pulse.look_every_s, self.config.parallel.step_timeout_s)
+    def _check_every_s(self) -> float:
+        return min(self._monitor.check_every_s, self.config.parallel.step_timeout_s)
 
-    def _look(self) -> None:
-        """Looks after the ranks again and again, as long as steps are unanswered or workers
-        start."""
+    def _check(self) -> None:
+        """Checks on the ranks, and comes back as long as steps are unanswered or workers start."""
         self._watchdog = None
         if self._failure is not None or (self._started and not self._posted):
             return
-        self._pulse.look()
-        trouble = self._find_lost() or self._find_overdue()
-        if trouble:
-            self._fail(EngineDeadError(trouble))
+        self._monitor.check()
+        fault = self._describe_stopped() or self._describe_overdue()
+        if fault:
+            self._fail(EngineDeadError(fault))
         else:
-            self._watchdog = self._loop.call_later(self._look_every_s, self._look)
+            self._watchdog = self._loop.call_later(self._check_every_s, self._check)
 
-    def _find_lost(self) -> str:
-        """Returns which ranks do not run at all, or nothing."""
-        # while a rank loads, a disk may keep it waiting for long
-        lost = self._pulse.find_lost("TD" if self._started else "T")
+    def _describe_stopped(self) -> str:
+        """Returns which ranks do not run at all, or an empty text."""
+        # while a rank loads, a disk may keep it in an uninterruptible call for long
+        stopped = self._monitor.find_stopped("TD" if self._started else "T")
         return "; ".join(
-            f"worker {rank} {what}: {self._heartbeat.describe(rank)}" for rank, what in lost.items()
+            f"worker {rank} {what}: {self._heartbeat.describe(rank)}"
+            for rank, what in stopped.items()
         )
 
-    def _find_overdue(self) -> str:
-        """Returns which ranks keep the oldest unanswered step from its end, if it has run for too
-        long, or nothing."""
+    def _describe_overdue(self) -> str:
+        """Returns which ranks have not finished the oldest unanswered step, if it has run for
+        longer than `parallel.step_timeout_s`, or an empty text."""
         if not self._posted:
             return ""
         step_id, posted = self._posted[0]
         timeout = self.config.parallel.step_timeout_s
         # a step runs once the one before is done
-        began = max(posted, self._last_result, self._pulse.resumed_at)
+        began = max(posted, self._last_result, self._monitor.resumed_at)
         if time.monotonic() - began < timeout:
             return ""
         states = "; ".join(
@@ -275,39 +278,40 @@ class MultiprocessExecutor:
 
     # ---------------------------------------------------------------- the end
 
-    def _take_report(self, report: FailureReport) -> None:
-        """Takes a rank's error.
+    def _handle_report(self, report: FailureReport) -> None:
+        """Handles a rank's error.
 
-        If it may come of another's end, of which nothing is known yet, that gets a moment to show.
+        If it may be the consequence of another rank's end that is not known yet, it is reported
+        after `_GRACE_S` only.
         """
         self._reports.append(report)
-        is_everybodys = len({report.rank for report in self._reports}) == self._size
-        if is_everybodys or (report.error is not None and not report.in_collective):
-            self._judge()
-        elif self._verdict is None:
-            self._verdict = self._loop.call_later(_GRACE_S, self._judge)
+        all_failed = len({report.rank for report in self._reports}) == self._size
+        if all_failed or (report.error is not None and not report.in_collective):
+            self._fail_with_first()
+        elif self._report_timer is None:
+            self._report_timer = self._loop.call_later(_GRACE_S, self._fail_with_first)
 
-    def _judge(self) -> None:
-        """Fails with the error that was first; one that did not arise in an exchange comes before
+    def _fail_with_first(self) -> None:
+        """Fails with the error that was first. One that did not arise in a collective comes before
         those that did."""
         report = min(self._reports, key=lambda report: (report.in_collective, report.at_ns))
         self._fail(report.error or EngineDeadError(f"worker {report.rank} failed:\n{report.trace}"))
 
-    def _take_death(self, rank: int) -> None:
-        """Takes the end of a process.
+    def _handle_exit(self, rank: int) -> None:
+        """Handles the end of a process.
 
-        Only one that told of no error is the cause of others' errors in exchanges.
+        If it has reported no error, it is itself the cause of others' errors in collectives.
         """
         self._loop.remove_reader(self._pidfds[rank])
-        code = self._processes[rank].exitcode or 0  # asking for it also takes the zombie away
-        # its last words explain more than its status
+        code = self._processes[rank].exitcode or 0  # reading it also reaps the process
+        # an error report that is still in the connection explains more than the status
         while self._failure is None and self._controls[rank].poll():
-            if not self._take_message(rank):
+            if not self._receive(rank):
                 break
         if any(report.rank == rank for report in self._reports):
             return
         if not all(report.in_collective for report in self._reports):
-            self._judge()  # the error of another rank came before
+            self._fail_with_first()  # the error of another rank came before
             return
         how = (
             f"was killed by {signal.Signals(-code).name}"
@@ -317,7 +321,7 @@ class MultiprocessExecutor:
         self._fail(EngineDeadError(f"worker {rank} {how}: {self._heartbeat.describe(rank)}"))
 
     def _fail(self, error: Exception) -> None:
-        """Tells of the first failure and ends all workers: none can go on without the others."""
+        """Reports the first failure and ends all workers: none can go on without the others."""
         if self._failure is not None or self._ending is not None:
             return
         self._failure = error
@@ -335,8 +339,8 @@ class MultiprocessExecutor:
 
     async def _shut_down(self) -> None:
         if self._spawning is not None:
-            await asyncio.wait([self._spawning])  # a start that was cancelled may still be at it
-        for timer in (self._watchdog, self._verdict):
+            await asyncio.wait([self._spawning])  # a cancelled start may still be spawning
+        for timer in (self._watchdog, self._report_timer):
             if timer is not None:
                 timer.cancel()
         if self._answers:
@@ -351,7 +355,7 @@ class MultiprocessExecutor:
     def _end_all(self) -> None:
         self._at_exit.cancel()
         for control in self._controls:
-            control.close()  # the worker's sign to end
+            control.close()  # which tells the worker to end
         deadline = time.monotonic() + (
             _JOIN_TIMEOUT_S if self._started and self._failure is None else 0
         )
@@ -368,7 +372,7 @@ class MultiprocessExecutor:
         self._plans.close()
         self._results.close()
         self._heartbeat.close()
-        self._pulse.close()
+        self._monitor.close()
 
 
 def _kill_all(processes: list[SpawnProcess]) -> None:
@@ -377,20 +381,20 @@ def _kill_all(processes: list[SpawnProcess]) -> None:
 
 
 def _host_store(size: int) -> tuple[Any, int]:
-    """Returns the store through which ranks find each other, and its port: a free one, so that
-    servers never meet.
+    """Returns the store through which the ranks of this host find each other, and its port: a free
+    one, so that two servers never share a store.
 
-    `TCPStore` by itself would listen on every address of the machine, so it is given a socket that
-    does not.
+    `TCPStore` by itself would listen on every address of the host, so it is given a socket that
+    listens on the loopback interface only.
     """
     if size == 1:
         return None, 0
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
     return TCPStore(
-        "127.0.0.1",
+        _LOOPBACK,
         port,
         is_master=True,
         wait_for_workers=False,

@@ -1,10 +1,10 @@
-"""What each rank is doing, and whether its process runs at all: so that the parent can name the one
+"""What each rank is doing, and whether its process runs at all, so that an error names the rank
 that hung.
 
-A rank says what it is doing in anonymous shared memory (`Heartbeat`). Whether it runs is known to
-the kernel (`Pulse`), which also knows it of a process that cannot speak: one that was stopped, or
-that is held by a long call into a library. So no rank is woken only to show that it lives, and
-`MultiprocessExecutor` looks only while it waits for an answer.
+Each rank writes what it is doing into anonymous shared memory (`Heartbeat`). Whether its process
+runs is asked of the kernel (`ProcessMonitor`), which also knows it of a process that is stopped or
+in a long call into a library. So no rank is woken only to show that it lives, and
+`MultiprocessExecutor` checks only while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STATUS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _STATUS_BYTES = 1 << 14  # far more than it has, also on a machine whose list of cores is long
-_WHAT_HOLDS = {
+_REASONS = {
     "T": "it is stopped, as by SIGSTOP",
     "D": "it hangs in a system call that cannot be interrupted",
 }
@@ -51,18 +51,19 @@ class Heartbeat:
         )
 
     def begin(self, rank: int, step_id: int) -> None:
-        """Says that `rank` begins a step."""
+        """Records that `rank` begins a step."""
         self._lines[rank, :2] = step_id, time.monotonic_ns()
 
     def finish(self, rank: int, step_id: int) -> None:
-        """Says that `rank` has finished a step."""
+        """Records that `rank` has finished a step."""
         self._lines[rank, 2:4] = step_id, time.monotonic_ns()
 
     def laggards(self, step_id: int) -> list[int]:
-        """Returns the ranks that keep a step from its end.
+        """Returns the ranks for which a step is not finished.
 
-        Those that have not begun it, since the others wait for them in an exchange; if all have,
-        those that have not finished it; if all have finished, every one, since the result is lost.
+        These are the ranks that have not begun it, since the others wait for them in a collective;
+        if all have begun it, those that have not finished it; if all have finished it, every rank,
+        since the result is lost.
         """
         begun, begun_ns, finished, finished_ns = self._lines[:, :4].T
         for waiting in (
@@ -74,7 +75,7 @@ class Heartbeat:
         return list(range(self._num_ranks))
 
     def describe(self, rank: int) -> str:
-        """Returns what `rank` said last, and how long ago."""
+        """Returns what `rank` recorded last, and how long ago."""
         begun, begun_ns, finished, finished_ns = (int(x) for x in self._lines[rank, :4])
         if not begun_ns:
             return f"rank {rank} has begun no step"
@@ -83,7 +84,8 @@ class Heartbeat:
             if finished_ns and finished == begun
             else f"executing step {begun}"
         )
-        return f"rank {rank} was {doing}, last heartbeat {(time.monotonic_ns() - max(begun_ns, finished_ns)) / 1e9:.1f} s ago"
+        age_s = (time.monotonic_ns() - max(begun_ns, finished_ns)) / 1e9
+        return f"rank {rank} was {doing}, last heartbeat {age_s:.1f} s ago"
 
     def close(self) -> None:
         """Closes the descriptor. Safe to call twice."""
@@ -100,76 +102,81 @@ class Heartbeat:
 
 
 @dataclass(slots=True)
-class _Vitals:
-    """Of one process: its status file; the state of its main thread and how often that has been
-    switched; since when both are so."""
+class _Process:
+    """A monitored process.
+
+    Attributes:
+        fd: of its status file.
+        seen: the state of its main thread, and how often that has been switched.
+        since: when both were first seen, of `time.monotonic`.
+    """
 
     fd: int
     seen: tuple[str, int] = ("", 0)
     since: float = 0.0
 
 
-class Pulse:
+class ProcessMonitor:
     """Whether processes run at all, by what the kernel says of each one's main thread
     (proc_pid_status(5)).
 
-    A process that is stopped, or held in an uninterruptible call, and whose thread has not been
-    switched once from look to look, did not run for a moment in between. Nothing else looks like
-    that: on a busy machine it would be runnable, in a long computation running, and one that is
-    stopped and continued again and again is switched each time. A debugger's stop is none of these.
+    A process that is stopped or in an uninterruptible call, and whose thread was not switched
+    between two checks, did not run in between. Other states cannot be mistaken for this one: on a
+    busy machine the thread is runnable, in a long computation it is running, and one that is
+    stopped and continued repeatedly is switched each time. A debugger's stop has another letter.
 
     Args:
-        look_every_s: how often `look` is going to be called.
-        lost_after_s: a process that did not run for so long counts as lost.
+        check_every_s: how often `check` is going to be called.
+        stopped_after_s: a process that did not run for so long counts as stopped.
 
     Attributes:
-        resumed_at: the look before which this process did not look for long: it was itself stopped,
-            or had nothing to wait for. A stopped terminal job continues one process after the
-            other, so what was seen earlier says nothing.
+        resumed_at: when `check` was last called after a long break: this process was itself
+            stopped, or had nothing to wait for. A terminal continues the processes of a stopped job
+            one after the other, so what was seen before the break does not count.
     """
 
-    def __init__(self, look_every_s: float = 1.0, lost_after_s: float = 6.0):
-        self.look_every_s = look_every_s
-        self.lost_after_s = lost_after_s
+    def __init__(self, check_every_s: float = 1.0, stopped_after_s: float = 6.0):
+        self.check_every_s = check_every_s
+        self.stopped_after_s = stopped_after_s
         self.resumed_at = 0.0
-        self._looked_at = 0.0
-        self._vitals: list[_Vitals] = []
+        self._checked_at = 0.0
+        self._processes: list[_Process] = []
 
     def watch(self, pid: int) -> None:
         """Adds the process of the next rank."""
-        self._vitals.append(_Vitals(os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)))
+        self._processes.append(_Process(os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)))
 
-    def look(self) -> None:
-        """Notes the state of every process: some 20 microseconds each."""
+    def check(self) -> None:
+        """Reads the state of every process: some 20 microseconds each."""
         now = time.monotonic()
-        is_late = now - self._looked_at > 3 * self.look_every_s
-        self._looked_at = now
-        if is_late:
+        has_paused = now - self._checked_at > 3 * self.check_every_s
+        self._checked_at = now
+        if has_paused:
             self.resumed_at = now
-        for vitals in self._vitals:
-            seen = _read_status(vitals.fd)
-            if is_late or seen != vitals.seen:
-                vitals.seen, vitals.since = seen, now
+        for process in self._processes:
+            seen = _read_status(process.fd)
+            if has_paused or seen != process.seen:
+                process.seen, process.since = seen, now
 
-    def find_lost(self, states: str) -> dict[int, str]:
-        """Returns what holds each rank that is lost, by rank.
+    def find_stopped(self, states: str) -> dict[int, str]:
+        """Returns the reason for each rank that has stopped running, by rank.
 
         Args:
             states: letters of the states that count: "T" for stopped, "D" for an uninterruptible
                 call.
         """
         found = {}
-        for rank, vitals in enumerate(self._vitals):
-            state, still_s = vitals.seen[0], self._looked_at - vitals.since
-            if state and state in states and still_s >= self.lost_after_s:
-                found[rank] = f"has not run for {still_s:.0f} s: {_WHAT_HOLDS[state]}"
+        for rank, process in enumerate(self._processes):
+            state, still_s = process.seen[0], self._checked_at - process.since
+            if state and state in states and still_s >= self.stopped_after_s:
+                found[rank] = f"has not run for {still_s:.0f} s: {_REASONS[state]}"
         return found
 
     def close(self) -> None:
         """Closes the descriptors. Safe to call twice."""
-        for vitals in self._vitals:
-            os.close(vitals.fd)
-        self._vitals.clear()
+        for process in self._processes:
+            os.close(process.fd)
+        self._processes.clear()
 
 
 def _read_status(fd: int) -> tuple[str, int]:

@@ -6,11 +6,11 @@ cannot collide, and nothing stays behind, whatever kills whom. A ring can be pic
 process that is being spawned, which inherits the descriptors.
 
 Layout: int64 counters, each on a cache line of its own, then `num_slots` slots of `slot_bytes`.
-Counter 0 is how many slots were ever used; counter 1 + r how many reader r has given back. A
+Counter 0 is how many slots were ever used; counter 1 + r how many reader r has released. A
 message is its length (int64) and its bytes, in as many consecutive slots as it needs; if those
 would run over the end, the rest of the lap is skipped.
 
-Order: the writer fills the slots, moves its counter, and then adds one to each reader's eventfd.
+Order: the writer fills the slots, advances its counter, and then adds one to each reader's eventfd.
 Python has no memory fences, but the kernel's lock on an eventfd is one: what was stored before the
 `write` is there after the `read` that takes its count. So a reader reads exactly as many messages
 as its eventfd has announced, and never looks at the writer's counter, which could be seen before
@@ -33,7 +33,7 @@ _SKIP = -1  # in place of a length: the rest of this lap is unused
 
 
 class RingFullError(RuntimeError):
-    """The message is longer than the ring allows, or a reader has not given back enough slots for
+    """A message is longer than the ring allows, or a reader has not released enough slots for
     it."""
 
 
@@ -62,9 +62,12 @@ class Ring:
 
     @property
     def max_message_bytes(self) -> int:
-        """The longest message: a third of the ring, so that two of them fit wherever the lap
-        ends."""
-        return self.num_slots // 3 * self.slot_bytes - _LENGTH_BYTES
+        """The longest message: a quarter of the ring.
+
+        Wherever the lap ends, one can be written while a reader has not released two others, which
+        is as far as the step loop gets ahead of its workers.
+        """
+        return self.num_slots // 4 * self.slot_bytes - _LENGTH_BYTES
 
     def _map(self) -> None:
         self._memory = mmap.mmap(
@@ -91,7 +94,7 @@ class Ring:
         length = sum(map(len, parts))
         if length > self.max_message_bytes:
             raise RingFullError(
-                f"a message of {length} bytes is too long: {self.max_message_bytes} is the most"
+                f"a message of {length} bytes is too long: the limit is {self.max_message_bytes}"
             )
         slots = self._slots_for(length)
         used = int(self._counters[0])
@@ -101,7 +104,7 @@ class Ring:
         if skipped + slots > free:
             lagging = int(self._counters[1:].argmin())
             raise RingFullError(
-                f"a message of {length} bytes does not fit: reader {lagging} has given back all "
+                f"a message of {length} bytes does not fit: reader {lagging} has released all "
                 f"but {self.num_slots - free} "
                 f"of {self.num_slots} slots, and {skipped + slots} are needed"
             )

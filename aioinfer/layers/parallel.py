@@ -1,20 +1,25 @@
-"""The ranks that share a model (tensor parallelism in the manner of Megatron, Shoeybi et al. 2019).
+"""Process groups: ranks that compute one thing together, and their collectives.
 
-A layer that is split by its outputs needs no exchange; one that is split by its inputs sums its
-results over the ranks. Without other ranks both exchanges do nothing. On GPUs the exchanges of a
-step are kernels over peer memory (`kernels.all_reduce`), which the group hands out; NCCL brings the
-ranks together and carries what is not in a step's graph.
+`ProcessGroups` holds this rank's group of each name: `tp` for tensor parallelism in the manner of
+Megatron (Shoeybi et al., 2019), `dp`, `ep` and `pp` for data, expert and pipeline parallelism. A
+tensor-parallel layer that is sharded by its outputs needs no collective; one that is sharded by its
+inputs sums its results over the ranks. In a group of one rank all collectives do nothing.
+
+On GPUs the all-reduces of a step are kernels over symmetric memory (`kernels.all_reduce`), which a
+group allocates; NCCL brings the ranks together and does what is not in a step's graph.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.placement import GROUP_NAMES, RankSpec
 
 if TYPE_CHECKING:
     from aioinfer.kernels.symmetric_memory import SymmetricBuffer
@@ -24,42 +29,46 @@ _CPU = torch.device("cpu")
 
 
 class ParallelGroup:
-    """One rank's view of its group. Made by `single` or `connect`."""
+    """One rank's view of one group.
 
-    def __init__(self, rank: int, size: int, device: torch.device = _CPU):
+    Attributes:
+        rank: this rank's number in the group.
+        size: the number of its ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device = _CPU,
+        handle: dist.ProcessGroup | None = None,
+    ):
+        """`handle` is torch's group; None stands for all ranks of the world."""
         self.rank = rank
         self.size = size
         self._device = device
+        self._handle = handle
 
     @classmethod
     def single(cls) -> ParallelGroup:
-        """Returns the group of a rank that is alone."""
+        """Returns a group of one rank."""
         return cls(0, 1)
 
     @classmethod
     def connect(
         cls, rank: int, size: int, store: dist.Store, device: torch.device
     ) -> ParallelGroup:
-        """Joins the other ranks of this machine, through NCCL on GPUs and gloo on CPUs.
+        """Joins a world that is one tensor-parallel group on this host.
 
-        Waits until all are there.
+        Waits until all of its ranks are there.
         """
-        if device.type == "cuda":
-            # which nothing here uses; setting it up needs rights that containers lack
-            os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-            dist.init_process_group(
-                "nccl", store=store, rank=rank, world_size=size, device_id=device
-            )
-        else:
-            # the only way to tell gloo; ranks are processes of one machine
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        return cls(rank, size, device)
+        spec = RankSpec(rank, size, rank, groups=(("tp", size),))
+        return ProcessGroups.connect(spec, device, store).tp
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum of `values` over the ranks, computed in place."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self._handle)
         return values
 
     def all_gather_last(self, values: torch.Tensor) -> torch.Tensor:
@@ -67,12 +76,12 @@ class ParallelGroup:
         if self.size == 1:
             return values
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(parts, values.contiguous())
+        dist.all_gather(parts, values.contiguous(), group=self._handle)
         return torch.cat(parts, dim=-1)
 
     def symmetric_buffer(self, nbytes: int) -> SymmetricBuffer:
-        """Returns zeroed memory on each rank's GPU that all ranks can read and write. Every rank
-        has to call it, in the same order.
+        """Returns `nbytes` zeroed bytes on each rank's GPU that all ranks can read and write. Every
+        rank has to call it, in the same order.
 
         Raises:
             ConfigError: the GPUs cannot reach each other's memory.
@@ -81,20 +90,103 @@ class ParallelGroup:
 
         from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
-        world = dist.group.WORLD
-        assert world is not None
+        handle = self._handle or dist.group.WORLD
+        assert handle is not None
         memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device).zero_()
         try:
-            handle = symmetric_memory.rendezvous(memory, world)
+            peers = symmetric_memory.rendezvous(memory, handle)
         except RuntimeError as error:
-            message = "parallel.tensor_parallel_size above 1 needs GPUs that can reach each other's memory (NVLink, or PCIe peer access)"
+            message = (
+                "parallel.tensor_parallel_size above 1 needs GPUs that can reach each other's "
+                "memory (NVLink, or PCIe peer access)"
+            )
             raise ConfigError(f"{message}: {error}") from error
-        parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
+        parts = [peers.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
         torch.cuda.synchronize(self._device)
-        dist.barrier(device_ids=[self._device.index])  # before anybody writes, all are zero
+        # nobody may write before all are zero
+        dist.barrier(handle, device_ids=[self._device.index])
         return SymmetricBuffer(
             memory,
             torch.tensor([part.data_ptr() for part in parts], device=self._device),
             self.rank,
             self.size,
         )
+
+
+class ProcessGroups:
+    """One rank's groups by name. Made by `single` or `connect`.
+
+    Attributes:
+        spec: where the rank stands.
+    """
+
+    def __init__(self, spec: RankSpec, groups: Mapping[str, ParallelGroup]):
+        self.spec = spec
+        self._groups = {name: groups.get(name, ParallelGroup.single()) for name in GROUP_NAMES}
+
+    @classmethod
+    def single(cls) -> ProcessGroups:
+        """Returns the groups of a rank that is alone: one rank each."""
+        return cls(RankSpec(), {})
+
+    @classmethod
+    def connect(
+        cls, spec: RankSpec, device: torch.device, store: dist.Store | None = None
+    ) -> ProcessGroups:
+        """Joins the other ranks of the world, through NCCL on GPUs and gloo on CPUs.
+
+        Waits until all are there. Each process can do this once.
+
+        Args:
+            spec: where this rank stands.
+            device: what it computes on.
+            store: where the ranks find each other, in place of the `TCPStore` that `spec` names.
+        """
+        if spec.world_size == 1:
+            return cls(spec, {})
+        if store is None:
+            store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False)
+        _init_world(spec, device, store)
+        groups = {}
+        for name, size in spec.groups:
+            if size == 1:
+                continue
+            # every rank has to take part in making every group, those of others included
+            for ranks in spec.members(name):
+                handle = None if size == spec.world_size else dist.new_group(ranks)
+                if spec.rank in ranks:
+                    groups[name] = ParallelGroup(ranks.index(spec.rank), size, device, handle)
+        return cls(spec, groups)
+
+    def __getitem__(self, name: str) -> ParallelGroup:
+        """Returns the group of a name; one that the world has no axis for has one rank.
+
+        Raises KeyError for a name that is not in `GROUP_NAMES`.
+        """
+        return self._groups[name]
+
+    @property
+    def tp(self) -> ParallelGroup:
+        """The tensor-parallel group: ranks that hold the shards of one model."""
+        return self._groups["tp"]
+
+    @property
+    def dp(self) -> ParallelGroup:
+        """The data-parallel group: ranks that hold the same shard for other requests."""
+        return self._groups["dp"]
+
+
+def _init_world(spec: RankSpec, device: torch.device, store: dist.Store) -> None:
+    """Makes torch's default process group of all ranks."""
+    if device.type == "cuda":
+        # multicast is not used here, and setting it up needs rights that containers lack
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        dist.init_process_group(
+            "nccl", store=store, rank=spec.rank, world_size=spec.world_size, device_id=device
+        )
+        return
+    if spec.is_local:
+        # gloo would take the address of the host's name, which may not be reachable; this variable
+        # is the only way to choose the interface
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)

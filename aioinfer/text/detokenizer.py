@@ -14,14 +14,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 
 from aioinfer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aioinfer.text.tokenizer import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: A character's tail that a later token could complete is at most three bytes, hence within so many
@@ -48,7 +45,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
 
 
-_BYTE_OF = _byte_alphabet()
+#: The byte that each character of GPT-2's alphabet stands for.
+BYTE_OF_CHARACTER = _byte_alphabet()
 codecs.register_error("aioinfer.replace_each_byte", _replace_each_byte)
 
 
@@ -115,7 +113,7 @@ class DecodeRules:
         """Returns the bytes that a token's spelling stands for."""
         if self.byte_level:
             try:
-                return bytes([_BYTE_OF[character] for character in piece])
+                return bytes([BYTE_OF_CHARACTER[character] for character in piece])
             except KeyError:  # an added token, spelled as plain text
                 return piece.encode("utf-8", "replace")
         for old, new in self.replacements:
@@ -197,11 +195,10 @@ class Detokenizer:
 
     __slots__ = ("_bytes", "_pending", "_prompt_tail", "_rules", "_strip_left", "_texts")
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ):
-        self._rules = tokenizer.decode_rules
-        self._bytes = tokenizer.token_bytes(skip_special_tokens)
+    def __init__(self, rules: DecodeRules, table: TokenBytes, prompt_ids: Sequence[int] = ()):
+        """Begins behind a prompt; `table` says whether special tokens have a text."""
+        self._rules = rules
+        self._bytes = table
         self._texts = self._bytes.texts
         # The space that encoding puts before a text is gone only where the text begins with the
         # output.

@@ -19,6 +19,8 @@ from aioinfer.text import sentencepiece_bpe
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
 from aioinfer.text.json_file import read_json
+from aioinfer.text.pieces import TextPieces
+from aioinfer.text.token_bound import TokenBound
 
 
 class Tokenizer:
@@ -29,6 +31,8 @@ class Tokenizer:
         special_ids: the tokens that `skip_special_tokens` leaves out.
         vocab_size: ids are below it. A model's embedding may have more rows.
         decode_rules: how tokens turn into bytes.
+        bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
+        pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class Tokenizer:
         self.decode_rules = DecodeRules.of(backend)
         self._all_bytes = TokenBytes(backend, self.decode_rules)
         self._text_bytes = TokenBytes(backend, self.decode_rules, self.special_ids)
+        self.bound = TokenBound.of(backend)
+        self.pieces = TextPieces.of(backend)
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -98,23 +104,35 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return self._chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[int]:
         """Returns the token ids of `text`.
 
         Args:
             text: any text; the text of a special token becomes that token.
             add_special_tokens: put BOS (or what else the tokenizer prescribes) around it.
+            param: the parameter that the text came in, for the error.
 
         Raises:
             RequestError: `text` holds half of a surrogate pair, which stands for no character.
         """
-        return self._encode(text, add_special_tokens, "prompt")
+        try:
+            # Of the library's ways to encode, the batch ones let other threads run; this one also
+            # skips offsets.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                0
+            ].ids
+        except TypeError as error:
+            raise RequestError(
+                "the text holds half of a surrogate pair, which cannot be encoded", param=param
+            ) from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Returns the token ids of a conversation; `options` and errors are those of
         `render_chat`."""
         # the template writes BOS itself
-        return self._encode(self.render_chat(messages, **options), False, "messages")
+        return self.encode(self.render_chat(messages, **options), False, param="messages")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Returns the prompt that the chat template makes of a conversation.
@@ -149,7 +167,7 @@ class Tokenizer:
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Detokenizer:
         """Returns what turns the output after a prompt into text as it comes."""
-        return Detokenizer(self, prompt_ids, skip_special_tokens)
+        return Detokenizer(self.decode_rules, self.token_bytes(skip_special_tokens), prompt_ids)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
         """Returns a single token's text and bytes, as log-probabilities are reported: a space
@@ -164,18 +182,6 @@ class Tokenizer:
         """Returns the table of each token's bytes; in the one that skips special tokens these have
         none."""
         return self._text_bytes if skip_special_tokens else self._all_bytes
-
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            # Of the library's ways to encode, the batch ones let other threads run; this one also
-            # skips offsets.
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
-                0
-            ].ids
-        except TypeError as error:
-            raise RequestError(
-                "the text holds half of a surrogate pair, which cannot be encoded", param=param
-            ) from error
 
 
 def _load_backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:

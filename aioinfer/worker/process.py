@@ -1,8 +1,8 @@
 """A worker process: one rank between two rings.
 
-`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its share of the model, agrees with
-the parent on the size of the cache, and then sleeps in the kernel until plans come. It ends when
-the parent asks, and at once when the parent dies. Torch is imported late, by `_start`, so that a
+`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its shard of the model, is told by
+the parent how large the KV cache may be, and then sleeps in the kernel until plans come. It ends
+when the parent asks, and at once when the parent dies. Torch is imported late, by `_start`, so that a
 parent that dies meanwhile is noticed.
 """
 
@@ -19,59 +19,62 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
 from aioinfer.ipc.heartbeat import Heartbeat
+from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.ring import Ring
 
 if TYPE_CHECKING:
+    from aioinfer.layers.parallel import ProcessGroups
     from aioinfer.worker.worker import Pending, Worker
 
 
 @dataclass(slots=True)
 class WorkerSpec:
-    """What a worker process is given.
+    """The arguments of a worker process.
 
     Attributes:
-        config, folder: what to serve.
-        rank, size: which of how many.
+        config, folder: the configuration and the model's folder.
+        place: the rank, and where it finds the others.
         plans, results: the rings; only rank 0 writes results.
-        heartbeat: where this rank says what it is doing.
-        control: messages while starting, both ways.
+        heartbeat: where this rank writes what it is doing.
+        control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
             parent.
-        store_port: of the parent's `TCPStore` on 127.0.0.1, through which ranks find each other; 0
-            for one rank.
-        engine: the number of the engine that they belong to.
+        engine: the number of the engine that the rank belongs to.
     """
 
     config: Config
     folder: Path
-    rank: int
-    size: int
+    place: RankSpec
     plans: Ring
     results: Ring
     heartbeat: Heartbeat
     control: Connection
     lifeline: Connection
-    store_port: int = 0
     engine: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The number of the rank."""
+        return self.place.rank
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """What a rank tells of the error that ends it.
+    """The error that ends a rank, as it reports it to the parent.
 
     Attributes:
-        rank: which one.
+        rank: the number of the rank.
         error: the error itself, if it is meant for the user.
         trace: its traceback as text.
         at_ns: when it was caught, of `time.monotonic_ns`.
-        in_collective: whether it arose while exchanging with other ranks. It is then most often the
-            end of another rank.
+        in_collective: whether it arose in a collective with other ranks. The cause is then most
+            often the end of another rank.
     """
 
     rank: int
@@ -86,9 +89,9 @@ def main(spec: WorkerSpec) -> None:
 
     Errors travel to the parent; the exit status says that there was one.
     """
-    # sent to the whole group by terminals and service managers;
+    # terminals and service managers send these to the whole process group; the parent lets running
+    # requests finish, and then ends its workers
     for number in (signal.SIGINT, signal.SIGTERM):
-        # the parent lets running requests finish, and then ends its workers in order
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
     try:
@@ -132,14 +135,13 @@ def _die_with_parent(lifeline: Connection) -> None:
 
 
 def _start(spec: WorkerSpec) -> Worker:
-    """Brings a worker up to the point where it can execute plans, telling the parent of each
-    phase."""
+    """Loads a worker until it can execute plans, and reports the phases to the parent."""
     began = time.perf_counter()
     # until the decode steps are captured: see `GpuModelRunner`
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     from aioinfer.worker.worker import Worker
 
-    worker = Worker(spec.config, spec.folder, _join_group(spec), spec.engine)
+    worker = Worker(spec.config, spec.folder, _join_groups(spec), spec.engine)
     imported = time.perf_counter()
     report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))
     loaded = time.perf_counter()
@@ -183,8 +185,8 @@ def _finish(spec: WorkerSpec, pending: Pending) -> None:
 
 
 class _FinishingThread:
-    """Finishes steps in order while the main thread launches the next step: a GPU must not stand
-    idle between."""
+    """Waits for the results of steps, in order, while the main thread launches the next step: the
+    GPU must not idle in between."""
 
     def __init__(self, spec: WorkerSpec):
         self._pending: queue.SimpleQueue[Pending] = queue.SimpleQueue()
@@ -201,16 +203,11 @@ class _FinishingThread:
             _report_failure(spec, error)
 
 
-def _join_group(spec: WorkerSpec) -> Any:
-    from aioinfer.layers.parallel import ParallelGroup
-
-    if spec.size == 1:
-        return ParallelGroup.single()
-    from torch.distributed import TCPStore
-
+def _join_groups(spec: WorkerSpec) -> ProcessGroups:
+    from aioinfer.layers.parallel import ProcessGroups
     from aioinfer.worker.worker import select_device
 
-    store = TCPStore("127.0.0.1", spec.store_port, is_master=False)
-    return ParallelGroup.connect(
-        spec.rank, spec.size, store, select_device(spec.config, spec.rank, spec.engine)
-    )
+    if spec.place.world_size == 1:
+        return ProcessGroups.single()
+    device = select_device(spec.config, spec.place.local_rank, spec.engine)
+    return ProcessGroups.connect(spec.place, device)

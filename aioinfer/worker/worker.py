@@ -21,7 +21,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
 from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -77,13 +77,13 @@ class Worker:
         compilations: kernels that were compiled after `warm_up`, on a GPU.
     """
 
-    def __init__(self, config: Config, folder: Path, group: ParallelGroup, engine: int = 0):
+    def __init__(self, config: Config, folder: Path, groups: ProcessGroups, engine: int = 0):
         """Chooses the device; loads nothing yet.
 
         Args:
             config: the whole configuration.
             folder: the folder of the model.
-            group: this rank among the ranks that share the model.
+            groups: the ranks that this one computes with; `groups.tp` shares the model.
             engine: the number of the engine that they belong to.
 
         Raises:
@@ -91,8 +91,8 @@ class Worker:
         """
         self._config = config
         self._folder = folder
-        self._group = group
-        self.device = select_device(config, group.rank, engine)
+        self._group = groups.tp
+        self.device = select_device(config, groups.spec.local_rank, engine)
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
         self.block_size = config.cache.block_size or (

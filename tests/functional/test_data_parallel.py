@@ -133,13 +133,11 @@ async def test_who_goes_away_frees_its_engine(pair: Served) -> None:
 
 async def test_drain_waits_for_both(pair: Served) -> None:
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=10)
-    generations = [
-        await pair.frontend.submit(prompt(20, 50 + number), params) for number in range(4)
-    ]
+    outputs = [await pair.frontend.submit(prompt(20, 50 + number), params) for number in range(4)]
     await until(lambda: running(pair) == [2, 2])
     assert not await pair.frontend.drain(0)
     assert await pair.frontend.drain(30)
-    assert all(generation.is_finished for generation in generations)
+    assert all(output.is_finished for output in outputs)
     assert await pair.frontend.drain(0)
 
 

@@ -276,13 +276,11 @@ async def test_preemptions() -> None:
             prompts = [
                 await frontend.encode(text) for text in ("One and", "Two or", "Three of", "Four by")
             ]
-            generations = [await frontend.submit(prompt, params) for prompt in prompts]
-            for generation in generations:
-                async for _ in generation:
+            outputs = [await frontend.submit(prompt, params) for prompt in prompts]
+            for output in outputs:
+                async for _ in output:
                     pass
-            preemptions = sum(
-                generation.choices[0].request.num_preemptions for generation in generations
-            )
+            preemptions = sum(output.sequences[0].request.num_preemptions for output in outputs)
             moved = await change.now()
     finally:
         await frontend.close()

@@ -123,8 +123,8 @@ async def test_a_failure_ends_a_stream_with_an_error(
     )
     received = await anext(stream)
     assert received.choices[0].finish_reason is None
-    (choice,) = served.engine._choices.values()
-    served.engine._fail(choice.generation, error)
+    (sequence,) = served.engine._sequences.values()
+    served.engine._fail(sequence.output, error)
     with pytest.raises(openai.APIError, match=str(error)):
         async for _ in stream:
             pass

@@ -68,7 +68,7 @@ async def test_the_loop_has_its_turn_between_portions(monkeypatch: pytest.Monkey
         def __init__(self, number: int):
             self.number = number
 
-        def take(
+        def push(
             self, index: int, text: str, reason: str | None, stop_reason: int | str | None
         ) -> bool:
             if not order:

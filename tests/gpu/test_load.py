@@ -18,7 +18,7 @@ from random_models import FIRST_CHARACTER, random_model
 from aioinfer import SamplingParams
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Generation
+from aioinfer.engine.output import RequestOutput
 from aioinfer.executor.inline import InlineExecutor
 
 REQUESTS = 10_000
@@ -103,32 +103,32 @@ def random_wishes(count: int, rng: random.Random) -> list[Wish]:
 
 async def run_clients(
     frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
-) -> list[Generation]:
-    """Serves the sampling_flags to `CLIENTS` clients and returns the generations, all ended.
+) -> list[RequestOutput]:
+    """Serves the sampling_flags to `CLIENTS` clients and returns the outputs, all ended.
 
     With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the
     middle of its prompt, between two tokens, or after a preemption.
     """
     queue = iter(sampling_flags)
-    generations: list[Generation] = []
-    doomed: list[Generation] = []
+    outputs: list[RequestOutput] = []
+    doomed: list[RequestOutput] = []
 
     async def client() -> None:
         for wish in queue:
-            generation = await frontend.submit(wish.prompt, wish.params)
-            generations.append(generation)
+            output = await frontend.submit(wish.prompt, wish.params)
+            outputs.append(output)
             if wish.doomed:
-                doomed.append(generation)
-            async for _ in generation:
+                doomed.append(output)
+            async for _ in output:
                 if rng.random() < len(doomed) / PATIENCE:
                     doomed.pop(rng.randrange(len(doomed))).abort()
-            if generation in doomed:
-                doomed.remove(generation)
+            if output in doomed:
+                doomed.remove(output)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(client())
-    return generations
+    return outputs
 
 
 async def come_to_rest(frontend: Frontend) -> None:
@@ -144,14 +144,14 @@ async def come_to_rest(frontend: Frontend) -> None:
     assert frontend.engines[0].scheduler.pool.num_free == frontend.engines[0].report.num_blocks
 
 
-def check_ends(generations: list[Generation]) -> Counter[str]:
+def check_ends(outputs: list[RequestOutput]) -> Counter[str]:
     """Checks how the requests ended and counts the reasons; "abort" and "abort early" tell those
     with tokens from those without."""
     reasons: Counter[str] = Counter()
-    for generation in generations:
-        assert generation.is_finished
-        for request in (choice.request for choice in generation.choices):
-            reason, params = str(request.finish_reason), generation.params
+    for output in outputs:
+        assert output.is_finished
+        for request in (sequence.request for sequence in output.sequences):
+            reason, params = str(request.finish_reason), output.params
             assert reason in ("abort", "length", "stop"), reason
             if reason == "length":
                 assert request.num_output == params.max_tokens
@@ -170,13 +170,13 @@ async def measure_round(
     The canary goes last and alone, so that what the worker keeps of its last step is the same after
     every round.
     """
-    generations = await run_clients(frontend, sampling_flags, rng)
+    outputs = await run_clients(frontend, sampling_flags, rng)
     await come_to_rest(frontend)
-    generations += await run_clients(frontend, [CANARY], rng)
+    outputs += await run_clients(frontend, [CANARY], rng)
     await come_to_rest(frontend)
     gc.collect()
-    texts = {tuple(g.choices[0].request.tokens) for g in generations if g.params is CANARY.params}
-    return check_ends(generations), texts, torch.cuda.memory_allocated() - bytes_by_demand(frontend)
+    texts = {tuple(g.sequences[0].request.tokens) for g in outputs if g.params is CANARY.params}
+    return check_ends(outputs), texts, torch.cuda.memory_allocated() - bytes_by_demand(frontend)
 
 
 def bytes_by_demand(frontend: Frontend) -> int:

@@ -13,7 +13,7 @@ from random_models import random_model
 
 from aioinfer.config import load_config
 from aioinfer.ipc.plan import Admission, StepPlan
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.cuda_graphs import CudaGraphs
 from aioinfer.worker.gpu_runner import GpuModelRunner
@@ -31,7 +31,7 @@ def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
         "scheduler.max_num_batched_tokens=2048",
         "parallel.device=cuda", "cache.num_blocks=400",
     ]  # fmt: skip
-    worker = Worker(load_config(None, settings), folder, ParallelGroup.single())
+    worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
     worker.allocate(report.max_blocks, LONGEST)
     worker.warm_up()

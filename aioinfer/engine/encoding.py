@@ -1,0 +1,263 @@
+"""From prompts to token ids, in threads, so that nobody's prompt keeps the others waiting.
+
+Encoding is the only work of the server that grows with what a client sends, before anything has
+been admitted: 15 MB of digits would take a thread half a minute and 6 GB. So:
+
+- a text that cannot fit the model is rejected by its bytes (`text.token_bound`), unencoded;
+- short texts and long ones have threads of their own (`EncodingThreads`);
+- long texts are encoded in pieces of about 20 ms, which take turns with those of other long texts,
+  and are given up at the piece with which they exceed the limit.
+
+`Frontend` owns the threads and the encoder, and is their only caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from aioinfer.errors import RequestError
+from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
+from aioinfer.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+#: Texts of up to so many characters are encoded in one go, in 10 to 20 ms.
+SHORT_TEXT = 32 * 1024
+#: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms).
+_FEW_TOKENS = 1024
+#: Token ids that are converted in one go.
+_CONVERTED = 16_384
+
+
+class EncodingThreads:
+    """Two threads for short work and one for long work.
+
+    Work of one kind begins in the order in which it came. Cancelling the caller drops its work if
+    that has not begun.
+    """
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(2, thread_name_prefix="encode-short")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
+
+    async def run(self, work: Callable[[], T], *, is_long: bool = False) -> T:
+        """Returns what `work` returns in a thread, or raises what it raises."""
+        threads = self._long if is_long else self._short
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def shutdown(self) -> None:
+        """Drops what has not begun. Does not wait."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt whose token ids were checked.
+
+    Attributes:
+        token_ids: of the prompt.
+        tokens: the same, as int32.
+        hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
+    """
+
+    token_ids: list[int]
+    tokens: array[int]
+    hashes: list[bytes]
+
+
+class PromptEncoder:
+    """Encodes texts and conversations for one model, and prepares token ids for the scheduler.
+
+    Attributes:
+        max_prompt_len: the tokens that a prompt may have: one less than the longest sequence.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        threads: EncodingThreads,
+        *,
+        max_prompt_len: int,
+        vocab_size: int,
+        hash_block_size: int | None,
+    ):
+        """`hash_block_size` is the number of tokens of a block in the prefix cache, or None without
+        one; `vocab_size` that of the model. Without a tokenizer, prompts are token ids."""
+        self.max_prompt_len = max_prompt_len
+        self._given_tokenizer = tokenizer
+        self._threads = threads
+        self._vocab_size = vocab_size
+        self._hash_block_size = hash_block_size
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._given_tokenizer is not None, "the caller rejects texts without a tokenizer"
+        return self._given_tokenizer
+
+    async def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        param: str = "prompt",
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Returns the token ids of a text.
+
+        Args:
+            text: any text.
+            add_special_tokens: whether the tokenizer's BOS and the like are put around it.
+            param: the parameter that the text came in, for errors.
+            max_tokens: the tokens that it may have; `max_prompt_len` if missing.
+
+        Raises:
+            RequestError: the text is not valid Unicode, or a long text has more tokens
+                (`context_length_exceeded`). Short ones that have are left to the caller.
+        """
+        if len(text) > SHORT_TEXT:
+            limit = self.max_prompt_len if max_tokens is None else max_tokens
+            return await self._encode_long(text, add_special_tokens, param, limit)
+        return await self._threads.run(
+            lambda: self._tokenizer.encode(text, add_special_tokens, param=param)
+        )
+
+    async def _encode_long(
+        self, text: str, add_special_tokens: bool, param: str, limit: int
+    ) -> list[int]:
+        """Encodes a text in pieces, up to the first with which it has more than `limit` tokens."""
+        tokenizer, run = self._tokenizer, self._threads.run
+        if tokenizer.bound is not None:
+            find_bound = tokenizer.bound.min_tokens
+            _check_length(await run(lambda: find_bound(text, limit + 1)), limit, param)
+        if tokenizer.pieces is None:
+            return await run(
+                lambda: tokenizer.encode(text, add_special_tokens, param=param), is_long=True
+            )
+        pieces = tokenizer.pieces.cut(text)
+
+        def encode_next() -> list[int] | None:
+            piece = next(pieces, None)
+            return None if piece is None else tokenizer.encode(piece, False, param=param)
+
+        before, behind = (
+            (tokenizer.pieces.prefix, tokenizer.pieces.suffix) if add_special_tokens else ([], [])
+        )
+        ids = list(before)
+        while (found := await run(encode_next, is_long=True)) is not None:
+            ids += found
+            _check_length(len(ids) + len(behind), limit, param)
+        return ids + behind
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Returns the token ids of a conversation under the model's chat template.
+
+        Args:
+            messages: dicts with at least a `role`.
+            max_tokens: as of `encode`.
+            options: those of `Tokenizer.render_chat`.
+
+        Raises:
+            RequestError: as `encode`, or the template refuses the messages.
+        """
+        tokenizer = self._tokenizer
+
+        def encode_if_short() -> list[int] | str:
+            text = tokenizer.render_chat(messages, **options)
+            if len(text) > SHORT_TEXT:
+                return text
+            return tokenizer.encode(text, False, param="messages")
+
+        is_long = _is_longer([messages, options], SHORT_TEXT)
+        found = await self._threads.run(encode_if_short, is_long=is_long)
+        if isinstance(found, list):
+            return found
+        # the template writes BOS itself
+        return await self.encode(found, False, param="messages", max_tokens=max_tokens)
+
+    async def prepare(
+        self, prompt: str | Sequence[int], add_special_tokens: bool = True
+    ) -> PreparedPrompt:
+        """Returns a prompt, a text or token ids, checked and hashed.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds something else than token ids.
+        """
+        token_ids = (
+            await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        )
+        _check_length(len(token_ids), self.max_prompt_len, "prompt", is_exact=True)
+        if len(token_ids) <= _FEW_TOKENS:
+            return self._prepare(token_ids)
+        return await self._threads.run(
+            lambda: self._prepare(token_ids), is_long=len(token_ids) > SHORT_TEXT
+        )
+
+    def _prepare(self, token_ids: Sequence[int]) -> PreparedPrompt:
+        """Converts, checks and hashes a prompt."""
+        if not token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        try:
+            tokens = array("i")
+            # in pieces: the interpreter changes threads between, not within
+            for start in range(0, len(token_ids), _CONVERTED):
+                tokens.extend(array("i", token_ids[start : start + _CONVERTED]))
+        except (TypeError, OverflowError) as error:
+            raise RequestError(
+                f"the prompt must hold token ids: {error}", param="prompt"
+            ) from error
+        # numpy's loops, not Python's: a long prompt must not keep the event loop from the
+        # interpreter
+        values = np.frombuffer(tokens, np.int32)
+        if values.min() < 0 or values.max() >= self._vocab_size:
+            raise RequestError(
+                f"the prompt holds a token id outside of 0 to {self._vocab_size - 1}",
+                param="prompt",
+            )
+        hashes: list[bytes] = []
+        if self._hash_block_size is not None:
+            extend_hashes(hashes, tokens, self._hash_block_size, root_hash())
+        return PreparedPrompt(
+            token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes
+        )
+
+
+def _check_length(num_tokens: int, limit: int, param: str, *, is_exact: bool = False) -> None:
+    """Raises `RequestError` if a prompt of at least `num_tokens` tokens is longer than `limit`."""
+    if num_tokens > limit:
+        how_many = num_tokens if is_exact else f"at least {limit + 1}"
+        raise RequestError(
+            f"the prompt has {how_many} tokens, and at most {limit} are accepted",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _is_longer(value: Any, limit: int) -> bool:
+    """Whether the texts in a structure of lists and dicts have more than `limit` characters in all,
+    an item counting as one."""
+    left = limit
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        left -= len(item) if isinstance(item, str) else 1
+        if left < 0:
+            return True
+        if isinstance(item, Mapping):
+            pending.extend(item)
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item[: left + 1])
+    return False

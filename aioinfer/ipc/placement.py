@@ -1,0 +1,66 @@
+"""Where a worker's rank stands: in the world of all ranks of an engine, in its groups, on its host.
+
+Whoever starts the workers makes a `RankSpec` for each: `MultiprocessExecutor` for the processes of
+one host, later executors for several hosts. It is sent to the worker, whose process joins the
+others by it (`layers.parallel.ProcessGroups`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+
+#: Process groups that there may be: tensor, data, expert and pipeline parallel ranks.
+GROUP_NAMES = ("tp", "dp", "ep", "pp")
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """One rank of the world.
+
+    The world is a grid with an axis for each kind of group. Ranks are numbered along the last axis
+    first: with `groups = (("dp", 2), ("tp", 2))` ranks 0 and 1 are one tensor-parallel group, 2 and
+    3 the other, and 0 and 2 are data-parallel to each other.
+
+    Attributes:
+        rank: this rank's number in the world.
+        world_size: the number of ranks, on all hosts.
+        local_rank: its number among the ranks of its host, which is also that of its GPU.
+        master_address, master_port: of the `TCPStore` through which the ranks find each other. Not
+            used by a world of one.
+        groups: (name, size) of each axis; names are of `GROUP_NAMES`, and the product of the sizes
+            is `world_size`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    groups: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.groups]
+        if len(set(names)) < len(names) or not set(names) <= set(GROUP_NAMES):
+            raise ValueError(f"process groups are some of {GROUP_NAMES}, not {names}")
+        if math.prod(size for _, size in self.groups) != self.world_size:
+            raise ValueError(f"{self.groups} do not make a world of {self.world_size} ranks")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"there is no rank {self.rank} of {self.world_size}")
+
+    def members(self, name: str) -> list[list[int]]:
+        """Returns the groups called `name` as world ranks, each in the order of its own ranks."""
+        index = [axis for axis, _ in self.groups].index(name)
+        size = self.groups[index][1]
+        stride = math.prod(other for _, other in self.groups[index + 1 :])
+        firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
+        return [[first + stride * number for number in range(size)] for first in firsts]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the ranks meet on this host's loopback interface."""
+        try:
+            return ipaddress.ip_address(self.master_address).is_loopback
+        except ValueError:
+            return self.master_address == "localhost"

@@ -1,0 +1,139 @@
+"""Imports go down only: no package uses one that stands above it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: From the top down, as in docs/architecture.md. Packages of one line do not import each other.
+ORDER = (
+    ("__main__", "__init__"),
+    ("api", "llm"),
+    ("startup",),
+    ("engine",),
+    ("checkpoint",),
+    ("text",),
+    ("scheduler",),
+    ("executor",),
+    ("worker",),
+    ("models",),
+    ("layers",),
+    ("kernels",),
+    ("ipc",),
+    ("config",),
+    ("sampling_params",),
+    ("errors",),
+)
+HEIGHT = {name: -height for height, names in enumerate(ORDER) for name in names}
+#: Imported by none of the modules in a package: (package, module).
+BANNED = (
+    ("scheduler", "torch"),
+    ("scheduler", "aiohttp"),
+    ("text", "torch"),
+    ("engine", "aiohttp"),
+    ("ipc", "torch"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Returns the file of each module of the package, by its name within the package."""
+    found = {
+        ".".join(file.relative_to(ROOT / "aioinfer").with_suffix("").parts): file
+        for file in (ROOT / "aioinfer").rglob("*.py")
+    }
+    kernels = {f"kernels.{file.stem}": file for file in (ROOT / "kernels").glob("*.py")}
+    return found | kernels
+
+
+MODULES = modules()
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, module) for each import of a file, wherever it stands: in a function, or for
+    type checking only."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: a relative import"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def climbs(name: str, file: Path) -> list[str]:
+    """Returns the imports of a module that go up or sideways."""
+    found = []
+    own = package_of(name)
+    for line, target in imports(file):
+        parts = target.split(".")
+        if parts[0] != "aioinfer" or parts[1:] == ["__version__"]:
+            continue  # the version is the package's own, which is there before its modules are
+        other = parts[1] if len(parts) > 1 and parts[1] in HEIGHT else "__init__"
+        if other != own and HEIGHT[other] >= HEIGHT[own]:
+            found.append(f"line {line}: {target}")
+    return found
+
+
+def test_every_module_has_a_place() -> None:
+    assert {package_of(name) for name in MODULES} <= HEIGHT.keys()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_down(name: str) -> None:
+    assert climbs(name, MODULES[name]) == []
+
+
+def test_an_import_that_climbs_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "from aioinfer.errors import ConfigError\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from aioinfer.engine.engine import Engine\n"
+        "def late():\n"
+        "    import aioinfer.api.app\n"
+    )
+    assert climbs("ipc.ring", file) == [
+        "line 4: aioinfer.engine.engine.Engine",
+        "line 6: aioinfer.api.app",
+    ]
+
+
+@pytest.mark.parametrize(("package", "banned"), BANNED)
+def test_what_a_package_does_without(package: str, banned: str) -> None:
+    for name, file in MODULES.items():
+        if package_of(name) == package:
+            found = [
+                (line, target) for line, target in imports(file) if package_of(target) == banned
+            ]
+            assert not found, name
+
+
+def test_no_cycle_within_a_package() -> None:
+    """Modules of a package form a hierarchy, too: none imports one that imports it."""
+    edges: dict[str, set[str]] = {}
+    for name, file in MODULES.items():
+        targets = {target.removeprefix("aioinfer.") for _, target in imports(file)}
+        # `from aioinfer.a.b import c` names the object or the module
+        named = targets | {target.rpartition(".")[0] for target in targets}
+        edges[name] = {other for other in named if other in MODULES and other != name}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a cycle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for other in sorted(edges[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in sorted(MODULES):
+        visit(name, ())

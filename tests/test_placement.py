@@ -1,0 +1,52 @@
+"""Where ranks stand in a world of several groups."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from aioinfer.ipc.placement import RankSpec
+
+
+def test_the_groups_of_a_grid() -> None:
+    spec = RankSpec(0, 12, groups=(("pp", 2), ("dp", 3), ("tp", 2)))
+    assert spec.members("tp") == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert spec.members("dp") == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert spec.members("pp") == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.7", False),
+        ("gpu-7.cluster", False),
+    ],
+)
+def test_which_addresses_are_of_this_host(address: str, is_local: bool) -> None:
+    assert RankSpec(master_address=address).is_local == is_local
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"world_size": 4, "groups": (("tp", 2),)},
+        {"world_size": 4, "groups": (("tp", 2), ("tp", 2))},
+        {"world_size": 2, "groups": (("tensor", 2),)},
+        {"world_size": 2},
+        {"rank": 2, "world_size": 2, "groups": (("tp", 2),)},
+        {"rank": -1},
+    ],
+)
+def test_what_is_no_world(fields: dict) -> None:
+    with pytest.raises(ValueError):
+        RankSpec(**fields)
+
+
+def test_it_can_be_sent_to_a_process() -> None:
+    spec = RankSpec(3, 4, 1, "10.0.0.7", 29500, (("dp", 2), ("tp", 2)))
+    assert pickle.loads(pickle.dumps(spec)) == spec
