@@ -142,3 +142,22 @@ def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
     for number, spec in enumerate(specs):
         layers.setdefault(spec, []).append(number)
     return tuple(KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
+
+
+def longest_request(
+    groups: Sequence[KVGroup], num_blocks: Sequence[int], block_size: int, max_chunk: int
+) -> int | None:
+    """Returns the length of the longest request that can run when it is alone, or None for any
+    length.
+
+    Args:
+        groups: of the model's layers.
+        num_blocks: blocks of each group.
+        block_size: tokens a block.
+        max_chunk: the most tokens of a request that one step computes.
+    """
+    lengths = [
+        group.max_tokens(count, block_size, max_chunk)
+        for group, count in zip(groups, num_blocks, strict=True)
+    ]
+    return min((length for length in lengths if length is not None), default=None)
