@@ -383,7 +383,9 @@ def test_random_traffic(data):
                     harness.scheduler.finish(victim, "abort")
                     aborted.add(victim)
             if harness.scheduler.running and draw(st.integers(0, 9)) == 0:
-                held.append(harness.scheduler.hold(draw(st.sampled_from(harness.scheduler.running))))
+                held.append(
+                    harness.scheduler.hold(draw(st.sampled_from(harness.scheduler.running)))
+                )
     for blocks in held:
         harness.scheduler.release(blocks)
     harness.run()

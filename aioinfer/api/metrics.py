@@ -84,8 +84,8 @@ class BooksCollector(Collector):
         )
         yield show(
             "vllm:kv_cache_usage_perc",
-            "Share of the KV blocks that requests own, 0 to 1.",
-            lambda e: e.scheduler.pool.usage,
+            "Fraction of the KV blocks that requests own, 0 to 1.",
+            lambda e: e.scheduler.kv_cache.usage,
         )
 
     def _counters(self) -> Iterator[Metric]:

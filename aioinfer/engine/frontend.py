@@ -196,7 +196,7 @@ class Frontend:
         return {
             "running": sum(len(scheduler.running) for scheduler in schedulers),
             "waiting": sum(scheduler.num_waiting for scheduler in schedulers),
-            "kv_cache_usage": sum(scheduler.pool.usage for scheduler in schedulers)
+            "kv_cache_usage": sum(scheduler.kv_cache.usage for scheduler in schedulers)
             / len(schedulers),
             "steps": sum(total.steps for total in totals),
             "preemptions": sum(total.preemptions for total in totals),
@@ -315,7 +315,7 @@ class Frontend:
                 f"the prompt holds a token id outside of 0 to {self.vocab_size - 1}", param="prompt"
             )
         hashes: list[bytes] = []
-        if self.config.cache.enable_prefix_caching:
+        if self.engines[0].scheduler.kv_cache.prefix_caching:
             extend_hashes(hashes, tokens, self.engines[0].report.block_size, root_hash())
         return PreparedPrompt(
             token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes

@@ -100,15 +100,14 @@ class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
     copy_groups: I32 = field(default_factory=lambda: np.empty(0, np.int32))
 
+    def __post_init__(self) -> None:
+        if len(self.copy_groups) != len(self.copy_sources):
+            self.copy_groups = np.zeros(len(self.copy_sources), np.int32)
+
     @property
     def table_rows(self) -> I32:
         """int32 [growth], group * max_num_seqs + slot."""
         return self.table_slots
-
-    @property
-    def copy_groups(self) -> I32:
-        """int32 [copies], the KV group of each copied block."""
-        return np.zeros_like(self.copy_sources)
 
     @property
     def num_tokens(self) -> int:

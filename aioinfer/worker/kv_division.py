@@ -50,7 +50,7 @@ class CacheDemand:
         longest = max((group.window or 0 for group in self.groups), default=0)
         return longest + self.max_chunk + 2 * self.block_size if longest else self.block_size
 
-    def total_bytes(self, num_blocks: Sequence[float]) -> float:
+    def total_bytes(self, num_blocks: Sequence[int]) -> int:
         """Returns the bytes of so many blocks of each group."""
         return sum(n * size for n, size in zip(num_blocks, self.block_bytes, strict=True))
 
@@ -79,8 +79,9 @@ class CacheDemand:
         """Returns the blocks of each group that running requests of at most `num_tokens` tokens
         never exceed; None where all tokens are kept, since a prefix cache has use for any number.
 
-        The tokens of a step are shared out among the requests. A request that computes c of them
-        owns at most (window + c + 2 * block_size - 3) / block_size blocks.
+        A request of which a step computes c tokens owns at most (window + c + 2 * block_size - 3)
+        / block_size blocks (see `KVGroup.max_blocks`), with c = 1 if it is in none. All c of a step
+        together are at most `max_chunk`.
         """
         seqs, size = self.max_num_seqs, self.block_size
         enough: list[int | None] = []
@@ -90,8 +91,8 @@ class CacheDemand:
             elif group.window is None:
                 enough.append(None)
             else:
-                step = seqs * (group.window + 2 * size - 3) + max(self.max_chunk, seqs)
-                enough.append(min(step // size, seqs * -(-num_tokens // size)))
+                tokens = seqs * (group.window + 1 + 2 * size - 3) + self.max_chunk
+                enough.append(min(tokens // size, seqs * -(-num_tokens // size)))
         return enough
 
     def longest_alone(self, available: int, limit: int) -> int:
@@ -158,7 +159,7 @@ def _divide_for(
     division = blocks_for(low)
     keep_all = [number for number, blocks in enumerate(enough) if blocks is None]
     if keep_all:
-        left = available - int(demand.total_bytes(division))
+        left = available - demand.total_bytes(division)
         more = left // sum(demand.block_bytes[number] for number in keep_all)
         for number in keep_all:
             division[number] += more

@@ -72,13 +72,11 @@ def count_blocks(
     if configured is not None:
         return _configured_blocks(config, device, demand, configured, max_len, available)
     alone = demand.longest_alone(available, max_len)
-    needed = int(demand.total_bytes(demand.blocks_of_one(longest or demand.block_size)))
+    needed = demand.total_bytes(demand.blocks_of_one(longest or demand.block_size))
     if needed > available:
         memory = _memory_remedy(config, device, needed - available)
         if longest is None:
-            raise ConfigError(
-                f"not one KV block of {_mib(needed)} fits into memory: set {memory}"
-            )
+            raise ConfigError(f"not one KV block of {_mib(needed)} fits into memory: set {memory}")
         shorter = f", or model.max_model_len to at most {alone}" if alone else ""
         raise ConfigError(
             f"model.max_model_len = {longest} needs {_mib(needed)} of KV cache, and "
@@ -111,7 +109,7 @@ def _configured_blocks(
             f"at least {needed}, "
             f"or model.max_model_len to at most {configured * demand.block_size}"
         )
-    wanted = int(demand.total_bytes(blocks_of(configured)))
+    wanted = demand.total_bytes(blocks_of(configured))
     if wanted > available and device.type == "cuda":
         fitting = bisect_right(
             range(configured), available, key=lambda count: demand.total_bytes(blocks_of(count))
