@@ -134,7 +134,11 @@ class CacheConfig:
         "Tokens per KV block. Default: 16 on a CPU, 128 on a GPU.", None, minimum=1
     )
     num_blocks: int | None = key(
-        "KV blocks of a worker. Default: as many as fit into the memory below.", None, minimum=1
+        "KV blocks of a worker. Default: as many as fit into the memory below. Where layers keep "
+        "different things: the blocks of each kind of layer that keeps all tokens; with a sliding "
+        "window or a state of fixed size as many, but no more than running requests can use.",
+        None,
+        minimum=1,
     )
     cpu_memory_gib: float = key(
         "KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0, above=0

@@ -60,6 +60,8 @@ class StartupDisplay:
             rows |= {
                 f"engine {number}": _cache_text(report) for number, report in enumerate(reports)
             }
+        if any(not group.keeps_tokens for group in reports[0].groups):
+            rows["prefix cache"] = "off: layers keep a state, which requests cannot share"
         rows["longest request"] = f"{shortest.max_model_len} tokens"
         if shortest.max_model_len_reason:
             rows["longest request"] += f" ({shortest.max_model_len_reason})"
@@ -74,7 +76,28 @@ class StartupDisplay:
 
 
 def _cache_text(report: WorkerReport) -> str:
-    return f"{_size(report.kv_cache_bytes)} a worker: {report.num_blocks} blocks of {report.block_size} tokens"
+    """Says how large a worker's KV cache is and, where layers keep different things, what each
+    group of them keeps: a line a group."""
+    counts = [
+        f"{count} blocks of {report.block_size} tokens"
+        if group.keeps_tokens
+        else f"{count} requests"
+        for group, count in zip(report.groups, report.num_blocks, strict=True)
+    ]
+    size = f"{_size(report.kv_cache_bytes)} a worker"
+    if len(counts) == 1:
+        return f"{size}: {counts[0]}"
+    lines = [
+        f"{_layers_text(group.layers)}: {group.spec}: {count}"
+        for group, count in zip(report.groups, counts, strict=True)
+    ]
+    return "\n".join([size, *lines])
+
+
+def _layers_text(layers: Sequence[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    return f"{len(layers)} layers from {layers[0]} to {layers[-1]}"
 
 
 def _size(count: int) -> str:

@@ -44,10 +44,12 @@ from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta
 from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 
 CONFIG = Path(__file__).parent.parent / "configs" / "smollm2.toml"
+ONE_GROUP = KVGroup(AttentionSpec(1, 1), (0,))
 PROMPT_LEN = 128
 CLIENTS = 2
 STOP = "\u2063never\u2063"
@@ -85,7 +87,7 @@ class EchoExecutor:
         self._on_result = on_result
         max_model_len = self._config.model.max_model_len
         assert max_model_len is not None
-        return WorkerReport("none", "none", 0, 0, 16, 80_000, max_model_len)
+        return WorkerReport("none", "none", 0, 0, 16, (ONE_GROUP,), (80_000,), max_model_len)
 
     def post(self, plan: StepPlan) -> None:
         """See `Executor.post`. Plans are encoded and decoded, as on their way to a worker."""

@@ -28,7 +28,7 @@ def decoding_scheduler(requests: int, steps: int) -> tuple[Scheduler, StepPlan]:
     blocks = requests * ((128 + steps) // 16 + 2)
     scheduler = Scheduler(
         SchedulerLimits(
-            num_blocks=blocks,
+            num_blocks=(blocks,),
             block_size=16,
             max_num_seqs=requests,
             token_budget=requests * 128,

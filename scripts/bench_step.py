@@ -82,9 +82,9 @@ def start_worker(folder: Path, rows: int, longest: int) -> tuple[Worker, GpuMode
     }
     worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
-    if report.max_blocks * worker.block_size < rows * longest:
+    if report.num_blocks[0] * worker.block_size < rows * longest:
         raise SystemExit(f"{rows} rows of {longest} tokens do not fit into the GPU's memory")
-    worker.allocate(report.max_blocks, longest)
+    worker.allocate(report.num_blocks, longest)
     worker.warm_up()
     if isinstance(worker._runner, ModelRunner):
         raise SystemExit("there are no kernels for this model")

@@ -3,7 +3,7 @@ belong to.
 
 In place of keys and values, each cache position holds a hash of all tokens up to and including its
 own. A row that attends to anything but its own prefix is found at once, whatever the reason: a
-block shared wrongly, reused too early, copied too late, or never written. The token chosen is a
+block shared wrongly, reused too early, copied too late, or never written. The sampled token is a
 function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
 gives it directly.
 """
@@ -11,9 +11,11 @@ gives it directly.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
+from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
@@ -24,8 +26,8 @@ def extend(prefix: int, token: int) -> int:
     return hash((prefix, token))
 
 
-def choose(prefix: int, seed: int) -> int:
-    return hash((prefix, seed, "chosen")) % VOCABULARY
+def sample(prefix: int, seed: int) -> int:
+    return hash((prefix, seed, "sampled")) % VOCABULARY
 
 
 def complete(prompt: list[int], max_len: int, end_tokens: frozenset[int], seed: int) -> list[int]:
@@ -35,7 +37,7 @@ def complete(prompt: list[int], max_len: int, end_tokens: frozenset[int], seed: 
         prefix = extend(prefix, token)
     output: list[int] = []
     while len(prompt) + len(output) < max_len:
-        output.append(choose(prefix, seed))
+        output.append(sample(prefix, seed))
         if output[-1] in end_tokens:
             break
         prefix = extend(prefix, output[-1])
@@ -43,13 +45,26 @@ def complete(prompt: list[int], max_len: int, end_tokens: frozenset[int], seed: 
 
 
 class SymbolicWorker:
-    """Executes encoded plans in order and keeps their results until they are fetched."""
+    """Executes encoded plans in order and keeps their results until they are fetched.
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, token_budget: int):
+    A group of layers with a window attends to its last tokens only, and a group with a state keeps
+    the hash of all tokens so far in its one block.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        max_num_seqs: int,
+        token_budget: int,
+    ):
+        self.groups = groups
         self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
-        self.cache = [[0] * block_size for _ in range(num_blocks)]
-        self.tables: list[dict[int, int]] = [{} for _ in range(max_num_seqs)]
+        self.caches = [[[0] * block_size for _ in range(count)] for count in num_blocks]
+        self.tables: list[dict[int, int]] = [{} for _ in range(len(groups) * max_num_seqs)]
         self.tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.seeds = [0] * max_num_seqs
         self.results: deque[StepResult] = deque()
@@ -63,20 +78,15 @@ class SymbolicWorker:
         assert 0 < plan.num_tokens <= self.token_budget
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot has two rows"
         for admission in plan.admissions:
-            self.tables[admission.slot] = {}
+            for row in range(admission.slot, len(self.tables), self.max_num_seqs):
+                self.tables[row] = {}
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
-        for slot, index, block in zip(
+        for row, index, block in zip(
             plan.table_slots, plan.table_indices, plan.table_blocks, strict=True
         ):
-            self.tables[slot][int(index)] = int(block)
-        copies = [
-            (target, list(self.cache[source]))
-            for source, target in zip(plan.copy_sources, plan.copy_targets, strict=True)
-        ]
-        for target, contents in copies:
-            self.cache[target] = contents
-            self.num_copies += 1
+            self.tables[row][int(index)] = int(block)
+        self._copy(plan)
         rows = list(
             zip(
                 plan.slots.tolist(),
@@ -86,37 +96,72 @@ class SymbolicWorker:
                 strict=True,
             )
         )
+        # every row writes before any reads, as in a layer: a row may share a block that another
+        # fills in this very step
         for slot, start, length, _ in rows:
             self._write(slot, start, length)
-        chosen = [
+        for slot, start, length, _ in rows:
+            self._check_keys(slot, start, length)
+        sampled = [
             self._sample(slot, start + length) for slot, start, length, samples in rows if samples
         ]
-        return StepResult(plan.step_id, np.array(chosen, np.int32))
+        return StepResult(plan.step_id, np.array(sampled, np.int32))
 
-    def _entry(self, slot: int, position: int) -> tuple[list[int], int]:
-        return self.cache[
-            self.tables[slot][position // self.block_size]
-        ], position % self.block_size
+    def _copy(self, plan: StepPlan) -> None:
+        copies = list(
+            zip(
+                plan.copy_groups.tolist(),
+                plan.copy_sources.tolist(),
+                plan.copy_targets.tolist(),
+                strict=True,
+            )
+        )
+        contents = [list(self.caches[group][source]) for group, source, _ in copies]
+        for (group, _, target), block in zip(copies, contents, strict=True):
+            self.caches[group][target] = block
+        self.num_copies += len(copies)
+
+    def _prefixes(self, slot: int, end: int) -> list[int]:
+        """Returns the hashes of the slot's first 0, 1, ..., `end` tokens."""
+        prefixes = [0]
+        for token in self.tokens[slot][:end]:
+            prefixes.append(extend(prefixes[-1], token))
+        return prefixes
+
+    def _block(self, group: int, slot: int, index: int) -> list[int]:
+        table = self.tables[group * self.max_num_seqs + slot]
+        assert index in table, f"slot {slot} has no block {index} in group {group}"
+        return self.caches[group][table[index]]
 
     def _write(self, slot: int, start: int, length: int) -> None:
-        """Writes before any row reads, as a layer does: a row may share a block that another fills
-        in this very step."""
-        prefix = 0
-        for position in range(start + length):
-            prefix = extend(prefix, self.tokens[slot][position])
-            if position >= start:
-                block, offset = self._entry(slot, position)
-                block[offset] = prefix
+        prefixes = self._prefixes(slot, start + length)
+        for number, group in enumerate(self.groups):
+            if group.keeps_tokens:
+                for position in range(start, start + length):
+                    block = self._block(number, slot, position // self.block_size)
+                    block[position % self.block_size] = prefixes[position + 1]
+            else:
+                block = self._block(number, slot, 0)
+                assert start == 0 or block[0] == prefixes[start], (
+                    f"the state of slot {slot} is not that of its first {start} tokens"
+                )
+                block[0] = prefixes[-1]
+
+    def _check_keys(self, slot: int, start: int, length: int) -> None:
+        """Checks that every key that the row's tokens attend to is that of the row's sequence."""
+        prefixes = self._prefixes(slot, start + length)
+        for number, group in enumerate(self.groups):
+            if group.keeps_tokens:
+                first = 0 if group.window is None else max(0, start - group.window + 1)
+                for position in range(first, start + length):
+                    block = self._block(number, slot, position // self.block_size)
+                    assert block[position % self.block_size] == prefixes[position + 1], (
+                        f"slot {slot} reads another sequence's key or none at position {position} "
+                        f"in group {number}"
+                    )
 
     def _sample(self, slot: int, end: int) -> int:
-        prefix = 0
-        for position in range(end):  # every position that attention reads holds this very sequence
-            prefix = extend(prefix, self.tokens[slot][position])
-            block, offset = self._entry(slot, position)
-            assert block[offset] == prefix, (
-                f"slot {slot} reads a foreign or unwritten key at position {position}"
-            )
-        token = choose(prefix, self.seeds[slot])
+        token = sample(self._prefixes(slot, end)[-1], self.seeds[slot])
         del self.tokens[slot][end:]
         self.tokens[slot].append(token)
         return token

@@ -34,12 +34,13 @@ def test_cached_blocks_are_found_until_they_are_reused():
     pool.commit(blocks[0], b"a")
     pool.commit(blocks[1], b"b")
     pool.release(blocks)
-    assert pool.find([b"a", b"b", b"c"]) == blocks
-    assert pool.find([b"x", b"a"]) == [], "a prefix is known from its start or not at all"
+    assert pool.count_cached([b"a", b"b", b"c"]) == 2
+    assert pool.lookup([b"b", b"a"]) == blocks[::-1]
+    assert pool.count_cached([b"x", b"a"]) == 0, "a prefix is known from its start or not at all"
     pool.allocate(1)
-    assert pool.find([b"a", b"b"]) == blocks, "empty blocks are reused before cached ones"
+    assert pool.count_cached([b"a", b"b"]) == 2, "empty blocks are reused before cached ones"
     pool.allocate(1)
-    assert pool.find([b"a", b"b"]) == blocks[:1], "the end of a prefix is given up before its head"
+    assert pool.count_cached([b"a", b"b"]) == 1, "the end of a prefix is reused before its head"
 
 
 def test_least_recently_released_goes_first():
@@ -59,10 +60,36 @@ def test_a_second_block_with_the_same_hash_stays_anonymous():
     first, second = pool.allocate(1), pool.allocate(1)
     pool.commit(first[0], b"a")
     pool.commit(second[0], b"a")
-    assert pool.find([b"a"]) == first
+    assert pool.lookup([b"a"]) == first
     assert pool.num_cached == 1
     pool.release(second)
     pool.check_integrity([first])
+
+
+def test_a_run_of_cached_blocks_is_found_from_the_back():
+    pool = BlockPool(6)
+    hashes = [b"0", b"1", b"2", b"3", b"4", b"5"]
+    for block, known in zip(pool.allocate(5), [b"0", b"1", b"3", b"4", b"x"], strict=True):
+        pool.commit(block, known)
+    count = pool.count_cached_before
+    assert [count(hashes, end, 1) for end in range(7)] == [0, 1, 2, 2, 4, 5, 5]
+    assert [count(hashes, end, 2) for end in range(7)] == [0, 1, 2, 2, 2, 5, 5]
+    assert [count(hashes, end, 3) for end in range(7)] == [0, 1, 2, 2, 2, 2, 2]
+    assert count(hashes, 6, 0) == 6, "where nothing before it is read, any length will do"
+
+
+def test_forgotten_hashes_are_not_found_and_their_blocks_stay_owned():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block, known in zip(blocks, [b"a", b"b", b"c"], strict=True):
+        pool.commit(block, known)
+    pool.forget([b"b", b"unknown"])
+    assert pool.count_cached([b"a", b"b", b"c"]) == 1
+    assert pool.count_cached([b"c"]) == 1
+    pool.release(blocks[:1])
+    pool.forget_all()
+    assert (pool.num_cached, pool.num_free_cached) == (0, 0)
+    pool.check_integrity([blocks[1:]])
 
 
 def test_integrity_check_notices_a_leak_and_a_double_owner():

@@ -18,7 +18,7 @@ from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from bench_loop import CONFIG, make_frontend
+from bench_loop import CONFIG, ONE_GROUP, make_frontend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -66,7 +66,7 @@ class Fleet:
     def __init__(self, folder: Path, config: Config, *lengths: int):
         self.folder = folder
         self.executors = [
-            ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, 64, length))
+            ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, (ONE_GROUP,), (64,), length))
             for length in lengths
         ]
         self.frontend = Frontend(config, self.executors)

@@ -12,6 +12,8 @@ import torch
 
 from aioinfer.config import CacheConfig, Config, ModelConfig
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.memory import available_bytes, count_blocks, make_kv
 
 CPU = torch.device("cpu")
@@ -24,19 +26,48 @@ def make_config(max_model_len: int | None = None, **cache: Any) -> Config:
     )
 
 
-def count(config: Config, bytes_per_block: int = 3 * MIB, block_size: int = 16) -> int:
+FULL, WINDOW = KVGroup(AttentionSpec(1, 1), (0,)), KVGroup(AttentionSpec(1, 1, 33), (1,))
+STATE = KVGroup(StateSpec(1), (2,))
+
+
+def count(config: Config, *groups: KVGroup) -> tuple[int, ...]:
+    """Returns the blocks of 16 tokens and 3 MiB in each group, where requests get 1000 tokens
+    long."""
+
     def no_step() -> None:
         raise AssertionError("a CPU's memory is configured, not measured")
 
-    return count_blocks(
-        config, CPU, bytes_per_block, block_size, available_bytes(config, CPU, no_step)
+    groups = groups or (FULL,)
+    demand = CacheDemand(
+        groups=groups,
+        block_bytes=(3 * MIB,) * len(groups),
+        block_size=16,
+        max_num_seqs=4,
+        max_chunk=64,
     )
+    return count_blocks(config, CPU, demand, 1000, available_bytes(config, CPU, no_step))
 
 
 def test_a_cpu_has_what_is_configured() -> None:
-    assert count(make_config(cpu_memory_gib=0.5)) == 512 // 3
-    assert count(make_config(cpu_memory_gib=0.5, max_model_len=170 * 16)) == 170
-    assert count(make_config(num_blocks=7, cpu_memory_gib=1e-6)) == 7
+    assert count(make_config(cpu_memory_gib=0.5)) == (512 // 3,)
+    assert count(make_config(cpu_memory_gib=0.5, max_model_len=170 * 16)) == (170,)
+    assert count(make_config(num_blocks=7, cpu_memory_gib=1e-6)) == (7,)
+
+
+def test_configured_blocks_are_those_of_layers_that_keep_all_tokens() -> None:
+    config = make_config(num_blocks=500)
+    groups = FULL, WINDOW, STATE
+    # the windows of 4 requests, wherever in a block they begin, and a step of 64 tokens
+    assert count(config, *groups) == (500, (4 * (34 + 2 * 16 - 3) + 64) // 16, 4)
+    assert count(make_config(num_blocks=5), *groups) == (5, 5, 4)
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (WINDOW,), (WINDOW, STATE)])
+def test_the_blocks_of_all_groups_fit_into_what_is_configured(groups: tuple[KVGroup, ...]) -> None:
+    used = 3 * sum(count(make_config(cpu_memory_gib=0.5, max_model_len=1000), *groups))
+    assert used <= 512
+    if FULL in groups:
+        assert used > 512 - 3, "what the others cannot use is given to layers that keep all tokens"
 
 
 @pytest.mark.parametrize(
@@ -49,13 +80,13 @@ def test_a_cpu_has_what_is_configured() -> None:
         ),
         (
             make_config(cpu_memory_gib=0.01, max_model_len=1000),
-            r"model.max_model_len = 1000 needs 63 KV blocks of 3.00 MiB, and 3 fit .* set "
+            r"model.max_model_len = 1000 needs 189.00 MiB of KV cache, and 10.24 MiB are left: set "
             r"cache.cpu_memory_gib to at least 0.19, "
             r"or model.max_model_len to at most 48$",
         ),
         (
             make_config(cpu_memory_gib=0.002, max_model_len=1000),
-            r"0 fit .* set "
+            r"and 2.05 MiB are left: set "
             r"cache.cpu_memory_gib to at least 0.19$",
         ),
         (
@@ -71,7 +102,7 @@ def test_too_little_memory_says_what_to_change_and_to_what(config: Config, messa
     remedy = re.search(r"(cpu_memory_gib|num_blocks) to at least ([\d.]+)", str(caught.value))
     assert remedy
     better = {remedy[1]: float(remedy[2]) if "." in remedy[2] else int(remedy[2])}
-    assert count(make_config(config.model.max_model_len, **better)) > 0
+    assert count(make_config(config.model.max_model_len, **better))[0] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -214,7 +214,7 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
         },
     )
     limits = SchedulerLimits(
-        num_blocks=8, block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16
+        num_blocks=(8,), block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16
     )
     engines = [
         SimpleNamespace(number=number, metrics=one, scheduler=Scheduler(limits))

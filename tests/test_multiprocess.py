@@ -139,7 +139,7 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
     assert len(set(expected)) > 1
 
     report = await run.start()
-    assert (report.num_blocks, report.block_size, report.max_model_len) == (32, 4, 128)
+    assert (report.num_blocks, report.block_size, report.max_model_len) == ((32,), 4, 128)
     assert [name for name, _ in report.phases] == [
         "spawn workers",
         "import",

@@ -246,7 +246,7 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
             running.append(state["running"])
             assert (state["slots"], state["blocks"], state["block_size"]) == (
                 4,
-                frontend.engines[0].scheduler.pool.num_blocks,
+                frontend.engines[0].scheduler.kv_cache.num_blocks,
                 16,
             )
             if work is None:
@@ -273,7 +273,7 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
     )
     assert sum(prefills) + sum(decodes) == 303 - state["prefix_hit"] + 3 * 139
     assert state["blocks_used"] == 0
-    assert state["blocks_cached"] == frontend.engines[0].scheduler.pool.num_cached > 20
+    assert state["blocks_cached"] == frontend.engines[0].scheduler.kv_cache.num_cached > 20
     assert state["finished"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert all(0 <= us < 1e6 for phase in times for us in phase)
     # update, plan, post, emit; this worker takes no time at all

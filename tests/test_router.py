@@ -215,7 +215,7 @@ def test_a_promise_that_was_kept_leaves_the_word_to_the_cache() -> None:
     fleet.run()
     fleet.put(engine, tokens(1000, 2))  # takes nearly all blocks
     fleet.run()
-    cached = fleet.schedulers[engine].pool.count_cached(fleet.hashes(prompt))
+    cached = fleet.schedulers[engine].kv_cache.count_cached(fleet.hashes(prompt))
     assert cached < 1000 // BLOCK
     assert fleet.router._promises[engine].count(fleet.hashes(prompt), cached) == cached
 
@@ -279,7 +279,7 @@ def test_asking_changes_nothing_in_the_pool() -> None:
     for prompt in prompts:
         fleet.put(0, prompt)
     fleet.run()
-    pool = fleet.schedulers[0].pool
+    (pool,) = fleet.schedulers[0].kv_cache.pools
     before = list(pool._free), list(pool._references)
     for prompt in prompts:
         fleet.ask(prompt)

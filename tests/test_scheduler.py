@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.request import ForkGroup, Request, Status
+from aioinfer.scheduler.kv_cache import HeldBlocks
+from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request, Status
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, expected_output
 
@@ -24,12 +26,23 @@ def make_request(name: str, prompt: list[int], new: int, **fields) -> Request:
     )
 
 
+FULL = KVGroup(AttentionSpec(1, 1), (0,))
+STATE = KVGroup(StateSpec(8), (2,))
+
+
+def windowed(window: int) -> KVGroup:
+    return KVGroup(AttentionSpec(1, 1, window), (1,))
+
+
 class Harness:
-    """A scheduler and a symbolic worker, turned by hand as the engine turns them."""
+    """A scheduler and a symbolic worker, stepped by hand as the engine steps them."""
 
     def __init__(self, *, depth: int = 2, **limits):
+        """`num_blocks` may be one number, of each group."""
+        groups = limits.setdefault("groups", (FULL,))
+        if isinstance(limits.setdefault("num_blocks", 64), int):
+            limits["num_blocks"] = (limits["num_blocks"],) * len(groups)
         defaults = {
-            "num_blocks": 64,
             "block_size": 4,
             "max_num_seqs": 8,
             "token_budget": 64,
@@ -39,7 +52,11 @@ class Harness:
         self.scheduler = Scheduler(self.limits)
         limits_ = self.limits
         self.worker = SymbolicWorker(
-            limits_.num_blocks, limits_.block_size, limits_.max_num_seqs, limits_.token_budget
+            limits_.groups,
+            limits_.num_blocks,
+            limits_.block_size,
+            limits_.max_num_seqs,
+            limits_.token_budget,
         )
         self.depth = depth
         self.plans: list[StepPlan] = []
@@ -49,8 +66,21 @@ class Harness:
         if plan is None:
             return False
         self.plans.append(plan)
+        self._check_owned(plan)
         self.worker.post(plan)
         return True
+
+    def _check_owned(self, plan: StepPlan) -> None:
+        """Checks that every row's request owns all blocks that the row reads: what the plan frees,
+        it does not read."""
+        requests = {request.slot: request for request in self.scheduler.running}
+        size = self.limits.block_size
+        for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
+            for group, table in zip(self.limits.groups, requests[slot].blocks, strict=True):
+                first = 0 if group.window is None else max(0, start - group.window + 1) // size
+                last = (start + length - 1) // size if group.keeps_tokens else 0
+                assert last < len(table)
+                assert NULL_BLOCK not in table[first : last + 1], "a row reads a freed block"
 
     def turn(self) -> None:
         """Takes a result if the pipeline is full or nothing can be planned, as the engine does."""
@@ -63,7 +93,7 @@ class Harness:
     def run(self, limit: int = 10_000) -> int:
         for turns in range(limit):
             if self.scheduler.is_idle and not self.worker.results:
-                assert self.scheduler.pool.num_free == self.limits.num_blocks
+                assert self.scheduler.kv_cache.num_free == sum(self.limits.num_blocks)
                 return turns
             self.turn()
         raise AssertionError(f"not idle after {limit} turns: {list(self.scheduler.requests())}")
@@ -207,8 +237,8 @@ def test_siblings_share_the_prompt_and_copy_its_last_block(prompt_len, caching):
     harness.turn()
     full = (prompt_len - 1) // 4
     assert harness.plans[0].num_tokens == prompt_len
-    assert [s.blocks[:full] for s in siblings] == [siblings[0].blocks[:full]] * 4
-    assert len({s.blocks[full] for s in siblings}) == 4
+    assert [s.blocks[0][:full] for s in siblings] == [siblings[0].blocks[0][:full]] * 4
+    assert len({s.blocks[0][full] for s in siblings}) == 4
     harness.run()
     for sibling in siblings:
         assert_complete(sibling)
@@ -286,7 +316,7 @@ def test_a_failed_row_ends_its_request_alone():
     assert bad.finish_reason == "error"
     harness.run()
     assert_complete(good)
-    assert harness.scheduler.pool.find(bad.block_hashes) == [], (
+    assert harness.scheduler.kv_cache.count_cached(bad.block_hashes) == 0, (
         "blocks of a failed request must not be found again"
     )
 
@@ -299,25 +329,40 @@ def test_results_out_of_order_are_refused():
         harness.scheduler.update(StepResult(7, np.zeros(1, np.int32)))
 
 
+GROUPS = st.one_of(
+    st.just((FULL,)),
+    st.lists(
+        st.one_of(st.just(FULL), st.integers(1, 30).map(windowed), st.just(STATE)),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+)
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
-    """Random arrivals, forks, aborts and pool sizes: every request ends as if it had run alone, and
-    nothing leaks."""
+    """Random groups of layers, arrivals, forks, aborts, held blocks and pool sizes: every request
+    ends as if it had run alone, no row reads a freed block, and nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
+    budget = draw(st.integers(1, 40), "budget")
+    groups = draw(GROUPS, "groups")
+    least = [group.max_blocks(40, block_size, budget) for group in groups]
     harness = Harness(
         depth=draw(st.sampled_from([1, 2]), "depth"),
         block_size=block_size,
-        num_blocks=draw(st.integers(-(-40 // block_size), -(-120 // block_size)), "num_blocks"),
+        groups=groups,
+        num_blocks=tuple(draw(st.integers(n, 3 * n), "num_blocks") for n in least),
         max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
-        token_budget=(budget := draw(st.integers(1, 40), "budget")),
+        token_budget=budget,
         prefill_cap=draw(st.integers(1, budget), "prefill_cap"),
         prefix_caching=draw(st.booleans(), "caching"),
         by_priority=draw(st.booleans(), "by_priority"),
     )
     requests: list[Request] = []
     aborted: set[Request] = set()
+    held: list[HeldBlocks] = []
     for number in range(draw(st.integers(1, 12), "arrivals")):
         prompt = [draw(st.integers(0, 2)) for _ in range(draw(st.integers(1, 20)))]
         ends = frozenset(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=4)))
@@ -337,6 +382,12 @@ def test_random_traffic(data):
                 if victim.status is not Status.FINISHED:
                     harness.scheduler.finish(victim, "abort")
                     aborted.add(victim)
+            if harness.scheduler.running and draw(st.integers(0, 9)) == 0:
+                held.append(
+                    harness.scheduler.hold(draw(st.sampled_from(harness.scheduler.running)))
+                )
+    for blocks in held:
+        harness.scheduler.release(blocks)
     harness.run()
     for request in requests:
         if request not in aborted:

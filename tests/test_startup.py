@@ -7,31 +7,59 @@ import re
 import pytest
 
 from aioinfer.executor.base import WorkerReport
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.startup import StartupDisplay
 
 
-def test_the_table_shows_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    reports = [
-        WorkerReport(
-            "cpu",
-            "float32",
-            2**20,
-            2**30,
-            16,
-            100 + number,
-            900 - number,
-            "reason",
-            [("load weights", 1.0 + number)],
-        )
-        for number in range(2)
-    ]
+def make_report(number: int, groups: tuple[KVGroup, ...], *num_blocks: int) -> WorkerReport:
+    return WorkerReport(
+        "cpu",
+        "float32",
+        2**20,
+        2**30,
+        16,
+        groups,
+        num_blocks,
+        900 - number,
+        "reason",
+        [("load weights", 1.0 + number)],
+    )
+
+
+def shown_for(reports: list[WorkerReport], capsys: pytest.CaptureFixture[str]) -> str:
     StartupDisplay().show(reports, ["model"])
-    shown = capsys.readouterr().err
+    return capsys.readouterr().err
+
+
+def test_the_table_shows_each_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = (KVGroup(AttentionSpec(2, 64), (0, 1)),)
+    reports = [make_report(number, groups, 100 + number) for number in range(2)]
+    shown = shown_for(reports, capsys)
     assert re.search(r"engine 0 +│ 1.00 GiB a worker: 100 blocks of 16 tokens", shown)
     assert re.search(r"engine 1 +│ 1.00 GiB a worker: 101 blocks of 16 tokens", shown)
     assert re.search(r"longest request +│ 899 tokens \(reason\)", shown)
     assert re.search(r"load weights +│ 2.00 s", shown), "the slowest counts"
-    StartupDisplay().show(reports[:1], ["model"])
-    shown = capsys.readouterr().err
+    shown = shown_for(reports[:1], capsys)
     assert "engine" not in shown
+    assert "prefix cache" not in shown
     assert re.search(r"KV cache +│ 1.00 GiB a worker: 100 blocks", shown)
+
+
+def test_the_table_shows_what_each_group_of_layers_keeps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    groups = (
+        KVGroup(AttentionSpec(1, 256, 512), (0, 1, 3)),
+        KVGroup(AttentionSpec(1, 256), (2,)),
+        KVGroup(StateSpec(4096), (4, 5)),
+    )
+    shown = shown_for([make_report(0, groups, 70, 900, 8)], capsys)
+    assert re.search(r"KV cache +│ 1.00 GiB a worker +│", shown)
+    assert (
+        "3 layers from 0 to 3: keys and values of 1 head of size 256, a window of 512 tokens: "
+        "70 blocks of 16 tokens" in shown
+    )
+    assert "layer 2: keys and values of 1 head of size 256: 900 blocks of 16 tokens" in shown
+    assert "2 layers from 4 to 5: a state of 4096 bytes a request: 8 requests" in shown
+    assert re.search(r"prefix cache +│ off: layers keep a state", shown)

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
@@ -79,8 +80,9 @@ def test_loading_reports_sizes_and_progress(folder: Path) -> None:
     assert report.weights_bytes == 4 * parameters
     assert progress[-1] == (4 * parameters, 4 * parameters)
     assert report.block_size == 16
-    assert report.bytes_per_block == 2 * 2 * 16 * 2 * 8 * 4
-    assert report.max_blocks == int(0.01 * 2**30) // report.bytes_per_block
+    assert report.groups == (KVGroup(AttentionSpec(2, 8), (0, 1)),)
+    assert report.block_bytes == (2 * 2 * 16 * 2 * 8 * 4,)
+    assert report.num_blocks == (int(0.01 * 2**30) // report.block_bytes[0],)
     assert report.model_max_len == 64
     assert report.vocab_size == VOCAB
 
@@ -89,7 +91,7 @@ def test_dummy_weights_need_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     worker = make_worker(tmp_path, model={"load_format": "dummy"})
     assert load(worker).weights_bytes == load(make_worker(folder)).weights_bytes
-    worker.allocate(4, 20)
+    worker.allocate((4,), 20)
     assert 0 <= greedy(worker, PROMPT, 1)[0] < VOCAB
 
 
@@ -119,7 +121,7 @@ def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
 def test_it_executes_plans_in_float32(folder: Path) -> None:
     worker = make_worker(folder)
     load(worker)
-    worker.allocate(3, 40)
+    worker.allocate((3,), 40)
     worker.warm_up()
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([PROMPT])
@@ -135,7 +137,7 @@ def test_it_executes_plans_in_float32(folder: Path) -> None:
 def test_other_dtypes_serve_a_cpu_that_is_told_to(folder: Path, dtype: str) -> None:
     worker = make_worker(folder, model={"dtype": dtype})
     assert load(worker).dtype == dtype
-    worker.allocate(3, 40)
+    worker.allocate((3,), 40)
     worker.warm_up()
     assert worker._runner.kv.tensors[0].dtype == getattr(torch, dtype)
     assert all(0 <= token < VOCAB for token in greedy(worker, PROMPT, 5))
@@ -150,10 +152,10 @@ def test_warm_up_leaves_no_trace_at_any_size(
 ) -> None:
     worker = make_worker(folder, block_size=block_size, max_num_seqs=max_num_seqs)
     load(worker)
-    worker.allocate(num_blocks, max_model_len)
+    worker.allocate((num_blocks,), max_model_len)
     untouched = make_worker(folder, block_size=block_size, max_num_seqs=max_num_seqs)
     load(untouched)
-    untouched.allocate(num_blocks, max_model_len)
+    untouched.allocate((num_blocks,), max_model_len)
     worker.warm_up()
     runner = worker._runner
     (kv,) = runner.kv.tensors
@@ -170,7 +172,7 @@ def test_warm_up_leaves_no_trace_at_any_size(
 def test_a_cache_that_cannot_hold_the_longest_request_is_refused(folder: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"model.max_model_len = 64 needs 4 KV blocks .* set "
+        match=r"model.max_model_len = 64 needs .* of KV cache, and .* are left: set "
         r"cache.cpu_memory_gib to at least",
     ):
         load(make_worker(folder, model={"max_model_len": 64}, cpu_memory_gib=1e-5))

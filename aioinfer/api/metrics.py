@@ -85,7 +85,7 @@ class EngineCollector(Collector):
         yield show(
             "vllm:kv_cache_usage_perc",
             "Fraction of the KV blocks that requests use, 0 to 1.",
-            lambda e: e.scheduler.pool.usage,
+            lambda e: e.scheduler.kv_cache.usage,
         )
 
     def _counters(self) -> Iterator[Metric]:

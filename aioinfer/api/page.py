@@ -161,16 +161,16 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
     """
     scheduler, metrics = engine.scheduler, engine.metrics
-    pool, totals = scheduler.pool, scheduler.stats
+    cache, totals = scheduler.kv_cache, scheduler.stats
     return {
         "dead": engine.dead_reason,
         "slots": scheduler.limits.max_num_seqs,
         "running": len(scheduler.running),
         "waiting": scheduler.num_waiting,
-        "blocks": pool.num_blocks,
+        "blocks": cache.num_blocks,
         "block_size": scheduler.limits.block_size,
-        "blocks_used": pool.num_blocks - pool.num_free,
-        "blocks_cached": pool.num_free_cached,
+        "blocks_used": cache.num_blocks - cache.num_free,
+        "blocks_cached": cache.num_free_cached,
         "preemptions": totals.preemptions,
         "steps": totals.steps,
         "wasted_rows": totals.wasted_rows,

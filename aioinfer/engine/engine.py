@@ -78,6 +78,7 @@ class Engine:
         limits = self._config.scheduler
         self.scheduler = Scheduler(
             SchedulerLimits(
+                groups=report.groups,
                 num_blocks=report.num_blocks,
                 block_size=report.block_size,
                 max_num_seqs=limits.max_num_seqs,

@@ -120,7 +120,7 @@ class Frontend:
         self._require_alive()
         self.max_model_len = min(engine.report.max_model_len for engine in self.engines)
         self._router = Router([engine.scheduler for engine in self.engines])
-        has_cache = self.config.cache.enable_prefix_caching
+        has_cache = self.engines[0].scheduler.kv_cache.prefix_caching
         self._encoder = PromptEncoder(
             self.tokenizer,
             self._threads,
@@ -197,7 +197,7 @@ class Frontend:
         return {
             "running": sum(len(scheduler.running) for scheduler in schedulers),
             "waiting": sum(scheduler.num_waiting for scheduler in schedulers),
-            "kv_cache_usage": sum(scheduler.pool.usage for scheduler in schedulers)
+            "kv_cache_usage": sum(scheduler.kv_cache.usage for scheduler in schedulers)
             / len(schedulers),
             "steps": sum(total.steps for total in totals),
             "preemptions": sum(total.preemptions for total in totals),

@@ -1,6 +1,6 @@
 """Routes a request to the engine on which it costs the least, by prefix cache and load.
 
-All schedulers live in this process, so nothing is guessed: each block pool says how much of the
+All schedulers live in this process, so nothing is guessed: each KV cache says how much of the
 prompt it holds, and each scheduler how much it has to compute. What remains is to weigh the one
 against the other. SGLang's cache-aware router follows the longest prefix until the loads are out of
 balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of both. Here, too,
@@ -78,7 +78,9 @@ class Router:
             return Route(0)
         best: tuple[tuple[bool, int, int, int], Route] | None = None
         for engine, scheduler in enumerate(self._schedulers):
-            num_blocks = self._promises[engine].count(hashes, scheduler.pool.count_cached(hashes))
+            num_blocks = self._promises[engine].count(
+                hashes, scheduler.kv_cache.count_cached(hashes)
+            )
             route = Route(
                 engine, num_blocks, min(num_blocks * scheduler.limits.block_size, prompt_len - 1)
             )
@@ -110,8 +112,8 @@ class Router:
 def _has_room(scheduler: Scheduler, prompt_len: int, n: int) -> bool:
     """Whether a request would find slots and blocks beside all that have come before it."""
     slots = scheduler.limits.max_num_seqs - len(scheduler.running) - scheduler.num_waiting
-    tokens = scheduler.pool.num_free * scheduler.limits.block_size
-    return slots >= n and tokens >= scheduler.num_prefill_tokens + prompt_len
+    tokens = scheduler.num_prefill_tokens + prompt_len
+    return slots >= n and scheduler.kv_cache.has_room(tokens)
 
 
 class _Promises:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.plan import StepPlan, StepResult
 
 
@@ -25,7 +26,8 @@ class WorkerReport:
         weights_bytes: of one rank.
         kv_cache_bytes: of one rank.
         block_size: tokens a KV block.
-        num_blocks: KV blocks, the same on every rank.
+        groups: the layers by what they keep in the KV cache.
+        num_blocks: KV blocks of each group, the same on every rank.
         max_model_len: the longest sequence that the slots can hold.
         max_model_len_reason: why it is less than the model's own, or empty.
         phases: (name, seconds) of each phase of the start.
@@ -37,7 +39,8 @@ class WorkerReport:
     weights_bytes: int
     kv_cache_bytes: int
     block_size: int
-    num_blocks: int
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
     max_model_len: int
     max_model_len_reason: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)

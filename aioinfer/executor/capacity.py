@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.kv_spec import longest_request
 
 if TYPE_CHECKING:
     from aioinfer.worker.worker import LoadReport
@@ -17,52 +18,52 @@ if TYPE_CHECKING:
 class Capacity:
     """What every rank allocates.
 
-    `reason` says why requests may not be as long as the model allows, or is empty.
+    Attributes:
+        num_blocks: KV blocks of each group of layers.
+        kv_cache_bytes: what they take, of one rank.
+        max_model_len: the most tokens of a request, prompt and output together.
+        reason: why requests may not be as long as the model allows, or empty.
     """
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
+    kv_cache_bytes: int
     max_model_len: int
     reason: str = ""
 
 
 def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
-    """Returns what all ranks can hold.
+    """Returns what all ranks can hold: of each group as many blocks as the rank with the fewest.
 
     Raises:
-        ConfigError: a configured number cannot be kept; the message says which key to change, and
-            to what.
+        ConfigError: `model.max_model_len` cannot be kept; the message says what to set it to.
     """
-    block_size, model_max_len = reports[0].block_size, reports[0].model_max_len
-    fitting = min(report.max_blocks for report in reports)
-    num_blocks = config.cache.num_blocks or fitting
-    if num_blocks > fitting:
-        raise ConfigError(
-            f"cache.num_blocks is {num_blocks}, but memory holds {fitting}: set it "
-            f"to {fitting} or less"
-        )
-    tokens = num_blocks * block_size
-    wanted = config.model.max_model_len
-    if wanted is None:
-        # the last token of a request is chosen but never computed, yet a round number serves better
-        # than one more
-        if tokens >= model_max_len:
-            return Capacity(num_blocks, model_max_len)
-        reason = f"the KV cache holds {tokens} tokens, the model could do {model_max_len}: give the cache more memory or blocks"
-        return Capacity(num_blocks, tokens, reason)
-    if wanted > model_max_len:
+    first = reports[0]
+    num_blocks = tuple(map(min, *(report.num_blocks for report in reports), first.num_blocks))
+    kv_cache_bytes = sum(
+        count * size for count, size in zip(num_blocks, first.block_bytes, strict=True)
+    )
+    fitting = longest_request(
+        first.groups, num_blocks, first.block_size, config.scheduler.max_num_batched_tokens
+    )
+    model_max_len, wanted = first.model_max_len, config.model.max_model_len
+    if wanted is not None and wanted > model_max_len:
         raise ConfigError(
             f"model.max_model_len is {wanted}, but the model was made for "
             f"{model_max_len}: set it to {model_max_len} or less"
         )
-    if wanted > tokens:
-        blocks = -(-wanted // block_size)
-        remedy = (
-            f"let cache.num_blocks be {blocks} or more"
-            if blocks <= fitting
-            else "give the cache more memory"
+    max_len = wanted or model_max_len
+    # the last token of a request is sampled but never computed, yet a round number serves better
+    # than one more
+    if fitting is None or fitting >= max_len:
+        reason = "as configured" if max_len < model_max_len else ""
+        return Capacity(num_blocks, kv_cache_bytes, max_len, reason)
+    if wanted is None:
+        reason = (
+            f"the KV cache holds {fitting} tokens of one request, the model could do "
+            f"{model_max_len}: give the cache more memory or blocks"
         )
-        raise ConfigError(
-            f"model.max_model_len is {wanted}, but {num_blocks} KV blocks hold {tokens} tokens: "
-            f"set it to {tokens} or less, or {remedy}"
-        )
-    return Capacity(num_blocks, wanted, "as configured" if wanted < model_max_len else "")
+        return Capacity(num_blocks, kv_cache_bytes, fitting, reason)
+    raise ConfigError(
+        f"model.max_model_len is {wanted}, but the KV cache holds {fitting} tokens of one request: "
+        f"set it to {fitting} or less, or give the cache more memory or blocks"
+    )

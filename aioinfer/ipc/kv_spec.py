@@ -19,7 +19,8 @@ class AttentionSpec:
     Attributes:
         num_kv_heads: of this rank.
         head_size: channels of a head, the same for keys and values.
-        window: how many tokens a token attends to, itself included; None for all before it.
+        window: how many tokens a token attends to, itself included, at least 1; None for all
+            before it.
     """
 
     num_kv_heads: int
@@ -29,6 +30,11 @@ class AttentionSpec:
     def bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes that a layer keeps of a token, with `itemsize` bytes an element."""
         return 2 * self.num_kv_heads * self.head_size * itemsize
+
+    def __str__(self) -> str:
+        heads = f"{self.num_kv_heads} head{'s' if self.num_kv_heads > 1 else ''}"
+        window = "" if self.window is None else f", a window of {self.window} tokens"
+        return f"keys and values of {heads} of size {self.head_size}{window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +57,25 @@ class LatentSpec:
         """Returns the bytes that a layer keeps of a token, with `itemsize` bytes an element."""
         return self.size * itemsize
 
+    def __str__(self) -> str:
+        return f"latent vectors of size {self.size}"
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
     """A state of fixed size for every request, whatever its length (linear attention, Mamba).
+
+    It is updated in place. A row that starts at position 0 begins with an empty state, whatever the
+    block held before.
 
     Attributes:
         nbytes: of a layer's state of one request.
     """
 
     nbytes: int
+
+    def __str__(self) -> str:
+        return f"a state of {self.nbytes} bytes a request"
 
 
 KVSpec = AttentionSpec | LatentSpec | StateSpec
@@ -83,6 +98,37 @@ class KVGroup:
         """The sliding window of the layers in tokens, or None."""
         return None if isinstance(self.spec, StateSpec) else self.spec.window
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether its blocks hold tokens, rather than one state of fixed size a request."""
+        return not isinstance(self.spec, StateSpec)
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
+        """Returns how many blocks a request of `num_tokens` tokens owns at once at the most.
+
+        With a window these are the blocks that hold the tokens of a step and the `window - 1`
+        before them, wherever in a block the first of them lies.
+
+        Args:
+            num_tokens: prompt and output together, at least 1.
+            block_size: tokens a block.
+            max_chunk: the most tokens of a request that one step computes.
+        """
+        if not self.keeps_tokens:
+            return 1
+        blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return blocks
+        return min(blocks, (self.window + max_chunk - 3 + block_size) // block_size + 1)
+
+    def max_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int | None:
+        """Returns the length of the longest request for which `num_blocks` blocks suffice, or None
+        for any length. See `max_blocks` for the arguments."""
+        if self.window is None and self.keeps_tokens:
+            return num_blocks * block_size
+        needed = self.max_blocks(num_blocks * block_size + 1, block_size, max_chunk)
+        return None if needed <= num_blocks else num_blocks * block_size
+
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
         """Returns the bytes of a block of all layers; of a state, of the states of one request."""
         if isinstance(self.spec, StateSpec):
@@ -96,3 +142,22 @@ def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
     for number, spec in enumerate(specs):
         layers.setdefault(spec, []).append(number)
     return tuple(KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
+
+
+def longest_request(
+    groups: Sequence[KVGroup], num_blocks: Sequence[int], block_size: int, max_chunk: int
+) -> int | None:
+    """Returns the length of the longest request that can run when it is alone, or None for any
+    length.
+
+    Args:
+        groups: of the model's layers.
+        num_blocks: blocks of each group.
+        block_size: tokens a block.
+        max_chunk: the most tokens of a request that one step computes.
+    """
+    lengths = [
+        group.max_tokens(count, block_size, max_chunk)
+        for group, count in zip(groups, num_blocks, strict=True)
+    ]
+    return min((length for length in lengths if length is not None), default=None)

@@ -79,10 +79,11 @@ class StepPlan:
         lengths: int32 [rows], tokens to compute.
         samples: int32 [rows], 1 if the row reaches the end of its tokens, so that its last logits
             choose the next one.
-        table_slots, table_indices, table_blocks: int32 [growth], `block_table[slot, index] =
-            block`, applied first.
+        table_slots, table_indices, table_blocks: int32 [growth], `block_table[row, index] =
+            block`, applied first; the row of a slot in a KV group is group * max_num_seqs + slot.
         copy_sources, copy_targets: int32 [copies], KV blocks to copy (copy-on-write) before
             anything is computed.
+        copy_groups: int32 [copies], the KV group of each copy.
         admissions: the requests that take a slot in this step, applied before the rows.
     """
 
@@ -97,16 +98,16 @@ class StepPlan:
     copy_sources: I32
     copy_targets: I32
     admissions: list[Admission] = field(default_factory=list)
+    copy_groups: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if len(self.copy_groups) != len(self.copy_sources):
+            self.copy_groups = np.zeros(len(self.copy_sources), np.int32)
 
     @property
     def table_rows(self) -> I32:
         """int32 [growth], group * max_num_seqs + slot."""
         return self.table_slots
-
-    @property
-    def copy_groups(self) -> I32:
-        """int32 [copies], the KV group of each copied block."""
-        return np.zeros_like(self.copy_sources)
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +123,7 @@ class StepPlan:
         arrays = [
             header, self.slots, self.starts, self.lengths, self.samples,
             self.table_slots, self.table_indices, self.table_blocks, self.copy_sources,
-            self.copy_targets,
+            self.copy_targets, self.copy_groups,
         ]  # fmt: skip
         parts = [a.data.cast("B") for a in arrays if len(a)]
         for admission in self.admissions:
@@ -140,11 +141,11 @@ class StepPlan:
         reader = _Reader(message, 24)
         slots, starts, lengths, samples = (reader.take(rows) for _ in range(4))
         table_slots, table_indices, table_blocks = (reader.take(growth) for _ in range(3))
-        copy_sources, copy_targets = (reader.take(copies) for _ in range(2))
+        copy_sources, copy_targets, copy_groups = (reader.take(copies) for _ in range(3))
         return cls(
             step_id, slots, starts, lengths, samples, table_slots, table_indices, table_blocks,
             copy_sources, copy_targets,
-            [_decode_admission(reader) for _ in range(admissions)],
+            [_decode_admission(reader) for _ in range(admissions)], copy_groups,
         )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """The pool of KV blocks: who owns which block, which are free, and which hold a known prefix.
 
-The scheduler is its only caller. A block is in one of three states: owned (one reference a request
-that has it in its block table), free and cached (no owner, but its contents are known by hash and
-can be taken back), or free and empty. Free blocks wait in the order in which they are reused: empty
-ones first, then the least recently used cached ones. All operations are O(1) a block.
+`KVCacheManager` is its only caller and has a pool for each group of layers. A block is in one of
+three states: owned (one reference for each block table that names it), free and cached (no owner,
+but its contents are known by hash and can be shared again), or free and empty. Free blocks wait in
+the order in which they are reused: empty ones first, then the least recently used cached ones. All
+operations are O(1) a block.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """The share of blocks that requests own."""
+        """The fraction of blocks that have an owner."""
         return 1.0 - len(self._free) / self.num_blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks off the free list, forgetting what they held.
+        """Takes `count` blocks off the free list and out of the prefix index.
 
         The caller has checked `num_free`.
         """
@@ -67,7 +68,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes an owner from each block of a request's table.
+        """Removes an owner from each block.
 
         The last blocks become free first, so that the head of a prefix, which more prompts share,
         lives longest.
@@ -90,18 +91,12 @@ class BlockPool:
             self._cached[block_hash] = block
             self._hash_of[block] = block_hash
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Returns the cached blocks of the longest known run of `hashes` from the start."""
-        found = []
-        for block_hash in hashes:
-            block = self._cached.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Returns the blocks that carry `hashes`. The caller knows that all of them are cached."""
+        return [self._cached[block_hash] for block_hash in hashes]
 
     def count_cached(self, hashes: Iterable[bytes]) -> int:
-        """Returns how many blocks `find` would."""
+        """Returns the length of the longest run of cached blocks from the start of `hashes`."""
         cached = self._cached
         count = 0
         for block_hash in hashes:
@@ -110,13 +105,33 @@ class BlockPool:
             count += 1
         return count
 
-    def count_unowned(self, blocks: Iterable[int]) -> int:
-        """Returns how many of `blocks` stand on the free list."""
+    def count_cached_before(self, hashes: Sequence[bytes], end: int, run: int) -> int:
+        """Returns the greatest length, at most `end`, at which the last `run` of that many hashes
+        (all of them, if there are fewer) are cached."""
+        cached = self._cached
+        length = end
+        for index in range(end - 1, -1, -1):
+            if length - index > run:
+                break
+            if hashes[index] not in cached:
+                length = index
+        return length
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """Returns how many of `blocks` have no owner."""
         return sum(self._references[block] == 0 for block in blocks)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Takes blocks out of the prefix index: their contents cannot be trusted."""
-        for block in blocks:
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Takes the blocks that carry `hashes` out of the prefix index: their contents cannot be
+        trusted."""
+        for block_hash in hashes:
+            block = self._cached.get(block_hash)
+            if block is not None:
+                self._forget(block)
+
+    def forget_all(self) -> None:
+        """Empties the prefix index."""
+        for block in list(self._cached.values()):
             self._forget(block)
 
     def _forget(self, block: int) -> None:
@@ -127,7 +142,8 @@ class BlockPool:
             self._num_free_cached -= self._references[block] == 0
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless the books agree with the block tables of all requests."""
+        """Raises AssertionError unless the references are those of `tables`, which hold every owner's
+        blocks."""
         owners = Counter(block for table in tables for block in table)
         for block, references in enumerate(self._references):
             assert references == owners[block], (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aioinfer.ipc.plan import I32, Admission, StepPlan
-from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.request import NULL_BLOCK, Request
 
 
 class PlanBuilder:
@@ -16,8 +16,9 @@ class PlanBuilder:
     Decode rows and longer ones are kept apart, as the plan wants them.
     """
 
-    def __init__(self, step_id: int, budget: int, prefill_allowance: int):
+    def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
         self.step_id = step_id
+        self._max_num_seqs = max_num_seqs
         self.budget_left = budget
         self.num_admitted_tokens = 0
         self._prefill_left = prefill_allowance
@@ -26,7 +27,7 @@ class PlanBuilder:
         self._prefills: list[Request] = []
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
         self._growth: list[tuple[int, int, int]] = []
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int, int]] = []
         self._admissions: list[Admission] = []
 
     @property
@@ -76,17 +77,21 @@ class PlanBuilder:
             )
         )
 
-    def grow_table(self, request: Request, blocks: Sequence[int], *, known: bool = False) -> None:
-        """Appends blocks to a request's table; `known` ones stand in `request.blocks` already."""
-        first = 0 if known else len(request.blocks)
-        slot = request.slot
-        self._growth.extend((slot, first + i, block) for i, block in enumerate(blocks))
-        if not known:
-            request.blocks.extend(blocks)
+    def grow_tables(self, request: Request, first: int) -> None:
+        """Sends the entries of a request's block tables from index `first` on.
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Has the workers copy a KV block before the step computes anything."""
-        self._copies.append((source, target))
+        Entries without a block are left out: no row reads them.
+        """
+        row = request.slot
+        for table in request.blocks:
+            for index in range(first, len(table)):
+                if table[index] != NULL_BLOCK:
+                    self._growth.append((row, index, table[index]))
+            row += self._max_num_seqs
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Has the workers copy a KV block of a group before the step computes anything."""
+        self._copies.append((group, source, target))
 
     def to_plan(self) -> StepPlan:
         """Returns the plan as flat arrays."""
@@ -97,11 +102,11 @@ class PlanBuilder:
         if prefills:
             rows[1:, decodes:] = np.array(self._prefill_rows, np.int32).T
         table_slots, table_indices, table_blocks = _columns(self._growth, 3)
-        copy_sources, copy_targets = _columns(self._copies, 2)
+        copy_groups, copy_sources, copy_targets = _columns(self._copies, 3)
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_slots, table_indices,
             table_blocks,
-            copy_sources, copy_targets, self._admissions,
+            copy_sources, copy_targets, self._admissions, copy_groups,
         )  # fmt: skip
 
 

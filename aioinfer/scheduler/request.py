@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.prefix_cache import root_hash
 
+#: Stands in a block table where no block is needed any more: all tokens that read it are computed.
+NULL_BLOCK = -1
+
 
 class Status(enum.Enum):
     """Where a request stands. A preempted request is WAITING again."""
@@ -51,7 +54,10 @@ class Request:
         total: tokens known plus tokens chosen in posted steps whose results have not come yet
             (placeholders).
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
-        blocks, num_committed: the block table, and how many of its blocks the prefix index knows.
+        blocks: the block tables, one for each group of layers (see `KVCacheManager`).
+        num_blocks: how many blocks its tokens have begun: the length of each block table, except
+            where the group keeps a state.
+        num_committed: how many of these blocks the prefix index knows.
         slot: the worker slot while it runs.
         prefill_step: the step that computed the last token of the prompt, or -1.
         num_cached, num_preemptions, num_prefill_steps: prompt tokens found in the prefix cache when
@@ -78,7 +84,8 @@ class Request:
     key: tuple[int, int] = (0, 0)
     total: int = 0
     num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    num_blocks: int = 0
     num_committed: int = 0
     slot: int = -1
     prefill_step: int = -1

@@ -15,11 +15,12 @@ Reuse of blocks and slots. Workers execute plans strictly in the order of postin
 plan writes is written before a later plan reads or writes. Hence blocks and slots of a request that
 ends, is aborted or is preempted go back to the pool at once, even while a posted step still names
 them: the stale row can only write positions that the next owner computes itself before it reads
-them. A block enters the prefix index only when its tokens are known, so a stale row can never write
-into an indexed one. It may be shared in the very step that fills it: workers write all keys of a
-layer before they attend to any.
+them. Blocks behind a sliding window go back while their request runs, by the same argument (see
+`kv_cache`). A block enters the prefix index only when its tokens are known, so a stale row can
+never write into an indexed one. It may be shared in the very step that fills it: workers write all
+keys of a layer before they attend to any.
 
-The engine is the only caller: `add`, `schedule`, `update`, `finish`. Imports neither torch nor
+The engine is the only caller: `add`, `schedule`, `update`, `finish`, `hold`, `release`. Imports neither torch nor
 aiohttp.
 """
 
@@ -32,10 +33,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import StepPlan, StepResult
-from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.plan_builder import PlanBuilder
-from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import Request, Status
 
 #: A request's tokens are sent whole when it is admitted. Once a plan carries so many, the next
@@ -48,16 +49,26 @@ MAX_ADMITTED_TOKENS = 2**20
 class SchedulerLimits:
     """What the scheduler may hand out.
 
-    `prefill_cap` bounds the prefill tokens of a step that also decodes.
+    Attributes:
+        num_blocks: KV blocks of each group of layers.
+        block_size: tokens a KV block.
+        max_num_seqs: slots, each for a running request.
+        token_budget: the most tokens of a step.
+        prefill_cap: the most prefill tokens of a step that also decodes.
+        prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
+        by_priority: whether requests are ordered by priority before their arrival.
+        groups: the groups of layers; one in which every token attends to all before it, if none
+            are given.
     """
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     block_size: int
     max_num_seqs: int
     token_budget: int
     prefill_cap: int
     prefix_caching: bool = True
     by_priority: bool = False
+    groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
 
 @dataclass(slots=True)
@@ -89,7 +100,13 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits):
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
+        self.kv_cache = KVCacheManager(
+            limits.groups,
+            limits.num_blocks,
+            limits.block_size,
+            max_chunk=limits.token_budget,
+            prefix_caching=limits.prefix_caching,
+        )
         self.stats = SchedulerStats()
         # sorted by key: who came first is served first and preempted last
         self.running: list[Request] = []
@@ -99,6 +116,8 @@ class Scheduler:
         self._num_waiting_tokens = 0
         self._num_prefill_tokens = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        # whose prompts the last plan went on with: blocks may be behind a window now
+        self._advanced: list[Request] = []
         # (step id, the requests it samples)
         self._posted: deque[tuple[int, list[Request]]] = deque()
         self._arrivals = count()
@@ -133,16 +152,16 @@ class Scheduler:
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> None:
-        """Queues a request. The caller has checked that `max_len` fits the pool (see `fits`)."""
+        """Queues a request. The caller has checked that its `max_len` fits (see `fits`)."""
         request.key = (request.priority if self.limits.by_priority else 0, next(self._arrivals))
         self._enqueue(request)
 
     def fits(self, max_len: int) -> bool:
         """Whether a request of this length could ever run.
 
-        Its last token is chosen but never computed.
+        Its last token is sampled but never computed.
         """
-        return self._blocks_for(max_len - 1) <= self.limits.num_blocks
+        return self.kv_cache.fits(max_len - 1)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request now: its slot and blocks are free for the next plan.
@@ -158,11 +177,28 @@ class Scheduler:
             self.running.remove(request)
             self._leave_slot(request)
 
+    def hold(self, request: Request) -> HeldBlocks:
+        """Returns the KV blocks of a running request. They stay allocated, past its end too, until
+        `release`; who needs them meanwhile waits."""
+        assert request.slot >= 0, f"request {request.request_id} has no blocks to hold"
+        return self.kv_cache.hold(request)
+
+    def release(self, held: HeldBlocks) -> None:
+        """Gives up blocks that were held. Raises KeyError if they were released before.
+
+        The caller plans the next step, since waiting requests may have been short of them.
+        """
+        self.kv_cache.release(held)
+
     # ---------------------------------------------------------------- planning
 
     def schedule(self) -> StepPlan | None:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
-        builder = PlanBuilder(self._step_id, self.limits.token_budget, self._prefill_allowance())
+        limits = self.limits
+        builder = PlanBuilder(
+            self._step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
+        )
+        self._free_behind_windows()
         preempted = self._plan_running(builder)
         # what was preempted here must not come back before its posted results have
         if not preempted:
@@ -180,6 +216,17 @@ class Scheduler:
         left = max(0, self.limits.token_budget - decodes)
         return min(left, self.limits.prefill_cap) if decodes else left
 
+    def _free_behind_windows(self) -> None:
+        """Frees what the prompt chunks of the last plan left behind their windows.
+
+        A later plan may write to these blocks, the same one may not: its tokens are written before
+        any of them is read.
+        """
+        for request in self._advanced:
+            if request.slot >= 0:
+                self.kv_cache.free_behind_windows(request, request.num_computed)
+        self._advanced.clear()
+
     def _plan_running(self, builder: PlanBuilder) -> bool:
         """Plans the next tokens of the running requests, oldest first.
 
@@ -193,17 +240,20 @@ class Scheduler:
             index += 1
             start, total = request.num_computed, request.total
             if total >= request.max_len:
-                continue  # its last token is chosen and on its way
+                continue  # its last token is sampled and on its way
             tokens = builder.grant(total - start)
             if not tokens:
                 continue
-            missing = -((len(request.blocks) * block_size - start - tokens) // block_size)
+            missing = -((request.num_blocks * block_size - start - tokens) // block_size)
             if missing > 0:
-                if self.pool.num_free < missing:
+                self.kv_cache.free_behind_windows(request, start)
+                if not self.kv_cache.can_grow(missing):
                     preempted = True
                     if not self._preempt_for(request, missing):
                         break
-                builder.grow_table(request, self.pool.allocate(missing))
+                first = request.num_blocks
+                self.kv_cache.grow(request, missing)
+                builder.grow_tables(request, first)
             self._plan_row(builder, request, tokens)
         return preempted
 
@@ -217,7 +267,9 @@ class Scheduler:
         if tokens > 1 or end <= request.prompt_len:
             self._num_prefill_tokens -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
-            self._commit_full_blocks(request)
+            self.kv_cache.commit(request)
+            if self.kv_cache.has_windows:
+                self._advanced.append(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
                 request.prefill_step = builder.step_id
         if samples:
@@ -260,54 +312,43 @@ class Scheduler:
         tokens fit."""
         if request.num_pending:
             return False  # preempted, and the result that holds its last token is still out
-        shared, copied = self._shareable_blocks(request)
-        block_size = self.limits.block_size
-        computed = len(shared) * block_size if copied is None else request.prompt_len - 1
-        needed = self._blocks_for(request.total) - len(shared)
-        if needed > self.pool.num_free - self.pool.count_unowned(shared):
+        prefix = self._find_prefix(request)
+        if not self.kv_cache.can_admit(prefix, request.total):
             return False
         heapq.heappop(self._waiting)
         self._count_out(request)
-        self.pool.share(shared)
-        tokens = builder.grant(request.total - computed, prefill=True)
-        fresh = self.pool.allocate(self._blocks_for(computed + tokens) - len(shared))
-        if copied is not None and computed % block_size:
-            builder.copy_block(copied, fresh[0])
-        self._enter_slot(request, shared, computed)
+        tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
+        self.kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
+        self._enter_slot(request, prefix.num_tokens)
         builder.admit(request)
-        builder.grow_table(request, shared, known=True)
-        builder.grow_table(request, fresh)
+        builder.grow_tables(request, 0)
+        for group, block in prefix.copied:
+            builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])
         self._plan_row(builder, request, tokens)
         return True
 
-    def _shareable_blocks(self, request: Request) -> tuple[list[int], int | None]:
-        """Returns the blocks that a request can share, and the block to copy if it forks from its
-        leader.
+    def _find_prefix(self, request: Request) -> Prefix:
+        """Returns the blocks with which a request begins: its leader's, or what is cached.
 
         At least one token is always computed, since its logits are needed: a prompt that is known
         to its end gives up its last block, and a fork computes the last token of the prompt in its
         copy of that block.
         """
-        block_size = self.limits.block_size
-        if request.group and not request.num_output:
+        if request.group and not request.num_output and self.kv_cache.can_fork:
             leader = request.group.leader
             if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
-                full = (request.prompt_len - 1) // block_size
-                return leader.blocks[:full], leader.blocks[full]
+                prefix = self.kv_cache.fork(leader, request.prompt_len - 1)
+                if prefix is not None:
+                    return prefix
             request.group.leader = request
-        if not self.limits.prefix_caching:
-            return [], None
-        extend_hashes(request.block_hashes, request.tokens, block_size, request.hash_root)
-        return self.pool.find(request.block_hashes[: (request.total - 1) // block_size]), None
+        return self.kv_cache.find_prefix(request)
 
-    def _enter_slot(self, request: Request, shared: list[int], computed: int) -> None:
-        """Makes a request RUNNING with `computed` tokens in the cache, its first blocks shared."""
+    def _enter_slot(self, request: Request, computed: int) -> None:
+        """Makes a request RUNNING with `computed` tokens in the cache."""
         request.status = Status.RUNNING
         request.slot = self._free_slots.pop()
-        request.blocks = list(shared)
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
-        request.num_committed = len(shared) if self.limits.prefix_caching else 0
         if request.num_cached < 0:
             request.num_cached = computed
             self.stats.prefix_queried += request.prompt_len
@@ -317,11 +358,11 @@ class Scheduler:
     # ---------------------------------------------------------------- preemption
 
     def _preempt_for(self, request: Request, blocks: int) -> bool:
-        """Preempts from the back until `blocks` blocks are free.
+        """Preempts from the back until `request` can get `blocks` more blocks.
 
         False if `request` itself had to go.
         """
-        while self.pool.num_free < blocks:
+        while not self.kv_cache.can_grow(blocks):
             victim = self.running.pop()
             self._leave_slot(victim)
             victim.num_preemptions += 1
@@ -333,11 +374,10 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         self._num_prefill_tokens -= request.num_uncomputed
-        self.pool.release(request.blocks)
+        self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         request.slot = -1
-        request.blocks = []
-        request.num_computed = request.num_committed = 0
+        request.num_computed = 0
         request.prefill_step = -1
 
     def _enqueue(self, request: Request) -> None:
@@ -379,7 +419,7 @@ class Scheduler:
     def _take_token(self, request: Request, token: int) -> bool:
         """Appends a token. Returns whether the request ended with it."""
         if token < 0:
-            self.pool.forget(request.blocks)
+            self.kv_cache.forget(request)
             reason = "error"
         else:
             tokens = request.tokens
@@ -392,7 +432,7 @@ class Scheduler:
             else:
                 full = (request.num_committed + 1) * self.limits.block_size
                 if length >= full and request.num_computed >= full:
-                    self._commit_full_blocks(request)
+                    self.kv_cache.commit(request)
                 return False
         waiting = request.slot < 0  # preempted while its last token was on its way
         self._end(request, reason, token if reason == "stop" else None)
@@ -400,7 +440,7 @@ class Scheduler:
             self._count_out(request)
         else:
             if reason != "error":
-                self._commit_full_blocks(request)
+                self.kv_cache.commit(request)
             self._leave_slot(request)
         return True
 
@@ -409,25 +449,7 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def _commit_full_blocks(self, request: Request) -> None:
-        """Enters the request's full blocks of known tokens into the prefix index."""
-        if not self.limits.prefix_caching:
-            return
-        full = min(request.num_computed, len(request.tokens)) // self.limits.block_size
-        if full <= request.num_committed:
-            return
-        if len(request.block_hashes) < full:
-            extend_hashes(
-                request.block_hashes, request.tokens, self.limits.block_size, request.hash_root
-            )
-        for index in range(request.num_committed, full):
-            self.pool.commit(request.blocks[index], request.block_hashes[index])
-        request.num_committed = full
-
-    # ---------------------------------------------------------------- books
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)
+    # ---------------------------------------------------------------- checks
 
     def requests(self) -> Iterator[Request]:
         """Yields every request that has not ended."""
@@ -435,9 +457,9 @@ class Scheduler:
         yield from (r for r in self._waiting if r.status is Status.WAITING)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all books agree: blocks, slots, queues (for tests, and when
-        idle)."""
-        self.pool.check_integrity(r.blocks for r in self.running)
+        """Raises AssertionError unless blocks, slots and queues agree with the requests (for
+        tests, and when idle)."""
+        self.kv_cache.check_integrity(self.running)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.limits.max_num_seqs)), (
             "a slot was lost or given twice"

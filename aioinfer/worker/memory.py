@@ -1,12 +1,13 @@
 """How much memory a worker has for its KV cache, and the cache itself.
 
 The worker calls `available_bytes` once its weights are loaded, then `count_blocks`, and when all
-ranks agree on a number of blocks, `make_kv`.
+ranks agree on the numbers of blocks, `make_kv`.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.worker.kv_division import CacheDemand, divide_memory
 
 GIB = 2**30
 
@@ -24,13 +26,13 @@ def available_bytes(
     """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for
     it.
 
-    On a CPU that is configured. On a GPU it is the share that may be used, less what is in use
+    On a CPU that is configured. On a GPU it is the fraction that may be used, less what is in use
     already (weights, and whatever else is on the GPU) and what the largest step adds, which is
     found by running it. Graphs have memory of their own.
 
     Args:
         largest_step: computes as many tokens as a step may have.
-        captured: the share of these tokens that the largest graph computes.
+        captured: the fraction of these tokens that the largest graph computes.
     """
     if device.type == "cpu":
         return int(config.cache.cpu_memory_gib * GIB)
@@ -49,43 +51,75 @@ def available_bytes(
 
 
 def count_blocks(
-    config: Config, device: torch.device, bytes_per_block: int, block_size: int, available: int
-) -> int:
-    """Returns how many KV blocks this rank can have: `cache.num_blocks`, or what fits into
-    `available` bytes.
+    config: Config, device: torch.device, demand: CacheDemand, model_max_len: int, available: int
+) -> tuple[int, ...]:
+    """Returns how many KV blocks of each group this rank can have: as `cache.num_blocks` says, or
+    what fits into `available` bytes.
+
+    Args:
+        config: the whole configuration.
+        device: the rank's.
+        demand: the groups, and what requests need of them.
+        model_max_len: the length that the model was made for.
+        available: bytes.
 
     Raises:
         ConfigError: there is not one block, or too few for `model.max_model_len`, or on a GPU
             `cache.num_blocks` do not fit. The message says what to change, and to what.
     """
-    fitting = max(0, available // bytes_per_block)
-    configured, longest = config.cache.num_blocks, config.model.max_model_len
-    needed = 1 if longest is None else -(-longest // block_size)
-    size = f"{bytes_per_block / 2**20:.2f} MiB"
-    if configured is None:
-        if fitting >= needed:
-            return fitting
-        memory = _memory_remedy(config, device, needed * bytes_per_block - available)
+    longest, configured = config.model.max_model_len, config.cache.num_blocks
+    max_len = longest or model_max_len
+    if configured is not None:
+        return _configured_blocks(config, device, demand, configured, max_len, available)
+    alone = demand.longest_alone(available, max_len)
+    needed = demand.total_bytes(demand.blocks_of_one(longest or demand.block_size))
+    if needed > available:
+        memory = _memory_remedy(config, device, needed - available)
         if longest is None:
-            raise ConfigError(f"not one KV block of {size} fits into memory: set {memory}")
-        shorter = f", or model.max_model_len to at most {fitting * block_size}" if fitting else ""
+            raise ConfigError(f"not one KV block of {_mib(needed)} fits into memory: set {memory}")
+        shorter = f", or model.max_model_len to at most {alone}" if alone else ""
         raise ConfigError(
-            f"model.max_model_len = {longest} needs {needed} KV blocks of {size}, and {fitting} "
-            f"fit into memory: set {memory}{shorter}"
+            f"model.max_model_len = {longest} needs {_mib(needed)} of KV cache, and "
+            f"{_mib(max(0, available))} are left: set {memory}{shorter}"
         )
+    min_len = longest or min(alone, demand.len_of_full_windows)
+    return tuple(divide_memory(demand, available, min_len, max(max_len, min_len)))
+
+
+def _configured_blocks(
+    config: Config,
+    device: torch.device,
+    demand: CacheDemand,
+    configured: int,
+    max_len: int,
+    available: int,
+) -> tuple[int, ...]:
+    """Returns the blocks of each group where `cache.num_blocks` is given: so many, but with a
+    window or a state no more than running requests can own."""
+
+    def blocks_of(count: int) -> tuple[int, ...]:
+        enough = demand.enough_blocks(max_len)
+        return tuple(count if most is None else min(count, most) for most in enough)
+
+    longest = config.model.max_model_len
+    needed = 1 if longest is None else -(-longest // demand.block_size)
     if configured < needed:
         raise ConfigError(
             f"model.max_model_len = {longest} needs {needed} KV blocks: set cache.num_blocks to "
             f"at least {needed}, "
-            f"or model.max_model_len to at most {configured * block_size}"
+            f"or model.max_model_len to at most {configured * demand.block_size}"
         )
-    if configured > fitting and device.type == "cuda":
-        memory = _memory_remedy(config, device, configured * bytes_per_block - available)
-        fewer = f", or cache.num_blocks to at most {fitting}" if fitting else ""
+    wanted = demand.total_bytes(blocks_of(configured))
+    if wanted > available and device.type == "cuda":
+        fitting = bisect_right(
+            range(configured), available, key=lambda count: demand.total_bytes(blocks_of(count))
+        )
+        fewer = f", or cache.num_blocks to at most {fitting - 1}" if fitting > 1 else ""
         raise ConfigError(
-            f"cache.num_blocks = {configured} of {size} do not fit into memory: set {memory}{fewer}"
+            f"cache.num_blocks = {configured} take {_mib(wanted)}, and {_mib(max(0, available))} "
+            f"are left: set {_memory_remedy(config, device, wanted - available)}{fewer}"
         )
-    return configured
+    return blocks_of(configured)
 
 
 def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -111,6 +145,10 @@ def _memory_remedy(config: Config, device: torch.device, missing: int) -> str:
     if share < 1:
         return f"cache.gpu_memory_utilization to at least {share}"
     return "scheduler.max_num_batched_tokens lower, or parallel.tensor_parallel_size higher"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"
 
 
 def _round_up(value: float) -> float:

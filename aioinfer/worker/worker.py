@@ -25,6 +25,7 @@ from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.memory import available_bytes, count_blocks
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
@@ -51,8 +52,9 @@ class LoadReport:
         dtype: of the weights and the arithmetic, with the reason if it was chosen.
         weights_bytes: of this rank.
         block_size: tokens a KV block.
-        bytes_per_block: of this rank, all layers together.
-        max_blocks: KV blocks that this rank can have.
+        groups: the layers by what they keep in the KV cache.
+        block_bytes: bytes of a KV block of each group, of this rank.
+        num_blocks: KV blocks of each group that this rank can have.
         model_max_len: the longest sequence that the model was made for.
         vocab_size: of the model's logits.
     """
@@ -61,8 +63,9 @@ class LoadReport:
     dtype: str
     weights_bytes: int
     block_size: int
-    bytes_per_block: int
-    max_blocks: int
+    groups: tuple[KVGroup, ...]
+    block_bytes: tuple[int, ...]
+    num_blocks: tuple[int, ...]
     model_max_len: int
     vocab_size: int
 
@@ -118,8 +121,14 @@ class Worker:
         self._model = build_model(self._folder, self._backend, trust_remote_code=trusted)
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         self._groups = _one_group(self._model)
-        bytes_per_block = sum(
-            group.bytes_per_block(self.block_size, dtype.itemsize) for group in self._groups
+        demand = CacheDemand(
+            groups=self._groups,
+            block_bytes=tuple(
+                group.bytes_per_block(self.block_size, dtype.itemsize) for group in self._groups
+            ),
+            block_size=self.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_chunk=config.scheduler.max_num_batched_tokens,
         )
         available = available_bytes(
             config,
@@ -132,10 +141,9 @@ class Worker:
             dtype=dtype_text,
             weights_bytes=self._model.weights_bytes,
             block_size=self.block_size,
-            bytes_per_block=bytes_per_block,
-            max_blocks=count_blocks(
-                config, self.device, bytes_per_block, self.block_size, available
-            ),
+            groups=demand.groups,
+            block_bytes=demand.block_bytes,
+            num_blocks=count_blocks(config, self.device, demand, model_config.max_len, available),
             model_max_len=model_config.max_len,
             vocab_size=model_config.vocab_size,
         )
@@ -152,11 +160,11 @@ class Worker:
         torch.set_num_threads(threads)
         return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
-    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+    def allocate(self, num_blocks: Sequence[int], max_model_len: int) -> None:
         """Makes the KV cache and the slots.
 
         Args:
-            num_blocks: KV blocks, the same on every rank.
+            num_blocks: KV blocks of each group, the same on every rank.
             max_model_len: the most tokens of a request, prompt and output together.
         """
         self._runner = self._make_runner(
@@ -211,7 +219,7 @@ class Worker:
         return self._runner.step(plan)
 
     def _make_runner(
-        self, num_blocks: int, max_num_seqs: int, max_model_len: int
+        self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
     ) -> ModelRunner | GpuModelRunner:
         groups, config = self._groups, self._config
         slots = Slots(
@@ -223,7 +231,7 @@ class Worker:
             len(groups),
         )
         dtype = self._backend.dtype
-        kv = KVTensors(groups, [num_blocks] * len(groups), self.block_size, dtype, self.device)
+        kv = KVTensors(groups, num_blocks, self.block_size, dtype, self.device)
         tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
         self._make_all_reduce()
         self._model.bind(groups, kv.tensors, max_num_seqs, tokens)
@@ -265,7 +273,8 @@ class Worker:
         rows = min(limits.max_num_seqs, budget)
         max_len = min(model_max_len, -(-budget // rows))
         lengths = [min(max_len, budget // rows + (row < budget % rows)) for row in range(rows)]
-        runner = self._make_runner(rows * -(-max_len // self.block_size), rows, max_len)
+        num_blocks = [rows * -(-max_len // self.block_size)] * len(self._groups)
+        runner = self._make_runner(num_blocks, rows, max_len)
         admissions = [
             _admission(slot, length, _EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)

@@ -200,7 +200,7 @@ async def test_a_reader_that_stalls_holds_nothing_past_its_deadline(served: Serv
     ) as response:
         assert response.status == 200
         await until(lambda: served.engine.scheduler.is_idle)
-        assert served.engine.scheduler.pool.usage == 0
+        assert served.engine.scheduler.kv_cache.usage == 0
 
 
 async def test_a_request_in_time_is_let_be(served: Served, settings: Settings) -> None:

@@ -127,7 +127,7 @@ async def test_who_goes_away_frees_its_engine(pair: Served) -> None:
     await until(lambda: running(pair) == [0, 0])
     for engine, before in zip(pair.frontend.engines, steps, strict=True):
         assert engine.scheduler.stats.steps - before <= 3
-        assert engine.scheduler.pool.usage == 0
+        assert engine.scheduler.kv_cache.usage == 0
         assert engine.is_idle
 
 

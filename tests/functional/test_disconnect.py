@@ -53,7 +53,7 @@ async def check_freed_at_once(served: Served, steps: int) -> None:
     engine = served.engine
     await until(lambda: engine.scheduler.is_idle)
     assert served.frontend.stats()["steps"] - steps <= 2
-    assert engine.scheduler.pool.usage == 0
+    assert engine.scheduler.kv_cache.usage == 0
     assert not engine._sequences
 
 

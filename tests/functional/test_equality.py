@@ -76,7 +76,7 @@ def running(**settings: Any) -> Iterator[LLM]:
 def check_at_rest(llm: LLM) -> None:
     (engine,) = llm.frontend.engines
     engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.num_free == engine.report.num_blocks
+    assert engine.scheduler.kv_cache.num_free == sum(engine.report.num_blocks)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def usual(loaded: LLM) -> Iterator[LLM]:
     scheduler = loaded.frontend.engines[0].scheduler
     while scheduler.num_in_flight:  # steps that were planned ahead of an end
         time.sleep(0.001)
-    scheduler.pool.forget(range(scheduler.pool.num_blocks))
+    scheduler.kv_cache.reset_prefix_cache()
     yield loaded
     check_at_rest(loaded)
 

@@ -98,8 +98,8 @@ def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
         yield llm
         llm.frontend.engines[0].scheduler.check_integrity()
         assert (
-            llm.frontend.engines[0].scheduler.pool.num_free
-            == llm.frontend.engines[0].report.num_blocks
+            llm.frontend.engines[0].scheduler.kv_cache.num_free
+            == sum(llm.frontend.engines[0].report.num_blocks)
         )
     gc.collect()
 

@@ -141,7 +141,9 @@ async def come_to_rest(frontend: Frontend) -> None:
         while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
             await asyncio.sleep(0.001)
     frontend.engines[0].scheduler.check_integrity()
-    assert frontend.engines[0].scheduler.pool.num_free == frontend.engines[0].report.num_blocks
+    assert frontend.engines[0].scheduler.kv_cache.num_free == sum(
+        frontend.engines[0].report.num_blocks
+    )
 
 
 def check_ends(outputs: list[RequestOutput]) -> Counter[str]:

@@ -33,7 +33,7 @@ def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
     ]  # fmt: skip
     worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
-    worker.allocate(report.max_blocks, LONGEST)
+    worker.allocate(report.num_blocks, LONGEST)
     worker.warm_up()
     runner = worker._runner
     assert isinstance(runner, GpuModelRunner)

@@ -1,0 +1,362 @@
+"""The KV cache as the scheduler plans with it: for each group of layers a pool of blocks, and for
+each request a block table in each group.
+
+Layers that keep the same are a group (see `ipc/kv_spec.py`). In a group that keeps tokens, entry i
+of a block table is the block of tokens [i * block_size, (i + 1) * block_size), so the tables of a
+request are equally long. What differs is which entries are needed: where all tokens before it are
+attended to, all of them; behind a sliding window, none, and such blocks go back to their pool while
+the request runs (`NULL_BLOCK` takes their place). A group that keeps a state has one block a
+request. (The idea is that of vLLM's hybrid KV cache manager; here a group has blocks of its own,
+whose number is settled at the start.)
+
+Which blocks can be freed behind a window. A step that computes tokens from position s on reads keys
+from s - window + 1 on, and so do all steps that are planned after it. Steps that were posted before
+may read earlier keys, but workers execute plans in order, so that whoever gets a freed block writes
+to it only after these have read. Hence `free_behind_windows` is called while a step is planned,
+with the first position that it or a later one computes, and never with a position behind it: the
+tokens of one step are written together, before any of them is read.
+
+Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
+tokens are attended to, all of them, and with a window only the last ones, which hold the
+`window - 1` tokens before the hit's end. The hit is the longest that every group can serve. A state
+at one position says nothing of the state at another, and there is no copy of it at block
+boundaries; so a model with such a group has no prefix cache, and its requests with n > 1 compute
+their prompt n times.
+
+The scheduler is the only caller of what changes anything. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.prefix_cache import extend_hashes
+from aioinfer.scheduler.request import NULL_BLOCK, Request
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The blocks with which a request can begin, since others computed them.
+
+    Attributes:
+        num_tokens: tokens that need not be computed.
+        num_blocks: entries of each block table that share their blocks.
+        blocks: these entries, one list a group.
+        copied: (group, block) of the blocks that hold the tokens after these entries, to be copied.
+    """
+
+    num_tokens: int
+    num_blocks: int
+    blocks: list[list[int]]
+    copied: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldBlocks:
+    """Blocks that stay as they are when their request ends, until they are released.
+
+    Attributes:
+        request_id: the request's.
+        num_tokens: tokens whose keys are in the blocks when all steps posted by then have run.
+        blocks: its block tables, one a group; `NULL_BLOCK` behind a window.
+    """
+
+    request_id: str
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+class KVCacheManager:
+    """Allocates, shares and frees the blocks of requests.
+
+    Attributes:
+        groups: the groups of layers.
+        pools: the pool of each group.
+        prefix_caching: whether blocks of finished requests are found again.
+        can_fork: whether a request can begin with the blocks of one with the same prompt.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        *,
+        max_chunk: int,
+        prefix_caching: bool = True,
+    ):
+        """Makes pools whose blocks are all free.
+
+        Args:
+            groups: of the model's layers.
+            num_blocks: of each group.
+            block_size: tokens a block.
+            max_chunk: the most tokens of a request that one step computes.
+            prefix_caching: whether to keep blocks for prompts that begin alike, where the groups
+                allow it.
+        """
+        self.groups = tuple(groups)
+        self.pools = tuple(BlockPool(count) for _, count in zip(groups, num_blocks, strict=True))
+        self._block_size = block_size
+        self._max_chunk = max_chunk
+        self._token_groups = [i for i, group in enumerate(groups) if group.keeps_tokens]
+        self._state_groups = [i for i, group in enumerate(groups) if not group.keeps_tokens]
+        self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
+        self.can_fork = not self._state_groups
+        self.prefix_caching = prefix_caching and not self._state_groups
+        self._held: set[HeldBlocks] = set()
+
+    # ---------------------------------------------------------------- what there is
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of all groups that have no owner, cached ones included."""
+        return sum(pool.num_free for pool in self.pools)
+
+    @property
+    def num_free_cached(self) -> int:
+        """Those of them that can be found by hash."""
+        return sum(pool.num_free_cached for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks of all groups that can be found by hash, owned or not."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """The fraction of blocks that have an owner, in the group where it is highest: the group
+        that runs out of blocks first."""
+        return max(pool.usage for pool in self.pools)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether any blocks can be freed while their request runs."""
+        return bool(self._windows)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` tokens could run if it were alone."""
+        return all(
+            group.max_blocks(num_tokens, self._block_size, self._max_chunk) <= pool.num_blocks
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        )
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the free blocks hold `num_tokens` tokens."""
+        return all(
+            group.max_blocks(num_tokens, self._block_size, self._max_chunk) <= pool.num_free
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        )
+
+    def can_grow(self, count: int) -> bool:
+        """Whether a request's block tables can get `count` more blocks."""
+        for group in self._token_groups:
+            if self.pools[group].num_free < count:
+                return False
+        return True
+
+    def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free.
+
+        All of its tokens count, even if the first step computes few of them. What it takes off a
+        free list is what it owns at once at the most, or, if that is less, what it shares of the
+        free list and allocates.
+        """
+        fresh = -(-num_tokens // self._block_size) - prefix.num_blocks
+        for group, pool, shared in zip(self.groups, self.pools, prefix.blocks, strict=True):
+            most = group.max_blocks(num_tokens, self._block_size, self._max_chunk)
+            if min(most, fresh + pool.count_free(_owned(shared))) > pool.num_free:
+                return False
+        return True
+
+    # ---------------------------------------------------------------- the blocks of a request
+
+    def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> None:
+        """Gives a request its block tables: the blocks of `prefix`, and new ones up to `num_tokens`
+        tokens. The caller has asked `can_admit`."""
+        for pool, shared in zip(self.pools, prefix.blocks, strict=True):
+            pool.share(_owned(shared))
+        request.blocks = [list(shared) for shared in prefix.blocks]
+        request.num_blocks = prefix.num_blocks
+        request.num_committed = prefix.num_blocks if self.prefix_caching else 0
+        self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
+        for group in self._state_groups:
+            request.blocks[group] = self.pools[group].allocate(1)
+
+    def grow(self, request: Request, count: int) -> None:
+        """Appends `count` new blocks to each block table. The caller has asked `can_grow`."""
+        for group in self._token_groups:
+            request.blocks[group] += self.pools[group].allocate(count)
+        request.num_blocks += count
+
+    def free_behind_windows(self, request: Request, start: int) -> None:
+        """Frees the blocks that no step reads which computes tokens of the request from position
+        `start` on. See the module's docstring for when this is safe.
+
+        Where a table grows by one token a step, it suffices to ask when it needs a new block: a
+        block ends up behind the window at most once in `block_size` steps.
+        """
+        for group, window in self._windows:
+            table = request.blocks[group]
+            first = end = max(0, start - window + 1) // self._block_size
+            while first and table[first - 1] != NULL_BLOCK:
+                first -= 1
+            if first < end:
+                self.pools[group].release(table[first:end])
+                table[first:end] = [NULL_BLOCK] * (end - first)
+
+    def free(self, request: Request) -> None:
+        """Takes a request's block tables away; blocks without another owner become free."""
+        for pool, table in zip(self.pools, request.blocks, strict=True):
+            pool.release(_owned(table))
+        request.blocks = []
+        request.num_blocks = request.num_committed = 0
+
+    def hold(self, request: Request) -> HeldBlocks:
+        """Returns a running request's blocks, which stay allocated until `release`, whatever
+        becomes of the request.
+
+        They are missing to the other requests as long. The request may still write to the last
+        block, beyond the tokens that are counted now, and to its state.
+        """
+        for pool, table in zip(self.pools, request.blocks, strict=True):
+            pool.share(_owned(table))
+        blocks = tuple(tuple(table) for table in request.blocks)
+        held = HeldBlocks(request.request_id, request.num_computed, blocks)
+        self._held.add(held)
+        return held
+
+    def release(self, held: HeldBlocks) -> None:
+        """Gives up blocks that were held. Raises KeyError if they were released before."""
+        self._held.remove(held)
+        for pool, table in zip(self.pools, held.blocks, strict=True):
+            pool.release(_owned(table))
+
+    # ---------------------------------------------------------------- prefixes
+
+    def fork(self, leader: Request, num_tokens: int) -> Prefix | None:
+        """Returns a prefix of the leader's first `num_tokens` tokens, which are computed: full
+        blocks are shared, the block of those after them is copied.
+
+        None if the leader has freed blocks that are needed.
+        """
+        full = num_tokens // self._block_size
+        prefix = Prefix(num_tokens, full, [table[:full] for table in leader.blocks], [])
+        for group, window in self._windows:
+            first = max(0, num_tokens - window + 1) // self._block_size
+            shared = prefix.blocks[group]
+            shared[:first] = [NULL_BLOCK] * len(shared[:first])
+            if NULL_BLOCK in leader.blocks[group][first : full + 1]:
+                return None
+        if num_tokens % self._block_size:
+            prefix.copied = [(group, leader.blocks[group][full]) for group in self._token_groups]
+        return prefix
+
+    def find_prefix(self, request: Request) -> Prefix:
+        """Returns the longest prefix of a request's known tokens that all groups have cached.
+
+        It leaves at least one token to compute, since that token's logits are needed.
+        """
+        if not self.prefix_caching:
+            return Prefix(0, 0, [[] for _ in self.groups], [])
+        hashes = request.block_hashes
+        extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
+        length = self._hit_length(hashes[: (request.total - 1) // self._block_size])
+        blocks = []
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            first = 0 if group.window is None else max(0, length - self._reach(group.window))
+            blocks.append([NULL_BLOCK] * first + pool.lookup(hashes[first:length]))
+        return Prefix(length * self._block_size, length, blocks, [])
+
+    def count_cached(self, hashes: Sequence[bytes]) -> int:
+        """Returns how many of a prompt's blocks, from its start on, need not be computed."""
+        return self._hit_length(hashes) if self.prefix_caching else 0
+
+    def _hit_length(self, hashes: Sequence[bytes]) -> int:
+        """Returns the greatest number of leading blocks that every group can serve.
+
+        Each group shortens the hit to the longest that it can serve. With a window that may be at
+        any earlier place, so the others are asked again until all agree.
+        """
+        length = len(hashes)
+        for group in self._token_groups:
+            if self.groups[group].window is None:
+                length = min(length, self.pools[group].count_cached(hashes))
+        agreed = 0
+        while agreed < len(self._windows):
+            for group, window in self._windows:
+                pool = self.pools[group]
+                found = pool.count_cached_before(hashes, length, self._reach(window))
+                agreed = agreed + 1 if found == length else 1
+                length = found
+        return length
+
+    def _reach(self, window: int) -> int:
+        """Returns how many blocks before a block's first token that token reads."""
+        return -(-(window - 1) // self._block_size)
+
+    def commit(self, request: Request) -> None:
+        """Enters a request's full blocks of known tokens into the prefix index."""
+        if not self.prefix_caching:
+            return
+        full = min(request.num_computed, len(request.tokens)) // self._block_size
+        first = request.num_committed
+        if full <= first:
+            return
+        hashes = request.block_hashes
+        if len(hashes) < full:
+            extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
+        for pool, table in zip(self.pools, request.blocks, strict=True):
+            for index in range(first, full):
+                if table[index] != NULL_BLOCK:
+                    pool.commit(table[index], hashes[index])
+        request.num_committed = full
+
+    def forget(self, request: Request) -> None:
+        """Takes a request's tokens out of the prefix index: what was computed of them cannot be
+        trusted."""
+        for pool in self.pools:
+            pool.forget(request.block_hashes)
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix index."""
+        for pool in self.pools:
+            pool.forget_all()
+
+    # ---------------------------------------------------------------- checks
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raises AssertionError unless the block tables of the running requests are complete and
+        they and the held blocks are the only owners."""
+        running = list(running)
+        for request in running:
+            self._check_tables(request)
+        for number, pool in enumerate(self.pools):
+            owners = chain((r.blocks for r in running), (held.blocks for held in self._held))
+            pool.check_integrity(_owned(tables[number]) for tables in owners)
+
+    def _check_tables(self, request: Request) -> None:
+        name = request.request_id
+        for group, table in zip(self.groups, request.blocks, strict=True):
+            length = request.num_blocks if group.keeps_tokens else 1
+            assert len(table) == length, f"request {name} has {len(table)} blocks, not {length}"
+            freed = 0
+            if group.window is not None:
+                freed = max(0, request.num_computed - group.window + 1) // self._block_size
+            assert NULL_BLOCK not in table[freed:], f"request {name} lacks a block that it reads"
+
+
+def _owned(table: Sequence[int]) -> Sequence[int]:
+    """Returns the blocks of a table; entries without one stand at its start."""
+    if not table or table[0] != NULL_BLOCK:
+        return table
+    return [block for block in table if block != NULL_BLOCK]

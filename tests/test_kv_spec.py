@@ -1,0 +1,69 @@
+"""What layers keep: groups, and how many blocks a request owns at once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec, group_layers
+
+FULL, LATENT, STATE = AttentionSpec(4, 64), LatentSpec(576), StateSpec(1000)
+WINDOW = AttentionSpec(4, 64, 1024)
+
+
+def test_layers_of_equal_specification_are_a_group() -> None:
+    groups = group_layers([WINDOW, WINDOW, FULL, STATE, AttentionSpec(4, 64, 1024), LATENT])
+    assert groups == (
+        KVGroup(WINDOW, (0, 1, 4)),
+        KVGroup(FULL, (2,)),
+        KVGroup(STATE, (3,)),
+        KVGroup(LATENT, (5,)),
+    )
+    assert [group.window for group in groups] == [1024, None, None, None]
+    assert [group.keeps_tokens for group in groups] == [True, True, False, True]
+
+
+def test_a_block_takes_the_bytes_of_all_layers() -> None:
+    sizes = [KVGroup(spec, (0, 1)).bytes_per_block(16, 2) for spec in (WINDOW, LATENT, STATE)]
+    assert sizes == [2 * 16 * (2 * 4 * 64) * 2, 2 * 16 * 576 * 2, 2 * 1000]
+
+
+def test_specifications_are_told_in_words() -> None:
+    assert str(FULL) == "keys and values of 4 heads of size 64"
+    assert str(AttentionSpec(1, 8, 9)) == (
+        "keys and values of 1 head of size 8, a window of 9 tokens"
+    )
+    assert str(LATENT) == "latent vectors of size 576"
+    assert str(STATE) == "a state of 1000 bytes a request"
+
+
+@given(window=st.integers(1, 40), chunk=st.integers(1, 40), block_size=st.integers(1, 17))
+def test_a_window_needs_as_many_blocks_as_its_worst_step_reads(
+    window: int, chunk: int, block_size: int
+) -> None:
+    group = KVGroup(AttentionSpec(1, 1, window), (0,))
+    longest = 200
+    needed = max(
+        (end - 1) // block_size - max(0, end - chunk - window + 1) // block_size + 1
+        for end in range(chunk, longest + 1)
+    )
+    assert group.max_blocks(longest, block_size, chunk) == needed
+    assert group.max_blocks(1, block_size, chunk) == 1
+
+
+@given(
+    spec=st.sampled_from([FULL, LATENT, STATE, AttentionSpec(1, 1, 7)]),
+    num_blocks=st.integers(1, 30),
+    block_size=st.integers(1, 9),
+    chunk=st.integers(1, 20),
+)
+def test_the_longest_request_is_the_last_that_its_blocks_suffice_for(
+    spec: AttentionSpec | LatentSpec | StateSpec, num_blocks: int, block_size: int, chunk: int
+) -> None:
+    group = KVGroup(spec, (0,))
+    longest = group.max_tokens(num_blocks, block_size, chunk)
+    if longest is None:
+        assert group.max_blocks(10**6, block_size, chunk) <= num_blocks
+    else:
+        assert group.max_blocks(longest, block_size, chunk) <= num_blocks
+        assert group.max_blocks(longest + 1, block_size, chunk) > num_blocks
