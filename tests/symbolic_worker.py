@@ -67,7 +67,7 @@ class SymbolicWorker:
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
         for slot, index, block in zip(
-            plan.table_slots, plan.table_indices, plan.table_blocks, strict=True
+            plan.table_rows, plan.table_indices, plan.table_blocks, strict=True
         ):
             self.tables[slot][int(index)] = int(block)
         copies = [

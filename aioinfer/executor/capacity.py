@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.plan import max_sequence_tokens
 
 if TYPE_CHECKING:
     from aioinfer.worker.worker import LoadReport
@@ -40,7 +41,8 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
             f"cache.num_blocks is {num_blocks}, but memory holds {fitting}: set it "
             f"to {fitting} or less"
         )
-    tokens = num_blocks * block_size
+    # longer ones could not be sent to the workers in one plan
+    tokens = min(num_blocks * block_size, max_sequence_tokens(block_size))
     wanted = config.model.max_model_len
     if wanted is None:
         # the last token of a request is chosen but never computed, yet a round number serves better
