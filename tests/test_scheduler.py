@@ -544,8 +544,8 @@ def test_only_requests_that_are_not_planned_ahead_wait_for_their_results():
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
-    """Random arrivals, forks, blocked requests, rows of several tokens, aborts and pool sizes: every
-    request ends as if it had run alone, and nothing leaks."""
+    """Random arrivals, forks, blocked requests, rows of several tokens, aborts and pool sizes:
+    every request ends as if it had run alone, and nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     harness = Harness(
