@@ -1,23 +1,132 @@
-"""How a request wants its tokens chosen and when it wants them to end.
+"""The sampling parameters of a request: how its tokens are sampled and when it ends.
 
 Shared by everything from the HTTP layer to the sampler, so it imports nothing of the rest but
-errors.
+errors. Each numeric parameter is declared once, by `number` or `integer` with its default and its
+bounds; those with `crosses=True` are the fields of the record that goes to the workers
+(`ipc.request_record`), from which the tensors of the slots and the kernels' layout follow.
+
+Values are rounded to what crosses (float32, with denormals as 0, since GPUs flush them) before they
+are checked and kept. So a value that passes the check here is the same, bit for bit, wherever it is
+used, and nothing has to be checked again on the other side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import operator
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from aioinfer.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+#: Stop strings, and the characters of all of them: the automaton that finds them is built on the
+#: event loop, 1.5 µs a character.
 MAX_STOPS = 64
-MAX_INT32 = 2**31 - 1  # what the step plan has room for
-#: Below this a temperature is taken as greedy: dividing logits by it would overflow float32.
-GREEDY_TEMPERATURE = 1e-5
+MAX_STOP_CHARS = 4096
+#: Entries of `logit_bias`: three times OpenAI's 300, and 8 KiB of device memory a slot.
+MAX_LOGIT_BIAS = 1024
+#: Stop tokens of a request, and with the model's own end tokens (see `scheduler.request`).
+MAX_STOP_TOKEN_IDS = 128
+MAX_END_TOKENS = 256
+MAX_LOGIT_BIAS_VALUE = 100.0
+MAX_INT32 = 2**31 - 1  # the largest integer that crosses
+
+_FLOAT32 = struct.Struct("f")
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def round_to_float32(value: float) -> float:
+    """Returns the float32 that is nearest to `value`: 0 instead of a denormal, infinity beyond the
+    largest.
+
+    Raises TypeError if it is not a number.
+    """
+    try:
+        rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except struct.error as error:
+        raise TypeError(f"{value!r} is not a number") from error
+    return 0.0 if abs(rounded) < _SMALLEST_NORMAL else rounded
+
+
+#: A lower temperature is greedy: dividing logits by it would overflow float32. A float32 itself, so
+#: that host and device agree on which temperatures are lower.
+GREEDY_TEMPERATURE = round_to_float32(1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The declaration of a numeric parameter.
+
+    Attributes:
+        name: of the field of `SamplingParams`.
+        is_float: float32 where it crosses; otherwise an integer (int32 where it crosses).
+        low, high: the bounds; `low` itself is excluded if `low_excluded`.
+        crosses: whether it is a field of the record that goes to the workers.
+        optional: whether it may be None, which crosses as -1.
+    """
+
+    name: str
+    is_float: bool
+    low: float
+    high: float
+    low_excluded: bool
+    crosses: bool
+    optional: bool
+
+    def check(self, value: Any) -> Any:
+        """Returns `value` as it is kept.
+
+        Raises `RequestError` if it is no number of this kind or out of bounds.
+        """
+        if value is None and self.optional:
+            return None
+        try:
+            kept = round_to_float32(value) if self.is_float else _as_integer(value)
+        except TypeError as error:
+            kind = "a number" if self.is_float else "an integer"
+            raise RequestError(
+                f"{self.name} must be {kind}, not {value!r}", param=self.name
+            ) from error
+        too_low = kept <= self.low if self.low_excluded else kept < self.low
+        if too_low or kept > self.high or kept != kept:
+            bracket = "(" if self.low_excluded else "["
+            differs = self.is_float and math.isfinite(kept) and kept != value
+            rounded = f", which is {kept} in float32" if differs else ""
+            low, high = (f"{x:g}" if self.is_float else str(x) for x in (self.low, self.high))
+            raise RequestError(
+                f"{self.name} must be in {bracket}{low}, {high}], not {value}{rounded}",
+                param=self.name,
+            )
+        return kept
+
+
+def _as_integer(value: Any) -> int:
+    """Returns an integer, or a float without fraction as one. Raises TypeError for anything
+    else."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return operator.index(value)
+
+
+def number(
+    default: float, low: float, high: float, *, low_excluded: bool = False, crosses: bool = True
+) -> Any:
+    """Declares a float32 parameter of `SamplingParams`."""
+    bounds = round_to_float32(low), round_to_float32(high)
+    declared = (True, *bounds, low_excluded, crosses, False)
+    return field(default=default, metadata={"declared": declared})
+
+
+def integer(default: int | None, low: int, high: int, *, crosses: bool = False) -> Any:
+    """Declares an integer parameter of `SamplingParams`, optional if its default is None."""
+    declared = (False, low, high, False, crosses, default is None)
+    return field(default=default, metadata={"declared": declared})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +134,9 @@ class SamplingParams:
     """The sampling parameters of one request. A wrong value raises `RequestError` naming the field.
 
     Attributes:
-        n: completions for one prompt; they share the prompt's KV blocks.
+        n: sequences for one prompt; they share the prompt's KV blocks.
         temperature: 0 is greedy.
-        top_k: keep the k most probable tokens; 0 or -1 keeps all.
+        top_k: keep the k most probable tokens; 0 or -1 keeps all (and is kept as 0).
         top_p: keep the smallest set of tokens whose probabilities reach this, in (0, 1].
         min_p: drop tokens less probable than this fraction of the most probable one's.
         seed: the same seed gives the same text, whatever else is in the batch. None draws one.
@@ -43,66 +152,53 @@ class SamplingParams:
         stop_token_ids: token ids that end the text, besides the model's own end tokens.
         ignore_eos: go on past the model's end tokens (for benchmarks).
         include_stop: keep the matched stop string at the end of the text.
-        logprobs: report the log-probabilities of each chosen token and this many of the likeliest.
+        logprobs: report the log-probabilities of each sampled token and of this many of the
+            likeliest.
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: int = integer(1, 1, MAX_N)
+    temperature: float = number(1.0, 0.0, 100.0)
+    top_k: int = integer(0, -1, MAX_INT32, crosses=True)
+    top_p: float = number(1.0, 0.0, 1.0, low_excluded=True)
+    min_p: float = number(0.0, 0.0, 1.0)
+    seed: int | None = integer(None, -(2**63), 2**64 - 1)
+    repetition_penalty: float = number(1.0, 0.01, 100.0)
+    presence_penalty: float = number(0.0, -2.0, 2.0)
+    frequency_penalty: float = number(0.0, -2.0, 2.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    max_tokens: int | None = integer(None, 1, MAX_INT32)
+    min_tokens: int = integer(0, 0, MAX_INT32)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = integer(None, 0, MAX_LOGPROBS, crosses=True)
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check("n", self.n, 1, MAX_N)
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_k", self.top_k, -1, MAX_INT32)
-        _check("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_excluded=True)
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check("seed", self.seed, -(2**63), 2**64 - 1)
-        _check("max_tokens", self.max_tokens, 1, MAX_INT32)
-        _check("min_tokens", self.min_tokens, 0, MAX_INT32)
-        _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        self._check_stops()
-        for token, bias in self.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
-                raise RequestError(
-                    f"logit_bias of token {token} must be between -100 and 100, not {bias}",
-                    param="logit_bias",
-                )
-
-    def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOPS:
-            raise RequestError(
-                f"stop may hold at most {MAX_STOPS} strings, not {len(self.stop)}", param="stop"
-            )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError("stop must hold non-empty strings", param="stop")
+        for parameter in PARAMETERS:
+            value = getattr(self, parameter.name)
+            kept = parameter.check(value)
+            if kept is not value:
+                object.__setattr__(self, parameter.name, kept)
+        if self.top_k < 0:
+            object.__setattr__(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        _check_stops(stop)
+        if self.stop_token_ids:
+            ids = _as_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+            object.__setattr__(self, "stop_token_ids", ids)
+        else:
+            object.__setattr__(self, "stop_token_ids", ())
+        if self.logit_bias:
+            _check_logit_bias(self.logit_bias)
 
     @property
     def greedy(self) -> bool:
@@ -119,16 +215,56 @@ class SamplingParams:
         )
 
 
-def _check(
-    name: str, value: float | None, low: float, high: float, *, low_excluded: bool = False
-) -> None:
-    """Raises `RequestError` unless `value` is None or a finite number in [low, high] (or (low,
-    high])."""
-    if value is None:
-        return
-    too_low = value <= low if low_excluded else value < low
-    if not math.isfinite(value) or too_low or value > high:
+#: The numeric parameters, in the order of their declaration.
+PARAMETERS = tuple(
+    Parameter(each.name, *each.metadata["declared"])
+    for each in fields(SamplingParams)
+    if "declared" in each.metadata
+)
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    """Raises `RequestError` unless these stop strings can be looked for."""
+    if len(stops) > MAX_STOPS:
         raise RequestError(
-            f"{name} must be in {'(' if low_excluded else '['}{low}, {high}], not {value}",
-            param=name,
+            f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}", param="stop"
         )
+    if any(not isinstance(stop, str) or not stop for stop in stops):
+        raise RequestError("stop must hold non-empty strings", param="stop")
+    length = sum(map(len, stops))
+    if length > MAX_STOP_CHARS:
+        raise RequestError(
+            f"stop may hold at most {MAX_STOP_CHARS} characters in all, not {length}", param="stop"
+        )
+
+
+def _check_logit_bias(biases: Mapping[int, float]) -> None:
+    """Raises `RequestError` unless these biases can be added to logits."""
+    _as_token_ids("logit_bias", biases, MAX_LOGIT_BIAS)
+    for token, bias in biases.items():
+        # not `abs(bias) > ...`: NaN must not pass
+        if not (
+            isinstance(bias, int | float) and -MAX_LOGIT_BIAS_VALUE <= bias <= MAX_LOGIT_BIAS_VALUE
+        ):
+            raise RequestError(
+                f"logit_bias of token {token} must be between -{MAX_LOGIT_BIAS_VALUE:g} and "
+                f"{MAX_LOGIT_BIAS_VALUE:g}, not {bias}",
+                param="logit_bias",
+            )
+
+
+def _as_token_ids(name: str, ids: Collection[int], limit: int) -> tuple[int, ...]:
+    """Returns token ids as integers.
+
+    Raises `RequestError` naming the parameter if there are more than `limit`, or if one is no
+    integer, negative or beyond int32.
+    """
+    if len(ids) > limit:
+        raise RequestError(f"{name} may hold at most {limit} token ids, not {len(ids)}", param=name)
+    try:
+        values = tuple(operator.index(token) for token in ids)
+    except TypeError as error:
+        raise RequestError(f"{name} must hold token ids: {error}", param=name) from error
+    if values and not (min(values) >= 0 and max(values) <= MAX_INT32):
+        raise RequestError(f"{name} must hold token ids from 0 to {MAX_INT32}", param=name)
+    return values

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 CHUNK = 2048
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 #: The bit of an occurrence that says that the token is in the prompt; the bits below count the
 #: output.
 IN_PROMPT = 1 << 30
@@ -32,7 +33,7 @@ def _count_kernel(tokens, occurrences, length, prompt_len, BLOCK: tl.constexpr):
 
 
 def count_occurrences(tokens: torch.Tensor, prompt_len: int, occurrences: torch.Tensor) -> None:
-    """Begins a request's row: counts its tokens so far.
+    """Begins a request's row: counts its tokens so far. Nothing waits for the GPU.
 
     Args:
         tokens: int32 [n], prompt and output. prompt_len: how many of them are the prompt.
@@ -97,11 +98,11 @@ def _penalty_kernel(
 ):
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row)
-    held = tl.load(row_of_slot + slot).to(tl.int64)
-    if held < 0:
+    counts = tl.load(row_of_slot + slot).to(tl.int64)
+    if counts < 0:
         return
     tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    seen = tl.load(occurrences + held * occurrences_stride + tokens, tokens < vocab, 0)
+    seen = tl.load(occurrences + counts * occurrences_stride + tokens, tokens < vocab, 0)
     count = (seen & (_IN_PROMPT - 1)).to(tl.float32)
     place = logits + row.to(tl.int64) * stride + tokens
     x = tl.load(place, seen != 0, 0.0).to(tl.float32)
@@ -143,23 +144,27 @@ def apply_penalties(
 
 
 @triton.jit(
-    do_not_specialize=["width", "ids_stride", "first"],
-    do_not_specialize_on_alignment=["slot_ids", "until", "positions", "ids", "values"],
+    do_not_specialize=["ids_stride", "first"],
+    do_not_specialize_on_alignment=["slot_ids", "counts", "until", "positions", "ids", "values"],
 )
 def _bias_kernel(
-    logits, slot_ids, until, positions, ids, values, width, vocab, stride, ids_stride, first,
-    BLOCK: tl.constexpr, LIMITED: tl.constexpr
+    logits, slot_ids, counts, until, positions, ids, values, vocab, stride, ids_stride, first,
+    BLOCK: tl.constexpr, BANS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row).to(tl.int64)
-    if LIMITED and tl.load(positions + row) >= tl.load(until + slot):
+    if BANS and tl.load(positions + row) >= tl.load(until + slot):
         return
-    for begin in range(0, width, BLOCK):
+    count = tl.load(counts + slot)
+    for begin in range(0, count, BLOCK):
         index = begin + tl.arange(0, BLOCK)
-        column = tl.load(ids + slot * ids_stride + index, index < width, 0) - first
-        value = tl.load(values + slot * ids_stride + index, index < width, 0.0)
-        here = (index < width) & (column >= 0) & (column < vocab)
-        tl.atomic_add(logits + row.to(tl.int64) * stride + column, value, here & (value != 0.0))
+        column = tl.load(ids + slot * ids_stride + index, index < count, 0) - first
+        if BANS:
+            value = tl.full((BLOCK,), NEGATIVE_INFINITY, tl.float32)
+        else:
+            value = tl.load(values + slot * ids_stride + index, index < count, 0.0)
+        here = (index < count) & (column >= 0) & (column < vocab)
+        tl.atomic_add(logits + row.to(tl.int64) * stride + column, value, here)
 
 
 def add_biases(
@@ -167,28 +172,50 @@ def add_biases(
     slot_ids: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
+    counts: torch.Tensor,
     *,
-    positions: torch.Tensor | None = None,
-    until: torch.Tensor | None = None,
     first: int = 0,
 ) -> None:
     """Adds each slot's biases to the logits of its row, in place.
 
     Args:
-        logits: float32 [S, V], of the token ids from `first` on; other ids are skipped. slot_ids:
-            int32 [S].
-        ids: int64 or int32 [num_slots, width]. values: float32 [num_slots, width], 0 where there is
-            none, -inf to ban.
-        positions, until: int32 [S] and [num_slots]; if given, only rows with positions[i] <
-            until[slot] are changed.
+        logits: float32 [S, V], of the token ids from `first` on; other ids are skipped.
+        slot_ids: int32 [S].
+        ids, values: int32 and float32 [num_slots, most], of which the first `counts[slot]` count.
+        counts: int32 [num_slots].
+        first: the token id of the first column.
     """
-    if len(slot_ids) and ids.shape[1]:
-        limited = positions is not None and until is not None
+    if len(slot_ids):
         _bias_kernel[(len(slot_ids),)](
-            logits, slot_ids, until if limited else slot_ids, positions if limited else slot_ids,
-            ids, values, ids.shape[1],
-            logits.shape[1], logits.stride(0), ids.stride(0), first, BLOCK=64, LIMITED=limited,
-            num_warps=1,
+            logits, slot_ids, counts, counts, slot_ids, ids, values, logits.shape[1],
+            logits.stride(0), ids.stride(0), first, BLOCK=64, BANS=False, num_warps=1,
+        )  # fmt: skip
+
+
+def ban_tokens(
+    logits: torch.Tensor,
+    slot_ids: torch.Tensor,
+    ids: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    positions: torch.Tensor,
+    until: torch.Tensor,
+    first: int = 0,
+) -> None:
+    """Adds minus infinity to the logits of each slot's banned tokens, in place, in the rows with
+    positions[i] < until[slot].
+
+    Args:
+        logits, slot_ids, first: as for `add_biases`.
+        ids: int32 [num_slots, most], of which the first `counts[slot]` count.
+        counts: int32 [num_slots].
+        positions: int32 [S], of the tokens that are sampled.
+        until: int32 [num_slots].
+    """
+    if len(slot_ids):
+        _bias_kernel[(len(slot_ids),)](
+            logits, slot_ids, counts, until, positions, ids, ids, logits.shape[1],
+            logits.stride(0), ids.stride(0), first, BLOCK=64, BANS=True, num_warps=1,
         )  # fmt: skip
 
 

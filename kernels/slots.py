@@ -2,8 +2,8 @@
 slots.
 
 Called once a step before `prepare`; the growth is captured in the decode steps' graphs. A plan
-reaches the GPU as one array of int32, so floats and 64-bit seeds travel as their bits, and are
-stored as they came.
+reaches the GPU as one array of int32, so records, floats and 64-bit seeds travel as their bits, and
+are stored as they came.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -15,13 +15,36 @@ import torch
 import triton
 import triton.language as tl
 
-#: Fields of a record: slot, where its tokens begin in the packed ones, how many; the seed's low and
-#: high half; two
-#: integers (top_k, banned_until); six numbers (temperature, top_p, min_p and the three penalties,
-#: as bits).
-RECORD_FIELDS = 13
-_FIELDS = tl.constexpr(RECORD_FIELDS)
+from aioinfer.ipc.request_record import RECORD_WORDS, WORD
+
 TOKENS_PER_PROGRAM = 1024
+_WORDS = tl.constexpr(RECORD_WORDS)
+_WORDS_PAD = tl.constexpr(triton.next_power_of_2(RECORD_WORDS))
+# where a record says what: see `ipc.request_record.RECORD`
+_SLOT = tl.constexpr(WORD["slot"])
+_FIRST_TOKEN, _NUM_TOKENS = tl.constexpr(WORD["first_token"]), tl.constexpr(WORD["num_tokens"])
+_FIRST_BIAS, _NUM_BIAS = tl.constexpr(WORD["first_bias"]), tl.constexpr(WORD["num_bias"])
+_FIRST_BANNED, _NUM_BANNED = tl.constexpr(WORD["first_banned"]), tl.constexpr(WORD["num_banned"])
+_SEED = tl.constexpr(WORD["seed_low"])  # the high half follows
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdmissions:
+    """What a plan brings of A requests, on the device as on the wire (`ipc.request_record`).
+
+    Attributes:
+        records: int32 [A, RECORD_WORDS].
+        rows: int32 [A], the row of occurrences of each request, or -1.
+        tokens, bias_ids, bias_values, banned_ids: int32 [N], what the records point into; the
+            values are float32 as their bits.
+    """
+
+    records: torch.Tensor
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    bias_ids: torch.Tensor
+    bias_values: torch.Tensor
+    banned_ids: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,99 +54,104 @@ class SlotTensors:
     Attributes:
         tokens: int32 [S, max_len].
         seeds: int64 [S].
-        integers: int32 [2, S]. numbers: float32 [6, S].
+        records: int32 [RECORD_WORDS, S].
+        row_of_slot: int32 [S].
+        bias_ids, bias_values: int32 and float32 [S, most biases].
+        banned_ids: int32 [S, most banned tokens].
     """
 
     tokens: torch.Tensor
     seeds: torch.Tensor
-    integers: torch.Tensor
-    numbers: torch.Tensor
+    records: torch.Tensor
+    row_of_slot: torch.Tensor
+    bias_ids: torch.Tensor
+    bias_values: torch.Tensor
+    banned_ids: torch.Tensor
 
 
 @triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "indices", "blocks"]
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "indices", "blocks"]
 )
-def _grow_kernel(slots, indices, blocks, tables, stride, count, BLOCK: tl.constexpr):
+def _grow_kernel(rows, indices, blocks, tables, stride, count, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + entry, entry < count, -1).to(tl.int64)
+    row = tl.load(rows + entry, entry < count, -1).to(tl.int64)
     index = tl.load(indices + entry, entry < count, 0)
-    tl.store(tables + slot * stride + index, tl.load(blocks + entry, entry < count, 0), slot >= 0)
+    tl.store(tables + row * stride + index, tl.load(blocks + entry, entry < count, 0), row >= 0)
 
 
 def grow_tables(
-    slots: torch.Tensor, indices: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor
+    rows: torch.Tensor, indices: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor
 ) -> None:
-    """Writes tables[slots[i], indices[i]] = blocks[i] where slots[i] is not negative.
+    """Writes tables[rows[i], indices[i]] = blocks[i] where rows[i] is not negative.
 
     Args:
-        slots, indices, blocks: int32 [N]. No entry twice.
-        tables: int32 [num_slots, max_blocks].
+        rows, indices, blocks: int32 [N]. No entry twice.
+        tables: int32 [num_rows, max_blocks].
     """
-    if len(slots):
-        _grow_kernel[(triton.cdiv(len(slots), 256),)](
-            slots, indices, blocks, tables, tables.stride(0), len(slots), BLOCK=256, num_warps=4
+    if len(rows):
+        _grow_kernel[(triton.cdiv(len(rows), 256),)](
+            rows, indices, blocks, tables, tables.stride(0), len(rows), BLOCK=256, num_warps=4
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["records", "packed"])
+@triton.jit
+def _copy_list(target, source, count, at):
+    """Copies the entries `at` of a list of `count` int32."""
+    tl.store(target + at, tl.load(source + at, at < count, 0), at < count)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "records", "rows", "packed_tokens", "packed_ids", "packed_values", "packed_banned"
+    ]
+)  # fmt: skip
 def _admit_kernel(
-    records, packed, tokens, seeds, integers, numbers, tokens_stride, num_slots, BLOCK: tl.constexpr
-):
-    record = records + tl.program_id(0) * _FIELDS
-    slot = tl.load(record).to(tl.int64)
-    offset = tl.load(record + 1)
-    length = tl.load(record + 2)
+    records, rows, packed_tokens, packed_ids, packed_values, packed_banned,
+    tokens, seeds, fields, row_of_slot, bias_ids, bias_values, banned_ids,
+    tokens_stride, bias_stride, banned_stride, num_slots, BLOCK: tl.constexpr
+):  # fmt: skip
+    record = records + tl.program_id(0) * _WORDS
+    slot = tl.load(record + _SLOT).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(
-        tokens + slot * tokens_stride + at,
-        tl.load(packed + offset + at, at < length, 0),
-        at < length,
-    )
+    source = packed_tokens + tl.load(record + _FIRST_TOKEN)
+    _copy_list(tokens + slot * tokens_stride, source, tl.load(record + _NUM_TOKENS), at)
+    first, count = tl.load(record + _FIRST_BIAS), tl.load(record + _NUM_BIAS)
+    _copy_list(bias_ids + slot * bias_stride, packed_ids + first, count, at)
+    _copy_list(bias_values + slot * bias_stride, packed_values + first, count, at)
+    source = packed_banned + tl.load(record + _FIRST_BANNED)
+    _copy_list(banned_ids + slot * banned_stride, source, tl.load(record + _NUM_BANNED), at)
     if tl.program_id(1) == 0:
-        field = tl.arange(0, 16)
-        bits = tl.load(record + 3 + field, field < _FIELDS - 3, 0)
-        tl.store(seeds + slot * 2 + field, bits, field < 2)
-        tl.store(integers + (field - 2) * num_slots + slot, bits, (field >= 2) & (field < 4))
-        tl.store(
-            numbers + (field - 4) * num_slots + slot, bits, (field >= 4) & (field < _FIELDS - 3)
-        )
+        field = tl.arange(0, _WORDS_PAD)
+        bits = tl.load(record + field, field < _WORDS, 0)
+        tl.store(fields + field * num_slots + slot, bits, field < _WORDS)
+        half = field - _SEED
+        tl.store(seeds + slot * 2 + half, bits, (half >= 0) & (half < 2))
+        tl.store(row_of_slot + slot, tl.load(rows + tl.program_id(0)))
 
 
-def admit_requests(
-    records: torch.Tensor, packed: torch.Tensor, slots: SlotTensors, longest: int
-) -> None:
+def admit_requests(packed: PackedAdmissions, slots: SlotTensors, longest: int) -> None:
     """Writes what each admitted request brings into its slot.
 
     Args:
-        records: int32 [A, RECORD_FIELDS].
-        packed: int32 [N], the tokens of all of them.
+        packed: the requests.
         slots: what to write to.
-        longest: the most tokens that one of them brings.
+        longest: how many tokens one of them brings at most.
     """
-    if len(records):
-        grid = (len(records), triton.cdiv(longest, TOKENS_PER_PROGRAM))
-        bits = slots.seeds.view(torch.int32), slots.integers, slots.numbers.view(torch.int32)
+    if len(packed.records):
+        longest = max(longest, slots.bias_ids.shape[1], slots.banned_ids.shape[1])
+        grid = (len(packed.records), triton.cdiv(longest, TOKENS_PER_PROGRAM))
         _admit_kernel[grid](
-            records, packed, slots.tokens, *bits, slots.tokens.stride(0), len(slots.tokens),
-            BLOCK=TOKENS_PER_PROGRAM, num_warps=4
+            packed.records, packed.rows, packed.tokens, packed.bias_ids, packed.bias_values,
+            packed.banned_ids, slots.tokens, slots.seeds.view(torch.int32), slots.records,
+            slots.row_of_slot, slots.bias_ids, slots.bias_values.view(torch.int32),
+            slots.banned_ids, slots.tokens.stride(0), slots.bias_ids.stride(0),
+            slots.banned_ids.stride(0), len(slots.tokens), BLOCK=TOKENS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
 
 
 def grow_tables_reference(
-    slots: torch.Tensor, indices: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor
+    rows: torch.Tensor, indices: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor
 ) -> None:
     """`grow_tables` in plain torch."""
-    held = slots >= 0
-    tables[slots[held].long(), indices[held].long()] = blocks[held]
-
-
-def admit_requests_reference(
-    records: torch.Tensor, packed: torch.Tensor, slots: SlotTensors
-) -> None:
-    """`admit_requests` in plain torch, request by request."""
-    for record in records:
-        slot, offset, length = record[:3].tolist()
-        slots.tokens[slot, :length] = packed[offset : offset + length]
-        slots.seeds[slot] = record[3:5].clone().view(torch.int64)[0]
-        slots.integers[:, slot] = record[5:7]
-        slots.numbers[:, slot] = record[7:13].clone().view(torch.float32)
+    valid = rows >= 0
+    tables[rows[valid].long(), indices[valid].long()] = blocks[valid]

@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer.config import load_config
-from aioinfer.ipc.plan import I32, Admission, StepPlan
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.model_runner import ModelRunner
@@ -112,16 +112,17 @@ def fill(worker: Worker, rows: int, context: int, blocks: int) -> None:
             length = min(context - begun, 512)
             plan = make_plan(0, slots, begun, length, 0)
             if not begun:
-                plan.table_slots = np.repeat(slots, blocks)
+                plan.table_rows = np.repeat(slots, blocks)
                 plan.table_indices = np.tile(np.arange(blocks, dtype=np.int32), len(slots))
                 plan.table_blocks = np.arange(
                     first * blocks, (first + len(slots)) * blocks, dtype=np.int32
                 )
                 greedy = SamplingParams(temperature=0)
-                plan.admissions = [
-                    Admission(int(slot), prompt, context, greedy, 0)
+                admissions = [
+                    Admission(int(slot), prompt, context, greedy)
                     for slot, prompt in zip(slots, prompts, strict=True)
                 ]
+                plan.sections = [Admissions.of(admissions)]
             worker.execute(plan).wait()
             begun += length
 

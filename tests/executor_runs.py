@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from aioinfer.config import Config, load_config
 from aioinfer.executor.base import Executor, WorkerReport
-from aioinfer.ipc.plan import Admission, StepPlan, StepResult
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 
 PROMPT = [5, 3, 17, 60, 2, 41]
@@ -134,7 +134,7 @@ def prefill_plan(step_id: int) -> StepPlan:
         _ids(7, 3, 9),
         _NONE,
         _NONE,
-        [admission],
+        [Admissions.of([admission])],
     )
 
 
@@ -153,7 +153,7 @@ def long_prefill_plan(step_id: int, length: int) -> StepPlan:
         blocks,
         _NONE,
         _NONE,
-        [admission],
+        [Admissions.of([admission])],
     )
 
 
@@ -180,4 +180,4 @@ async def greedy(run: Run, count: int) -> list[int]:
     await run.wait_for_results(begin + count)
     results = run.results[begin:]
     assert [result.step_id for result in results] == list(range(begin, begin + count))
-    return [int(result.tokens[0]) for result in results]
+    return [int(result.tokens[0, 0]) for result in results]

@@ -83,7 +83,7 @@ class SymbolicWorker:
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
         for row, index, block in zip(
-            plan.table_slots, plan.table_indices, plan.table_blocks, strict=True
+            plan.table_rows, plan.table_indices, plan.table_blocks, strict=True
         ):
             self.tables[row][int(index)] = int(block)
         self._copy(plan)

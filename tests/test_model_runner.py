@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import HostRows
@@ -139,15 +139,16 @@ class Steps:
         growth = np.array(self.growth, np.int32).reshape(-1, 3).T.copy()
         copies = np.array(self.copies, np.int32).reshape(-1, 2).T.copy()
         plan = StepPlan(
-            self.step_id, *(ids(*column) for column in columns), *growth, *copies, self.admissions
-        )
+            self.step_id, *(ids(*column) for column in columns), *growth, *copies,
+            [Admissions.of(self.admissions)],
+        )  # fmt: skip
         plan = StepPlan.decode(b"".join(plan.encode()))
         self.step_id += 1
         self.growth, self.copies, self.admissions = [], [], []
         return self.runner.step(plan).wait()
 
     def tokens(self, *rows: Row) -> list[int]:
-        return self.run(*rows).tokens.tolist()
+        return self.run(*rows).tokens[:, 0].tolist()
 
     def generate(self, slot: int, prompt: list[int], count: int, **params: Any) -> list[int]:
         """A whole request, alone."""
@@ -274,7 +275,7 @@ def test_forks_continue_from_copies_of_the_last_block(model: Model) -> None:
     )
     assert firsts[1:] == list(forced.values())
     with torch.inference_mode():
-        steps.runner.slots.bias.values.zero_()
+        steps.runner.slots.params["num_bias"].zero_()
     assert leader + firsts[:1] + steps.decode(0, len(PROMPT) + 3, 4) == model.greedy(PROMPT, 8)
     for slot, token in forced.items():
         assert steps.decode(slot, len(PROMPT), 8) == model.greedy([*PROMPT, token], 8)
@@ -413,11 +414,12 @@ def test_a_result_survives_the_ring(model: Model) -> None:
     with torch.inference_mode():
         expected = model.theirs(torch.tensor([PROMPT])).logits[0, -1].log_softmax(0)
     best = expected.topk(2)
-    np.testing.assert_allclose(copy.logprobs[0], best.values[0].numpy(), rtol=1e-4)
-    assert copy.top_tokens[0].tolist() == best.indices.tolist()
-    np.testing.assert_allclose(copy.top_logprobs[0], best.values.numpy(), rtol=1e-4)
+    assert copy.logprobs is not None
+    np.testing.assert_allclose(copy.logprobs.sampled[0], best.values[0].numpy(), rtol=1e-4)
+    assert copy.logprobs.top_tokens[0].tolist() == best.indices.tolist()
+    np.testing.assert_allclose(copy.logprobs.top_logprobs[0], best.values.numpy(), rtol=1e-4)
     nothing = StepResult.decode(b"".join(steps.run(Row(1, 4, 1, False)).encode()))
-    assert nothing.tokens.shape == (0,)
+    assert nothing.tokens.shape == (0, 1)
 
 
 def test_a_step_leaves_no_graph_behind(model: Model) -> None:

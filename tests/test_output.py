@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.engine.output import OutputSequence, Delta, RequestOutput
+from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
 from aioinfer.errors import GenerationError
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request, Status

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.ipc.plan import (
+    GROWTH_BYTES,
+    I32,
+    MAX_FIXED_BYTES,
+    MAX_PLAN_BYTES,
+    Admission,
+    Admissions,
+    Logprobs,
+    StepPlan,
+    StepResult,
+    Vacated,
+    max_sequence_tokens,
+)
+from aioinfer.ipc.ring import Ring
+from aioinfer.ipc.sections import Section
+from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 
 INT32 = st.integers(0, 2**31 - 1)
+STEP_IDS = st.integers(-1, 2**63 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -50,50 +67,56 @@ def admissions(draw: st.DrawFn) -> Admission:
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
+    groups, *copies = columns(draw, 3, 6)
+    sections: list[Section] = []
+    if admitted := draw(st.lists(admissions(), max_size=3)):
+        sections.append(Admissions.of(admitted))
+    if draw(st.booleans()):
+        sections.insert(0, Vacated(ids(draw(st.lists(INT32, max_size=3)))))
     return StepPlan(
-        draw(st.integers(-1, 2**31 - 1)),
-        *columns(draw, 4, 6),
-        *columns(draw, 3, 6),
-        *columns(draw, 2, 6),
-        draw(st.lists(admissions(), max_size=3)),
+        draw(STEP_IDS), *columns(draw, 4, 6), *columns(draw, 3, 6), *copies, sections, groups
     )
 
 
 @st.composite
 def results(draw: st.DrawFn) -> StepResult:
-    sampled, k, wanted = draw(st.integers(0, 5)), draw(st.integers(0, 20)), draw(st.booleans())
-    if not wanted:
-        return StepResult(
-            draw(INT32),
-            ids(draw(st.lists(st.integers(-1, 2**31 - 1), max_size=5))),
-            busy_ns=draw(st.integers(0, 2**61)),
-        )
+    sampled, k, num_top = (draw(st.integers(*bounds)) for bounds in ((0, 5), (1, 4), (0, 20)))
 
-    def floats(count: int) -> Any:
-        return np.array(draw(st.lists(FLOAT32, min_size=count, max_size=count)), np.float32)
+    def integers(*shape: int) -> I32:
+        count = int(np.prod(shape))
+        values = draw(st.lists(st.integers(-1, 2**31 - 1), min_size=count, max_size=count))
+        return ids(values).reshape(shape)
 
-    tokens = draw(st.lists(INT32, min_size=sampled * (k + 1), max_size=sampled * (k + 1)))
-    top = ids(tokens[sampled:]).reshape(sampled, k)
+    def floats(*shape: int) -> Any:
+        count = int(np.prod(shape))
+        values = draw(st.lists(FLOAT32, min_size=count, max_size=count))
+        return np.array(values, np.float32).reshape(shape)
+
+    logprobs = draw(st.booleans())
     return StepResult(
-        draw(INT32),
-        ids(tokens[:sampled]),
-        floats(sampled),
-        top,
-        floats(sampled * k).reshape(sampled, k),
-        draw(st.integers(0, 2**61)),
+        draw(STEP_IDS),
+        integers(sampled, k),
+        integers(sampled) if draw(st.booleans()) else ids([]),
+        [
+            Logprobs(
+                floats(sampled * k), integers(sampled * k, num_top), floats(sampled * k, num_top)
+            )
+        ]
+        if logprobs
+        else [],
+        draw(st.integers(0, 2**63 - 1)),
     )
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two plans, admissions or results are equal, field by field."""
+    """Whether two plans, sections or results are equal, field by field."""
     if isinstance(one, np.ndarray):
-        if not one.size:
-            return not other.size
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, list):
+    if isinstance(one, Sequence):
         return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, StepPlan | StepResult | Admission):
-        return all(same(getattr(one, name), getattr(other, name)) for name in one.__slots__)
+    if isinstance(one, StepPlan | StepResult | Section):
+        fields = dataclasses.fields(one)
+        return all(same(getattr(one, each.name), getattr(other, each.name)) for each in fields)
     return bool(one == other)
 
 
@@ -111,29 +134,68 @@ def test_any_result_survives(result: StepResult) -> None:
     assert same(decoded, result)
 
 
-def test_a_long_prompt_survives_with_all_that_a_request_may_want() -> None:
-    prompt = np.random.default_rng(0).integers(0, 2**17, 200_000).astype(np.int32)
-    params = SamplingParams(
-        temperature=0.5,
-        min_tokens=7,
-        max_tokens=9,
-        logprobs=20,
-        logit_bias=dict.fromkeys(range(300), 1.5),
-    )
-    admission = Admission(255, prompt, 199_990, params, 2**64 - 1, (0, 2, 151_645))
-    none = ids([])
-    plan = StepPlan(
-        3, ids([255]), ids([0]), ids([8192]), ids([0]), none, none, none, none, none, [admission]
-    )
-    [decoded] = StepPlan.decode(b"".join(plan.encode())).admissions
-    assert np.array_equal(decoded.tokens, prompt)
-    assert (decoded.slot, decoded.prompt_len, decoded.seed) == (255, 199_990, 2**64 - 1)
-    assert decoded.banned_until_min_tokens == (0, 2, 151_645)
-    assert decoded.params.logit_bias == params.logit_bias
-    assert (decoded.params.min_tokens, decoded.params.logprobs) == (7, 20)
-
-
 @pytest.mark.parametrize("kind", [StepPlan, StepResult])
 def test_another_version_is_refused(kind: type[StepPlan] | type[StepResult]) -> None:
     with pytest.raises(ValueError, match="version 99"):
-        kind.decode(np.array([99, 0, 0, 0, 0, 0, 0], np.int32).tobytes())
+        kind.decode(np.array([99] + [0] * 15, np.int32).tobytes())
+
+
+def test_an_unknown_section_is_named() -> None:
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Unheard(Section):
+        kind = 77
+        rows: I32 = dataclasses.field(metadata={"dtype": np.dtype(np.int32), "ndim": 1})
+
+    nothing = [ids([])] * 9
+    plan = StepPlan(5, *nothing, [Unheard(ids([1]))])
+    with pytest.raises(ValueError, match=r"a plan with a section of kind 77; known are 1 \(Admiss"):
+        StepPlan.decode(b"".join(plan.encode()))
+    result = StepResult(5, ids([1]), sections=[Unheard(ids([1]))])
+    with pytest.raises(ValueError, match=r"a result with a section of kind 77"):
+        StepResult.decode(b"".join(result.encode()))
+
+
+@pytest.mark.parametrize("step_id", [2**31 - 1, 2**31, 2**40])
+def test_steps_are_counted_past_2_to_the_31(step_id: int) -> None:
+    """At 0.8 ms a step that is after 20 days."""
+    nothing = [ids([])] * 9
+    assert StepPlan.decode(b"".join(StepPlan(step_id, *nothing).encode())).step_id == step_id
+    result = StepResult(step_id, ids([1]), busy_ns=2**62)
+    decoded = StepResult.decode(b"".join(result.encode()))
+    assert (decoded.step_id, decoded.busy_ns) == (step_id, 2**62)
+
+
+def test_tokens_may_be_given_as_one_a_row() -> None:
+    assert StepResult(0, ids([3, 4])).tokens.tolist() == [[3], [4]]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_the_longest_admission_fits_the_ring_twice(block_size: int) -> None:
+    """A request of the greatest length, with all that it may bring, whose block table grows whole,
+    beside the longest fixed part: a ring of the usual size holds two such plans, wherever the lap
+    ends."""
+    ring = Ring(1)
+    try:
+        assert ring.max_message_bytes > 1.25 * MAX_PLAN_BYTES
+        length = max_sequence_tokens(block_size)
+        params = SamplingParams(
+            min_tokens=1, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), logprobs=20
+        )
+        admission = Admission(
+            0, np.zeros(length, np.int32), length, params, 0, range(MAX_END_TOKENS)
+        )
+        fixed = np.zeros(MAX_FIXED_BYTES // GROWTH_BYTES, np.int32)
+        growth = np.concatenate([fixed, np.zeros(-(-length // block_size), np.int32)])
+        plan = StepPlan(
+            0, *[ids([])] * 4, *[growth] * 3, *[ids([])] * 2, [Admissions.of([admission])]
+        )
+        size = sum(map(len, plan.encode()))
+        assert 0.9 * MAX_PLAN_BYTES < size <= MAX_PLAN_BYTES
+        for _ in range(7):
+            ring.write(plan.encode())
+            ring.write(plan.encode())
+            for _ in range(2):
+                assert len(ring.read(0)) == size
+                ring.release(0)
+    finally:
+        ring.close()

@@ -54,7 +54,8 @@ class TestSampling:
                 include_stop_str_in_output=True,
             ).sampling_fields()
         )
-        assert {name: getattr(params, name) for name in given} == given
+        for name, value in given.items():
+            assert getattr(params, name) == pytest.approx(value, rel=1e-7), name
         assert params.logit_bias == {5: 1.0, 6: -2.5}
         assert params.stop == ("a", "b")
         assert params.stop_token_ids == (1, 2)

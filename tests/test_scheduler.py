@@ -11,19 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
-from aioinfer.ipc.plan import StepPlan, StepResult
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
+from aioinfer.ipc.request_record import RECORD
+from aioinfer.ipc.ring import Ring
+from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request, Status
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
-from tests.symbolic_worker import VOCABULARY, SymbolicWorker, expected_output
+from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output
 
 
 def make_request(name: str, prompt: list[int], new: int, **fields) -> Request:
     tokens = array("i", prompt)
-    return Request(
-        name, tokens, len(tokens), SamplingParams(temperature=0.0), len(tokens) + new, **fields
-    )
+    params = fields.pop("params", SamplingParams(temperature=0.0))
+    return Request(name, tokens, len(tokens), params, len(tokens) + new, **fields)
 
 
 FULL = KVGroup(AttentionSpec(1, 1), (0,))
@@ -166,8 +167,10 @@ def test_prefix_cache_hit_leaves_one_token_to_compute():
         assert_complete(request)
 
 
-def test_a_plan_carries_a_bounded_number_of_prompt_tokens(monkeypatch):
-    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_TOKENS", 50)
+def test_a_plan_carries_a_bounded_number_of_bytes(monkeypatch):
+    """Here two requests of 30 tokens fill it."""
+    size = RECORD.itemsize + 30 * 4 + 8 * GROWTH_BYTES
+    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 2 * size)
     harness = Harness(num_blocks=256, token_budget=512, prefill_cap=512)
     requests = [make_request(str(i), [i] * 30, 2) for i in range(6)]
     harness.add(*requests)
@@ -175,6 +178,99 @@ def test_a_plan_carries_a_bounded_number_of_prompt_tokens(monkeypatch):
     assert [len(p.admissions) for p in harness.plans if p.admissions] == [2, 2, 2]
     for request in requests:
         assert_complete(request)
+
+
+def test_a_request_longer_than_a_plan_should_be_goes_alone(monkeypatch):
+    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 100)
+    harness = Harness(num_blocks=256, token_budget=512, prefill_cap=512)
+    harness.add(*(make_request(str(i), [i] * 30, 2) for i in range(3)))
+    harness.run()
+    assert [len(p.admissions) for p in harness.plans if p.admissions] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("lists", ["logit_bias", "end_tokens"])
+def test_all_lists_of_an_admission_count(lists, monkeypatch):
+    """Requests at the bounds of what they may bring are admitted over several steps, and no plan is
+    longer than was counted."""
+    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 20_000)
+    harness = Harness(max_num_seqs=64, num_blocks=512, token_budget=1024, prefill_cap=1024)
+    requests = []
+    for number in range(40):
+        bias = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0) if lists == "logit_bias" else {}
+        ends = (
+            frozenset(range(1000, 1000 + MAX_END_TOKENS)) if lists == "end_tokens" else frozenset()
+        )
+        params = SamplingParams(temperature=0, logit_bias=bias, min_tokens=1)
+        request = make_request(str(number), [number], 1, params=params, end_tokens=ends)
+        requests.append(request)
+    harness.add(*requests)
+    harness.run()
+    assert sum(len(plan.admissions) for plan in harness.plans) == 40
+    sizes = [sum(map(len, plan.encode())) for plan in harness.plans]
+    assert max(sizes) < 20_000 + 64 * (ROW_BYTES + GROWTH_BYTES) + 200
+    each = 8 * MAX_LOGIT_BIAS if lists == "logit_bias" else 4 * MAX_END_TOKENS
+    assert len([p for p in harness.plans if p.admissions]) >= 40 * each // 20_000
+
+
+def test_the_sequences_of_a_request_bring_their_lists_once():
+    """n = 128 with as many biases as may be: one plan that is no longer than a megabyte."""
+    harness = Harness(max_num_seqs=128, num_blocks=4096, token_budget=8192, prefill_cap=8192)
+    params = SamplingParams(
+        n=128, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), min_tokens=1
+    )
+    group, ends = ForkGroup(), frozenset(range(1000, 1000 + MAX_END_TOKENS))
+    siblings = [
+        make_request(
+            str(i), list(range(99)), 2, seed=i, group=group, params=params, end_tokens=ends
+        )
+        for i in range(128)
+    ]
+    harness.add(*siblings)
+    harness.run()
+    assert [len(p.admissions) for p in harness.plans if p.admissions] == [1, 127]
+    admissions = harness.plans[1].admissions
+    lists = (admissions.tokens, admissions.bias_ids, admissions.banned_ids)
+    assert [len(values) for values in lists] == [99, MAX_LOGIT_BIAS, MAX_END_TOKENS]
+    assert sum(map(len, harness.plans[1].encode())) < 2**20
+    for sibling in siblings:
+        assert_complete(sibling)
+
+
+def test_step_ids_go_past_2_to_the_31_through_a_ring():
+    harness, ring = Harness(), Ring(1)
+    harness.scheduler._step_id = 2**31 - 2
+    harness.add(make_request("one", [1, 2, 3], 6))
+    plans = []
+    while not harness.scheduler.is_idle:
+        plan = harness.scheduler.schedule()
+        if plan is not None:
+            ring.write(plan.encode())
+            plans.append(StepPlan.decode(bytes(ring.read(0))))
+            ring.release(0)
+            harness.worker.post(plans[-1])
+        if harness.worker.results:
+            ring.write(harness.worker.results.popleft().encode())
+            result = StepResult.decode(ring.read(0))
+            ring.release(0)
+            harness.scheduler.update(result)
+    ring.close()
+    assert [plan.step_id for plan in plans] == [2**31 - 2 + step for step in range(6)]
+
+
+def test_slots_with_penalties_are_told_to_be_vacated():
+    """With the next plan, once for each request; slots without are not named."""
+    harness = Harness()
+    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    with_penalty = make_request("with", [1, 2, 3], 2, params=params)
+    without = make_request("without", [4, 5, 6], 2)
+    longer = make_request("longer", [7, 8, 9], 9)
+    harness.add(with_penalty, without, longer)
+    slot = None
+    while not harness.scheduler.is_idle:
+        harness.turn()
+        slot = slot if with_penalty.slot < 0 else with_penalty.slot
+    vacated = [p.section(Vacated) for p in harness.plans if p.section(Vacated) is not None]
+    assert [section.slots.tolist() for section in vacated] == [[slot]]
 
 
 def test_prefix_caching_can_be_off():
@@ -337,13 +433,158 @@ GROUPS = st.one_of(
         max_size=3,
     ).map(tuple),
 )
+# ---------------------------------------------------------------- blocked requests
+
+
+def test_a_blocked_request_holds_nobody_up():
+    harness = Harness(max_num_seqs=1)
+    blocked = make_request("blocked", [1, 2], 3, blocked_on="grammar")
+    first, second = make_request("first", [3, 4], 3), make_request("second", [5, 6], 3)
+    harness.add(blocked, first, second)
+    scheduler = harness.scheduler
+    assert (scheduler.num_blocked, scheduler.num_waiting, scheduler.num_waiting_tokens) == (1, 2, 4)
+    assert scheduler.num_prefill_tokens == 4, "nothing of it can be scheduled"
+    assert not scheduler.is_idle
+    while first.status is not Status.FINISHED or second.status is not Status.FINISHED:
+        harness.turn()
+    assert blocked.status is Status.BLOCKED
+    assert scheduler.schedule() is None
+    assert not scheduler.is_idle
+    scheduler.unblock(blocked)
+    harness.run()
+    assert_complete(blocked)
+
+
+def test_an_unblocked_request_is_served_by_its_arrival():
+    harness = Harness(max_num_seqs=1)
+    running = make_request("running", [1], 20)
+    harness.add(running)
+    harness.turn()
+    early, late = make_request("early", [2], 2, blocked_on="keys"), make_request("late", [3], 2)
+    harness.add(early, late)
+    harness.scheduler.unblock(early)
+    harness.scheduler.unblock(early)
+    order = []
+    while not harness.scheduler.is_idle:
+        harness.turn()
+        order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
+    assert order == ["running", "early", "late"]
+
+
+def test_a_blocked_request_can_be_aborted():
+    harness = Harness()
+    blocked = make_request("blocked", [1, 2], 3, blocked_on="grammar")
+    harness.add(blocked)
+    assert list(harness.scheduler.requests()) == [blocked]
+    harness.scheduler.finish(blocked, "abort")
+    harness.scheduler.finish(blocked, "abort")
+    harness.scheduler.check_integrity()
+    assert harness.scheduler.is_idle
+    assert blocked.finish_reason == "abort"
+    harness.scheduler.unblock(blocked)
+    assert harness.scheduler.is_idle, "it has ended"
+
+
+# ---------------------------------------------------------------- rows of several tokens
+
+
+class TakingWorker(SymbolicWorker):
+    """Takes any number of tokens, up to k, in the rows of requests with odd seeds."""
+
+    def __init__(self, *sizes, k: int, take):
+        super().__init__(*sizes)
+        self.k, self.take = k, take
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        super()._execute(plan)
+        slots = plan.slots[plan.samples == 1].tolist()
+        tokens, counts = np.full((len(slots), self.k), -9, np.int32), np.ones(len(slots), np.int32)
+        for row, slot in enumerate(slots):
+            known = self.tokens[slot]
+            known.pop()
+            count = counts[row] = self.take(self.k) if self.seeds[slot] % 2 else 1
+            taken = complete(known, len(known) + int(count), frozenset(), self.seeds[slot])
+            tokens[row, : len(taken)] = taken
+            known += taken
+        return StepResult(plan.step_id, tokens, counts)
+
+
+def taking_harness(k: int, take, **limits) -> Harness:
+    harness = Harness(**limits)
+    harness.worker.__class__ = TakingWorker
+    harness.worker.k, harness.worker.take = k, take
+    return harness
+
+
+def test_a_row_of_several_tokens_ends_at_a_stop_or_at_the_length():
+    expected = complete([1, 2, 3], 99, frozenset(), 1)
+    at = next(i for i in range(4, 90) if expected[i] not in expected[:i])
+    stops = make_request(
+        "stops", [1, 2, 3], 90, seed=1, plans_ahead=False, end_tokens=frozenset([expected[at]])
+    )
+    ends = make_request("ends", [1, 2, 3], 7, seed=1, plans_ahead=False)
+    harness = taking_harness(5, lambda k: k, num_blocks=256)
+    harness.add(stops, ends)
+    outputs = []
+    while not harness.scheduler.is_idle:
+        while harness.scheduler.num_in_flight < 2 and harness.post():
+            pass
+        outputs.append(harness.scheduler.update(harness.worker.results.popleft()))
+        harness.scheduler.check_integrity()
+    assert (stops.finish_reason, stops.stop_reason) == ("stop", expected[at])
+    assert stops.tokens[3:].tolist() == expected[: at + 1]
+    assert ends.finish_reason == "length"
+    assert ends.tokens[3:].tolist() == expected[:7]
+    first = outputs[0]
+    assert first.tokens[:5] == expected[:5]
+    assert first.rows == list(range(10)), "where the tokens stand, row by row"
+    assert all(p.num_tokens <= 10 for p in harness.plans)
+
+
+def test_a_row_that_takes_nothing_is_computed_again():
+    counts = iter([0, 0, 2, 0, 1, 1])
+    request = make_request("slow", [1, 2, 3], 4, seed=1, plans_ahead=False)
+    harness = taking_harness(2, lambda k: next(counts))
+    harness.add(request)
+    harness.run()
+    assert_complete(request)
+    starts = [(int(p.starts[0]), int(p.lengths[0])) for p in harness.plans]
+    assert starts == [(0, 3), (2, 1), (2, 1), (3, 2), (4, 1), (5, 1)]
+
+
+def test_a_failed_row_of_several_tokens_ends_its_request():
+    harness = taking_harness(3, lambda k: k)
+    bad = make_request("bad", list(range(9)), 9, seed=1, plans_ahead=False)
+    harness.add(bad)
+    harness.post()
+    result = harness.worker.results.popleft()
+    tokens = result.tokens.copy()
+    tokens[0, 1] = -1
+    output = harness.scheduler.update(StepResult(result.step_id, tokens, result.num_taken))
+    assert output.tokens == [tokens[0, 0], -1]
+    assert bad.finish_reason == "error"
+    harness.run()
+
+
+def test_only_requests_that_are_not_planned_ahead_wait_for_their_results():
+    harness = Harness()
+    ahead, behind = make_request("ahead", [1], 9), make_request("behind", [2], 9, plans_ahead=False)
+    harness.add(ahead, behind)
+    assert harness.post()
+    assert harness.post()
+    assert [len(plan.slots) for plan in harness.plans] == [2, 1]
+    harness.run()
+    for request in (ahead, behind):
+        assert_complete(request)
+    assert harness.scheduler.stats.wasted_rows == 0
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
-    """Random groups of layers, arrivals, forks, aborts, held blocks and pool sizes: every request
-    ends as if it had run alone, no row reads a freed block, and nothing leaks."""
+    """Random groups of layers, arrivals, forks, blocked requests, rows of several tokens, aborts,
+    held blocks and pool sizes: every request ends as if it had run alone, no row reads a freed
+    block, and nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
@@ -360,6 +601,11 @@ def test_random_traffic(data):
         prefix_caching=draw(st.booleans(), "caching"),
         by_priority=draw(st.booleans(), "by_priority"),
     )
+    if draw(st.booleans(), "several tokens a row"):
+        harness.worker.__class__ = TakingWorker
+        harness.worker.k = draw(st.integers(1, 4), "k")
+        harness.worker.take = lambda k: draw(st.integers(0, k))
+    plans_ahead = not isinstance(harness.worker, TakingWorker)
     requests: list[Request] = []
     aborted: set[Request] = set()
     held: list[HeldBlocks] = []
@@ -372,6 +618,8 @@ def test_random_traffic(data):
                 f"{number}.{sibling}", prompt, draw(st.integers(1, 20)), seed=sibling,
                 end_tokens=ends, group=group,
                 priority=draw(st.integers(0, 3)),
+                blocked_on=draw(st.sampled_from([None, None, "grammar"])),
+                plans_ahead=plans_ahead or sibling % 2 == 0,
             )  # fmt: skip
             harness.add(request)
             requests.append(request)
@@ -386,8 +634,14 @@ def test_random_traffic(data):
                 held.append(
                     harness.scheduler.hold(draw(st.sampled_from(harness.scheduler.running)))
                 )
+            if blocked := [r for r in requests if r.status is Status.BLOCKED]:
+                assert harness.scheduler.num_blocked == len(blocked)
+                if draw(st.integers(0, 2)) == 0:
+                    harness.scheduler.unblock(draw(st.sampled_from(blocked)))
     for blocks in held:
         harness.scheduler.release(blocks)
+    for request in requests:
+        harness.scheduler.unblock(request)
     harness.run()
     for request in requests:
         if request not in aborted:
@@ -403,7 +657,7 @@ def _turn_and_check_order(harness: Harness) -> None:
     waiting = [
         r
         for r in harness.scheduler.requests()
-        if r.slot < 0 and not r.group and not r.num_preemptions
+        if r.status is Status.WAITING and not r.group and not r.num_preemptions
     ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioinfer.ipc.plan import I32, Admission, StepPlan
-from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.sampler import adjust_logits, sample
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, Vacated
+from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
+from aioinfer.worker.adjustments import adjust_logits
+from aioinfer.worker.sampler import sample
 from aioinfer.worker.slots import BANNED, BIASED, FILTERED, LOGPROBS, PENALIZED, RANDOM, Slots
 
 VOCAB = 50
@@ -20,13 +21,28 @@ def ids(*values: int) -> I32:
     return np.array(values, np.int32)
 
 
-def make_plan(*admissions: Admission, growth: list[tuple[int, int, int]] | None = None) -> StepPlan:
-    """A plan without rows. `growth`: (slot, index, block)."""
+def make_plan(
+    *admissions: Admission,
+    growth: list[tuple[int, int, int]] | None = None,
+    vacated: tuple[int, ...] = (),
+) -> StepPlan:
+    """A plan without rows. `growth`: (row, index, block)."""
+    sections = [Vacated(ids(*vacated))] if vacated else []
     slots, indices, blocks = (
         (ids(*column) for column in zip(*growth, strict=True)) if growth else (ids(), ids(), ids())
     )
     return StepPlan(
-        0, ids(), ids(), ids(), ids(), slots, indices, blocks, ids(), ids(), list(admissions)
+        0,
+        ids(),
+        ids(),
+        ids(),
+        ids(),
+        slots,
+        indices,
+        blocks,
+        ids(),
+        ids(),
+        [*sections, Admissions.of(admissions)],
     )
 
 
@@ -60,11 +76,11 @@ def test_shapes_and_dtypes() -> None:
     slots = make_slots()
     assert slots.tokens.shape == (4, 21)
     assert slots.tokens.dtype == torch.int32
-    assert slots.block_table.shape == (4, 3)
-    assert slots.block_table.dtype == torch.int32
-    for name in ("top_k", "banned_until"):
-        assert getattr(slots, name).dtype == torch.int32
-        assert getattr(slots, name).is_contiguous()
+    assert slots.block_tables.shape == (4, 3)
+    assert slots.block_tables.dtype == torch.int32
+    for name in ("top_k", "banned_until", "num_bias", "num_banned"):
+        assert slots.params[name].dtype == torch.int32
+        assert slots.params[name].is_contiguous()
     for name in (
         "temperature",
         "top_p",
@@ -73,8 +89,8 @@ def test_shapes_and_dtypes() -> None:
         "presence_penalty",
         "frequency_penalty",
     ):
-        assert getattr(slots, name).dtype == torch.float32
-        assert getattr(slots, name).is_contiguous()
+        assert slots.params[name].dtype == torch.float32
+        assert slots.params[name].is_contiguous()
 
 
 def test_an_admission_is_written_whole() -> None:
@@ -99,10 +115,10 @@ def test_an_admission_is_written_whole() -> None:
     )
     assert slots.tokens[2, :4].tolist() == [7, 8, 9, 8]
     assert slots.seeds[2] == -2
-    assert slots.banned_until[2] == 5
+    assert slots.params["banned_until"][2] == 5
     for name, value in params.items():
-        if name not in ("logprobs", "min_tokens"):
-            assert getattr(slots, name)[2] == value, name
+        if name != "min_tokens":
+            assert slots.params[name][2] == value, name
     assert slots.sampling_flags.tolist() == [
         0,
         0,
@@ -129,7 +145,7 @@ def test_a_plan_decoded_from_the_ring_serves_as_well() -> None:
     message[:] = bytes(len(message))
     for some in (slots, overwritten):
         assert some.tokens[1, :3].tolist() == [4, 5, 6]
-        assert some.block_table[1, 2] == 9
+        assert some.block_tables[1, 2] == 9
         assert some.seeds[1] == -(2**63)
         expected = torch.ones(VOCAB)
         expected[3], expected[6] = -1.0, 0.0
@@ -140,7 +156,7 @@ def test_block_tables_grow_before_admissions_and_survive_them() -> None:
     slots = make_slots()
     slots.apply(make_plan(growth=[(0, 0, 5), (0, 1, 6), (3, 2, 7)]))
     slots.apply(make_plan(admit(3), growth=[(3, 0, 8), (0, 2, 4)]))
-    assert slots.block_table.tolist() == [[5, 6, 4], [0, 0, 0], [0, 0, 0], [8, 0, 7]]
+    assert slots.block_tables.tolist() == [[5, 6, 4], [0, 0, 0], [0, 0, 0], [8, 0, 7]]
 
 
 def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
@@ -162,7 +178,7 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
     assert result.logprobs.shape == (0,)
 
 
-def test_a_new_owner_with_the_same_wishes_starts_afresh() -> None:
+def test_a_new_owner_with_the_same_parameters_starts_afresh() -> None:
     slots = make_slots()
     sampling_flags: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 2}
     slots.apply(
@@ -196,16 +212,52 @@ def test_longer_lists_leave_those_of_others_alone() -> None:
 def test_counts_are_kept_only_for_slots_that_ask_and_their_rows_are_used_again() -> None:
     slots = make_slots(16)
     assert len(slots.occurrences.rows) == 0
-    for turn in range(6):
+    for step in range(6):
         for slot in range(3):
-            slots.apply(make_plan(admit(slot, [1, 8 * turn + slot], frequency_penalty=1.0)))
-            assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [8 * turn + slot]
+            slots.apply(make_plan(admit(slot, [1, 8 * step + slot], frequency_penalty=1.0)))
+            assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [8 * step + slot]
         slots.apply(make_plan(*(admit(slot) for slot in range(3))))
     assert len(slots.occurrences.rows) == 4
     slots.apply(make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
     assert len(slots.occurrences.rows) == 16
     for slot in range(16):
         assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [slot]
+
+
+def test_memory_of_counts_comes_back_when_their_requests_have_gone() -> None:
+    slots = make_slots(16)
+    slots.apply(make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
+    assert slots.occurrences.rows.nbytes == 16 * VOCAB * 4
+    slots.apply(make_plan(vacated=tuple(range(1, 16))))
+    assert len(slots.occurrences.rows) == 4
+    assert adjusted(slots, 0, 2).ne(1).nonzero()[:, 0].tolist() == [0], "the one that stays"
+    slots.apply(make_plan(admit(5, [1, 9], frequency_penalty=1.0), vacated=(5,)))
+    assert adjusted(slots, 5, 2).ne(1).nonzero()[:, 0].tolist() == [9]
+
+
+def test_the_worst_case_of_the_memory_profile_is_not_exceeded() -> None:
+    """Counting what is there while a tensor is copied into a larger one."""
+    for max_num_seqs in (1, 2, 3, 7, 16, 33):
+        slots, before = make_slots(max_num_seqs), 0
+        bound = Slots.max_sampling_bytes(max_num_seqs, VOCAB)
+        for slot in range(max_num_seqs):
+            slots.apply(make_plan(admit(slot, [1, 2], presence_penalty=1.0)))
+            rows = slots.occurrences.rows.nbytes
+            assert (rows if rows == before else rows + before) <= bound
+            before = rows
+        assert before == max_num_seqs * VOCAB * 4
+
+
+def test_the_longest_lists_fit() -> None:
+    slots = Slots(2, 20, 8, 2000, CPU)
+    biases = dict.fromkeys(range(MAX_LOGIT_BIAS), 2.0)
+    ends = tuple(range(1999, 1999 - MAX_END_TOKENS, -1))
+    slots.apply(make_plan(admit(1, logit_bias=biases, min_tokens=5, banned=ends)))
+    logits = torch.ones(1, 2000)
+    flags = slots.current_flags(ids(1), ids(1))
+    adjust_logits(logits, slots, flags, ids(1), ids(1))
+    assert logits[0].eq(3).nonzero()[:, 0].tolist() == list(range(MAX_LOGIT_BIAS))
+    assert logits[0].isneginf().nonzero()[:, 0].tolist() == sorted(ends)
 
 
 def test_appended_tokens_are_written_and_counted() -> None:
@@ -240,4 +292,4 @@ def test_reset_leaves_no_trace() -> None:
             assert kept.equal(fresh), name
         elif isinstance(fresh, np.ndarray):
             assert (kept == fresh).all(), name
-    assert slots.bias.ids.shape[1] == slots.banned.ids.shape[1] == len(slots.occurrences.rows) == 0
+    assert len(slots.occurrences.rows) == 0

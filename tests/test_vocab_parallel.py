@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aioinfer.ipc.plan import Admission, StepPlan
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.sampler import filter_tokens, sample
+from aioinfer.worker.filters import filter_tokens
+from aioinfer.worker.sampler import sample
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.vocab_parallel import Candidates, keep_candidates
 from tests.rank_processes import run_ranks
@@ -94,7 +95,11 @@ def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
         Admission(slot, prompt, 3, p, slot, BANNED if p.min_tokens else ())
         for slot, p in enumerate(params)
     ]
-    slots.apply(StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, admissions))
+    slots.apply(
+        StepPlan(
+            0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, [Admissions.of(admissions)]
+        )
+    )
     return slots
 
 

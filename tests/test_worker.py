@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.plan import Admission, StepPlan
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import LoadReport, Worker, select_device, select_dtype
@@ -112,9 +112,9 @@ def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
             *growth,
             none,
             none,
-            [] if step else [admission],
+            () if step else [Admissions.of([admission])],
         )
-        tokens += worker.execute(plan).wait().tokens.tolist()
+        tokens += worker.execute(plan).wait().tokens[:, 0].tolist()
     return tokens
 
 

@@ -2,9 +2,9 @@
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
 while it decodes, so unknown fields cost nothing and are ignored, as OpenAI-compatible servers do;
-null counts as missing. The ranges of sampling parameters are checked by `SamplingParams`; here are
-the limits of the machine (what must fit into an int32) and the rules between fields. Handlers get
-bodies from `read_body`.
+null counts as missing. The bounds of sampling parameters and the sizes of their lists are checked
+by `SamplingParams`; here are the limits of the machine (what must fit into an int32) and the rules
+between fields. Handlers get bodies from `read_body`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aioinfer.sampling_params import MAX_LOGPROBS
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
 
-#: Entries of a prompt whose types are looked at in one go.
-_LOOKED_THROUGH = 16_384
+#: Entries of a prompt whose types are looked at before other threads may run.
+_TYPES_PER_PIECE = 16_384
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -48,7 +48,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class SamplingBody(Body, kw_only=True):
-    """The fields of completions and chat completions that say how tokens are chosen and
+    """The fields of completions and chat completions that say how tokens are sampled and
     delivered."""
 
     n: Int32 | None = None
@@ -123,7 +123,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
             raise RequestError("best_of is not supported, unless it equals n", param="best_of")
         if self.echo and self.logprobs is not None:
             raise RequestError(
-                "echo cannot be had together with logprobs: prompts have none here", param="echo"
+                "echo is not supported together with logprobs: prompts have none here", param="echo"
             )
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -141,9 +141,9 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
 def _check_prompts(prompt: list[Any]) -> None:
     kinds: set[type] = set()
-    # in pieces: the interpreter changes threads between, not within
-    for start in range(0, len(prompt), _LOOKED_THROUGH):
-        kinds.update(map(type, prompt[start : start + _LOOKED_THROUGH]))
+    # in pieces: the interpreter switches threads between them, not within
+    for start in range(0, len(prompt), _TYPES_PER_PIECE):
+        kinds.update(map(type, prompt[start : start + _TYPES_PER_PIECE]))
     if not kinds:
         raise RequestError("the prompt is empty", param="prompt")
     if len(kinds) > 1:

@@ -20,7 +20,7 @@ from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
 from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
-from aioinfer.ipc.plan import StepResult
+from aioinfer.ipc.plan import Logprobs, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput
@@ -222,7 +222,7 @@ class Engine:
         waiting.
         """
         stopped = False
-        sequences, has_logprobs = self._sequences, len(result.logprobs) > 0
+        sequences, logprobs = self._sequences, result.logprobs
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1
         ):
@@ -234,7 +234,8 @@ class Engine:
                 continue
             try:
                 stop = sequence.append(
-                    token, _logprob(result, row, token, request.params) if has_logprobs else None
+                    token,
+                    None if logprobs is None else _logprob(logprobs, row, token, request.params),
                 )
             except Exception as error:  # one request's text must not end the others
                 self._fail(
@@ -254,13 +255,13 @@ class Engine:
 
 
 def _logprob(
-    result: StepResult, row: int, token: int, params: SamplingParams
+    logprobs: Logprobs, row: int, token: int, params: SamplingParams
 ) -> TokenLogprob | None:
     if params.logprobs is None:
         return None
     top = zip(
-        result.top_tokens[row, : params.logprobs].tolist(),
-        result.top_logprobs[row, : params.logprobs].tolist(),
+        logprobs.top_tokens[row, : params.logprobs].tolist(),
+        logprobs.top_logprobs[row, : params.logprobs].tolist(),
         strict=True,
     )
-    return TokenLogprob(token, float(result.logprobs[row]), list(top))
+    return TokenLogprob(token, float(logprobs.sampled[row]), list(top))

@@ -226,7 +226,7 @@ class EngineMetrics:
         self.phases["plan"].add(plan_s)
         self.phases["post"].add(post_s)
         if plan.admissions:
-            slots = (admission.slot for admission in plan.admissions)
+            slots = plan.admissions.records["slot"].tolist()
             self.record_admissions(running, slots, timer.plan.ended)
         if self.steps.num_watchers:
             self.steps.record_plan(plan, plan_s, post_s)

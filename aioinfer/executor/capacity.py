@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import longest_request
+from aioinfer.ipc.plan import max_sequence_tokens
 
 if TYPE_CHECKING:
     from aioinfer.worker.worker import LoadReport
@@ -45,6 +46,9 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
     fitting = longest_request(
         first.groups, num_blocks, first.block_size, config.scheduler.max_num_batched_tokens
     )
+    # longer ones could not be sent to the workers in one plan
+    sendable = max_sequence_tokens(first.block_size, len(first.groups))
+    fitting = sendable if fitting is None else min(fitting, sendable)
     model_max_len, wanted = first.model_max_len, config.model.max_model_len
     if wanted is not None and wanted > model_max_len:
         raise ConfigError(
@@ -54,7 +58,7 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
     max_len = wanted or model_max_len
     # the last token of a request is sampled but never computed, yet a round number serves better
     # than one more
-    if fitting is None or fitting >= max_len:
+    if fitting >= max_len:
         reason = "as configured" if max_len < model_max_len else ""
         return Capacity(num_blocks, kv_cache_bytes, max_len, reason)
     if wanted is None:

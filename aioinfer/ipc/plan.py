@@ -1,70 +1,71 @@
 """What crosses the ring: `StepPlan` to the workers and `StepResult` back, and their flat layout.
 
-Layout (version 1; native byte order, since both sides are one machine). Every message is a header
-of int32 fields followed by its arrays in the order of the dataclass fields, each 4 bytes an
-element, so that encoding is a handful of copies and decoding is views. A request is described once,
-by an `Admission`, when it takes a slot; after that a row of three integers a step names it, and the
-block table grows by (slot, index, block) triples. Sampled tokens never travel back to the workers:
-they keep them in the slot.
+Layout (version 2; native byte order, since both sides are one machine). Every message is a header
+(`_PLAN_HEADER`, `_RESULT_HEADER`), the arrays of its fixed part in the order of the dataclass
+fields, each 4 bytes an element, and then its sections (`ipc.sections`): encoding is a handful of
+copies, and decoding is views. A request is described once, by a record among `Admissions`, when it
+takes a slot; after that a row of four integers a step names it, and its block tables grow by (row,
+index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
+
+Bounds. A message may take a third of a ring. `MAX_PLAN_BYTES` is a quarter of one of the usual
+size, and no plan exceeds it: the scheduler counts the bytes of what it admits, and
+`max_sequence_tokens` says how long a single request may be.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
+from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
+from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
 
-VERSION = 1
-I32 = npt.NDArray[np.int32]
-F32 = npt.NDArray[np.float32]
+__all__ = ["F32", "I32", "Admission", "Admissions", "Logprobs", "StepPlan", "StepResult", "Vacated"]
 
-#: The part of an admission that has a fixed size. `seed` is the 64 bits that key the sampler's
-#: noise.
-_ADMISSION = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("slot", np.int32),
-        ("num_tokens", np.int32),
-        ("prompt_len", np.int32),
-        ("temperature", np.float32),
-        ("top_k", np.int32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("min_tokens", np.int32),
-        ("logprobs", np.int32),  # -1: none wanted
-        ("num_bias", np.int32),
-        ("num_banned", np.int32),
-    ]
-)
+VERSION = 2
+#: Version, rows, growth, copies, sections; step id.
+_PLAN_HEADER = struct.Struct("=iiiiixxxxq")
+#: Version, rows, tokens a row, entries of `num_taken`, sections; step id, busy nanoseconds.
+_RESULT_HEADER = struct.Struct("=iiiiixxxxqq")
+
+#: A quarter of a ring of the usual size (64 MiB).
+MAX_PLAN_BYTES = 16 * 2**20
+#: What of it the fixed part of a plan may take; the rest is for admissions.
+MAX_FIXED_BYTES = 4 * 2**20
+#: Bytes of a row, of an entry of a block table's growth, and of a copy of a block.
+ROW_BYTES, GROWTH_BYTES, COPY_BYTES = 16, 12, 12
+
+_NONE = np.empty(0, np.int32)
+S = TypeVar("S", bound=Section)
+
+#: The sections that a plan may have. A new one is entered here.
+PLAN_SECTIONS: tuple[type[Section], ...] = (Admissions, Vacated)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A request that takes a slot, sent whole.
+def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:
+    """Returns the section of a class, or None."""
+    for section in sections:
+        if type(section) is kind:
+            return section
+    return None
 
-    Attributes:
-        slot: the slot, from now on this request's.
-        tokens: int32 [num_tokens], the prompt and, after a preemption, what was generated since.
-        prompt_len: how many of `tokens` are the prompt (the output counts for min_tokens and
-            penalties).
-        params: the sampling parameters; of them only what the sampler needs crosses the ring.
-        seed: 64 bits that, with the position, key the noise of sampling.
-        banned_until_min_tokens: the token ids that may not be chosen before `params.min_tokens`.
+
+def max_sequence_tokens(block_size: int, num_groups: int = 1) -> int:
+    """Returns how long a sequence may be so that a plan can admit it, whatever else it asks for.
+
+    Args:
+        block_size: tokens a KV block; a prompt found in the cache brings its whole block tables.
+        num_groups: block tables of a request.
     """
-
-    slot: int
-    tokens: I32
-    prompt_len: int
-    params: SamplingParams
-    seed: int
-    banned_until_min_tokens: tuple[int, ...] = ()
+    lists = RECORD.itemsize + 8 * MAX_LOGIT_BIAS + 4 * MAX_END_TOKENS
+    tables = GROWTH_BYTES * num_groups
+    room = MAX_PLAN_BYTES - MAX_FIXED_BYTES - lists - tables - 1024
+    return room * block_size // (4 * block_size + tables)
 
 
 @dataclass(slots=True)
@@ -72,19 +73,20 @@ class StepPlan:
     """One step of work. Decodes (rows of one token that are sampled) come before all other rows.
 
     Attributes:
-        step_id: counts up by one.
+        step_id: counts up by one; int64.
         slots: int32 [rows], the slot of each row.
         starts: int32 [rows], the position of the row's first token: how many tokens are computed
             already.
         lengths: int32 [rows], tokens to compute.
-        samples: int32 [rows], 1 if the row reaches the end of its tokens, so that its last logits
-            choose the next one.
-        table_slots, table_indices, table_blocks: int32 [growth], `block_table[row, index] =
-            block`, applied first; the row of a slot in a KV group is group * max_num_seqs + slot.
+        samples: int32 [rows], 1 if the row reaches the end of its tokens, so that the next one is
+            sampled from its last logits.
+        table_rows, table_indices, table_blocks: int32 [growth], `block_table[row, index] = block`,
+            applied first; row = group * max_num_seqs + slot, where `group` is that of the KV cache.
         copy_sources, copy_targets: int32 [copies], KV blocks to copy (copy-on-write) before
             anything is computed.
-        copy_groups: int32 [copies], the KV group of each copy.
-        admissions: the requests that take a slot in this step, applied before the rows.
+        sections: what only some plans have, at most one of a class; applied before the rows.
+        copy_groups: int32 [copies], the groups of the KV cache whose blocks are copied; all 0 if
+            left out.
     """
 
     step_id: int
@@ -92,73 +94,101 @@ class StepPlan:
     starts: I32
     lengths: I32
     samples: I32
-    table_slots: I32
+    table_rows: I32
     table_indices: I32
     table_blocks: I32
     copy_sources: I32
     copy_targets: I32
-    admissions: list[Admission] = field(default_factory=list)
-    copy_groups: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    sections: Sequence[Section] = ()
+    copy_groups: I32 = field(default_factory=lambda: _NONE)
 
     def __post_init__(self) -> None:
         if len(self.copy_groups) != len(self.copy_sources):
-            self.copy_groups = np.zeros(len(self.copy_sources), np.int32)
-
-    @property
-    def table_rows(self) -> I32:
-        """int32 [growth], group * max_num_seqs + slot."""
-        return self.table_slots
+            self.copy_groups = np.zeros_like(self.copy_sources)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return int(self.lengths.sum())
 
+    @property
+    def admissions(self) -> Admissions:
+        """The requests that take a slot in this step; may be empty."""
+        return find_section(self.sections, Admissions) or NO_ADMISSIONS
+
+    def section(self, kind: type[S]) -> S | None:
+        """Returns the section of a class, or None."""
+        return find_section(self.sections, kind)
+
     def encode(self) -> list[memoryview]:
         """Returns the buffers that make up the message, to be written one after the other."""
-        rows, growth, copies = len(self.slots), len(self.table_slots), len(self.copy_sources)
-        header = np.array(
-            [VERSION, self.step_id, rows, growth, copies, len(self.admissions)], np.int32
-        )
-        arrays = [
-            header, self.slots, self.starts, self.lengths, self.samples,
-            self.table_slots, self.table_indices, self.table_blocks, self.copy_sources,
-            self.copy_targets, self.copy_groups,
-        ]  # fmt: skip
-        parts = [a.data.cast("B") for a in arrays if len(a)]
-        for admission in self.admissions:
-            parts.extend(_encode_admission(admission))
+        header = _PLAN_HEADER.pack(
+            VERSION, len(self.slots), len(self.table_rows), len(self.copy_sources),
+            len(self.sections), self.step_id,
+        )  # fmt: skip
+        arrays = (
+            self.slots, self.starts, self.lengths, self.samples,
+            self.table_rows, self.table_indices, self.table_blocks,
+            self.copy_groups, self.copy_sources, self.copy_targets,
+        )  # fmt: skip
+        parts = [memoryview(header), *(part.data.cast("B") for part in arrays if len(part))]
+        for section in self.sections:
+            parts.extend(section.encode())
         return parts
 
     @classmethod
     def decode(cls, message: bytes | bytearray | memoryview) -> StepPlan:
-        """Reads a message; arrays are views into it. Raises ValueError on another version."""
-        version, step_id, rows, growth, copies, admissions = (
-            int(x) for x in np.frombuffer(message, np.int32, 6)
-        )
-        if version != VERSION:
-            raise ValueError(f"a plan of version {version}, where {VERSION} is understood")
-        reader = _Reader(message, 24)
-        slots, starts, lengths, samples = (reader.take(rows) for _ in range(4))
-        table_slots, table_indices, table_blocks = (reader.take(growth) for _ in range(3))
-        copy_sources, copy_targets, copy_groups = (reader.take(copies) for _ in range(3))
+        """Reads a message; arrays are views into it.
+
+        Raises ValueError on another version or an unknown section.
+        """
+        version, rows, growth, copies, sections, step_id = _PLAN_HEADER.unpack_from(message)
+        _check_version(version, "plan")
+        reader = Reader(message, _PLAN_HEADER.size)
+        slots, starts, lengths, samples = reader.take(4 * rows).reshape(4, rows)
+        table_rows, table_indices, table_blocks = reader.take(3 * growth).reshape(3, growth)
+        copy_groups, copy_sources, copy_targets = reader.take(3 * copies).reshape(3, copies)
         return cls(
-            step_id, slots, starts, lengths, samples, table_slots, table_indices, table_blocks,
+            step_id, slots, starts, lengths, samples, table_rows, table_indices, table_blocks,
             copy_sources, copy_targets,
-            [_decode_admission(reader) for _ in range(admissions)], copy_groups,
+            decode_sections(reader, sections, PLAN_SECTIONS, "plan") if sections else (),
+            copy_groups,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs(Section):
+    """Log-probabilities of a result's tokens, those of the model, for [sampled * k] tokens: the one
+    at `[row, i]` of the result is number `row * k + i`.
+
+    Attributes:
+        sampled: float32 [sampled * k], of the sampled tokens; NaN where not asked for.
+        top_tokens: int32 [sampled * k, K] the likeliest tokens, likeliest first, -1 where not asked
+            for; K may be 0.
+        top_logprobs: float32 [sampled * k, K], theirs.
+    """
+
+    kind = 1
+    sampled: F32 = array(np.float32)
+    top_tokens: I32 = array(np.int32, ndim=2)
+    top_logprobs: F32 = array(np.float32, ndim=2)
+
+
+#: The sections that a result may have. A new one is entered here.
+RESULT_SECTIONS: tuple[type[Section], ...] = (Logprobs,)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave, for its sampling rows in the order of the plan.
+    """The outcome of a step, for its sampling rows in the order of the plan.
 
     Attributes:
         step_id: the plan's.
-        tokens: int32 [sampled]; -1 where the row's logits held NaN and nothing could be chosen.
-        logprobs: float32 [sampled] of the chosen tokens, or empty when no row asked for them.
-        top_tokens: int32 [sampled, K] the likeliest tokens, likeliest first; K may be 0.
-        top_logprobs: float32 [sampled, K], theirs.
+        tokens: int32 [sampled, k], up to k tokens of each row; -1 where the row's logits held NaN,
+            so that nothing could be sampled. The constructor takes [sampled] for k = 1.
+        num_taken: int32 [sampled], how many of its k tokens each row took, from 0 on; empty if
+            every row took all of them.
+        sections: what only some results have, at most one of a class.
         busy_ns: nanoseconds that the worker spent on the step.
         take_ns: nanoseconds that the engine's process spent on taking the result from its ring;
             does not travel.
@@ -166,104 +196,51 @@ class StepResult:
 
     step_id: int
     tokens: I32
-    logprobs: F32 = field(default_factory=lambda: np.empty(0, np.float32))
-    top_tokens: I32 = field(default_factory=lambda: np.empty((0, 0), np.int32))
-    top_logprobs: F32 = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    num_taken: I32 = field(default_factory=lambda: _NONE)
+    sections: Sequence[Section] = ()
     busy_ns: int = 0
     take_ns: int = 0
 
+    def __post_init__(self) -> None:
+        if self.tokens.ndim == 1:
+            self.tokens = self.tokens[:, None]
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """The log-probabilities, if any row asked for them."""
+        return find_section(self.sections, Logprobs)
+
+    def section(self, kind: type[S]) -> S | None:
+        """Returns the section of a class, or None."""
+        return find_section(self.sections, kind)
+
     def encode(self) -> list[memoryview]:
         """Returns the buffers that make up the message, to be written one after the other."""
-        k = self.top_tokens.shape[1] if self.top_tokens.size else 0
-        low, high = self.busy_ns & 0x7FFFFFFF, self.busy_ns >> 31
-        header = np.array(
-            [VERSION, self.step_id, len(self.tokens), len(self.logprobs), k, low, high], np.int32
+        sampled, k = self.tokens.shape
+        header = _RESULT_HEADER.pack(
+            VERSION, sampled, k, len(self.num_taken), len(self.sections), self.step_id, self.busy_ns
         )
-        arrays = [
-            header,
-            self.tokens,
-            self.logprobs,
-            self.top_tokens.reshape(-1),
-            self.top_logprobs.reshape(-1),
-        ]
-        return [a.data.cast("B") for a in arrays if len(a)]
+        arrays = (self.tokens, self.num_taken)
+        parts = [memoryview(header), *(as_bytes(part) for part in arrays if len(part))]
+        for section in self.sections:
+            parts.extend(section.encode())
+        return parts
 
     @classmethod
     def decode(cls, message: bytes | bytearray | memoryview) -> StepResult:
-        """Reads a message into arrays of its own. Raises ValueError on another version."""
-        version, step_id, sampled, with_logprobs, k, low, high = (
-            int(x) for x in np.frombuffer(message, np.int32, 7)
-        )
-        if version != VERSION:
-            raise ValueError(f"a result of version {version}, where {VERSION} is understood")
-        reader = _Reader(message, 28)
-        tokens = reader.take(sampled).copy()
-        logprobs = reader.take(with_logprobs).view(np.float32).copy()
-        top_tokens = reader.take(sampled * k).reshape(sampled, k).copy()
-        top_logprobs = reader.take(sampled * k).view(np.float32).reshape(sampled, k).copy()
-        return cls(step_id, tokens, logprobs, top_tokens, top_logprobs, low | high << 31)
+        """Reads a message into arrays of its own.
+
+        Raises ValueError on another version or an unknown section.
+        """
+        version, sampled, k, taken, sections, step_id, busy_ns = _RESULT_HEADER.unpack_from(message)
+        _check_version(version, "result")
+        # one copy of all: the arrays are views into it, and not into the ring
+        reader = Reader(bytes(message), _RESULT_HEADER.size)
+        tokens, num_taken = reader.take(sampled * k).reshape(sampled, k), reader.take(taken)
+        found = decode_sections(reader, sections, RESULT_SECTIONS, "result") if sections else ()
+        return cls(step_id, tokens, num_taken, found, busy_ns)
 
 
-class _Reader:
-    """Takes arrays one after the other from a message."""
-
-    def __init__(self, message: bytes | bytearray | memoryview, offset: int):
-        self.message = message
-        self.offset = offset
-
-    def take(self, count: int) -> I32:
-        """Returns the next `count` int32 as a view."""
-        array = np.frombuffer(self.message, np.int32, count, self.offset)
-        self.offset += 4 * count
-        return array
-
-
-def _encode_admission(admission: Admission) -> list[memoryview]:
-    params = admission.params
-    bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))
-    bias_values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-    banned = np.array(admission.banned_until_min_tokens, np.int32)
-    fixed = np.zeros(1, _ADMISSION)
-    fixed[0] = (
-        admission.seed, admission.slot, len(admission.tokens), admission.prompt_len,
-        params.temperature, params.top_k, params.top_p, params.min_p,
-        params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-        params.min_tokens, -1 if params.logprobs is None else params.logprobs, len(bias_ids),
-        len(banned),
-    )  # fmt: skip
-    arrays: Sequence[np.ndarray] = [
-        fixed.view(np.int32),
-        admission.tokens,
-        bias_ids,
-        bias_values,
-        banned,
-    ]
-    return [np.ascontiguousarray(a).data.cast("B") for a in arrays if len(a)]
-
-
-def _decode_admission(reader: _Reader) -> Admission:
-    fixed = reader.take(_ADMISSION.itemsize // 4).view(_ADMISSION)[0]
-    tokens = reader.take(int(fixed["num_tokens"]))
-    bias_ids = reader.take(int(fixed["num_bias"]))
-    bias_values = reader.take(int(fixed["num_bias"])).view(np.float32)
-    banned = reader.take(int(fixed["num_banned"]))
-    params = SamplingParams(
-        temperature=float(fixed["temperature"]),
-        top_k=int(fixed["top_k"]),
-        top_p=float(fixed["top_p"]),
-        min_p=float(fixed["min_p"]),
-        repetition_penalty=float(fixed["repetition_penalty"]),
-        presence_penalty=float(fixed["presence_penalty"]),
-        frequency_penalty=float(fixed["frequency_penalty"]),
-        min_tokens=int(fixed["min_tokens"]),
-        logprobs=None if fixed["logprobs"] < 0 else int(fixed["logprobs"]),
-        logit_bias=dict(zip(bias_ids.tolist(), bias_values.tolist(), strict=True)),
-    )
-    return Admission(
-        int(fixed["slot"]),
-        tokens,
-        int(fixed["prompt_len"]),
-        params,
-        int(fixed["seed"]),
-        tuple(banned.tolist()),
-    )
+def _check_version(version: int, message: str) -> None:
+    if version != VERSION:
+        raise ValueError(f"a {message} of version {version}, where {VERSION} is understood")

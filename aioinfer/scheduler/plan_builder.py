@@ -1,4 +1,8 @@
-"""A step plan while it is being drawn up: the budget that is left, and the rows as plain lists."""
+"""A step plan while it is being drawn up: the budget that is left, and the rows as plain lists.
+
+The scheduler makes one for every step. Nothing of a plan grows without being counted: tokens by the
+budget, the bytes of admissions by `admitted_bytes`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aioinfer.ipc.plan import I32, Admission, StepPlan
-from aioinfer.scheduler.request import NULL_BLOCK, Request
+from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
+from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
+from aioinfer.ipc.sections import Section
+from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 
 
 class PlanBuilder:
     """Collects the rows of one step for the scheduler.
 
     Decode rows and longer ones are kept apart, as the plan wants them.
+
+    Attributes:
+        step_id: the plan's.
+        budget_left: tokens that the step may still compute.
+        admitted_bytes: what admissions take so far, the growth of their block tables included.
     """
 
     def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
         self.step_id = step_id
         self._max_num_seqs = max_num_seqs
         self.budget_left = budget
-        self.num_admitted_tokens = 0
+        self.admitted_bytes = 0
         self._prefill_left = prefill_allowance
         self._decodes: list[Request] = []
         self._decode_starts: list[int] = []
@@ -28,7 +39,8 @@ class PlanBuilder:
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
         self._growth: list[tuple[int, int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
-        self._admissions: list[Admission] = []
+        self._packer = AdmissionPacker()
+        self._tokens_of_group: dict[ForkGroup, I32] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -42,7 +54,7 @@ class PlanBuilder:
 
     @property
     def sampled_requests(self) -> list[Request]:
-        """The requests that the step chooses a token for, in the order of the result's rows."""
+        """The requests that the step samples a token for, in the order of the result's rows."""
         sampled = [r for r, row in zip(self._prefills, self._prefill_rows, strict=True) if row[2]]
         return self._decodes + sampled
 
@@ -66,16 +78,33 @@ class PlanBuilder:
             self._prefills.append(request)
             self._prefill_rows.append((start, length, int(samples)))
 
-    def admit(self, request: Request) -> None:
-        """Describes a request that takes its slot in this step."""
-        tokens = np.array(memoryview(request.tokens), np.int32)
-        self.num_admitted_tokens += len(tokens)
-        banned = tuple(request.end_tokens) if request.params.min_tokens else ()
-        self._admissions.append(
+    def admission_bytes(self, request: Request, table_entries: int) -> int:
+        """Returns the bytes that the admission of a request adds to the plan, whose block tables
+        have `table_entries` entries in all."""
+        size = RECORD.itemsize + GROWTH_BYTES * table_entries
+        size += self._packer.bytes_of_lists(request.params, _banned_tokens(request))
+        shared = request.group in self._tokens_of_group and not request.num_output
+        return size if shared else size + 4 * len(request.tokens)
+
+    def admit(self, request: Request, size: int) -> None:
+        """Describes a request that takes its slot in this step; `size` as `admission_bytes` said.
+
+        Siblings share the prompt in the plan, too.
+        """
+        self.admitted_bytes += size
+        if request.group is None or request.num_output:
+            tokens = np.array(memoryview(request.tokens), np.int32)
+        elif request.group in self._tokens_of_group:
+            tokens = self._tokens_of_group[request.group]
+        else:
+            tokens = np.array(memoryview(request.tokens), np.int32)
+            self._tokens_of_group[request.group] = tokens
+        self._packer.add(
             Admission(
-                request.slot, tokens, request.prompt_len, request.params, request.seed, banned
+                request.slot, tokens, request.prompt_len, request.params, request.seed,
+                _banned_tokens(request),
             )
-        )
+        )  # fmt: skip
 
     def grow_tables(self, request: Request, first: int) -> None:
         """Sends the entries of a request's block tables from index `first` on.
@@ -93,21 +122,33 @@ class PlanBuilder:
         """Has the workers copy a KV block of a group before the step computes anything."""
         self._copies.append((group, source, target))
 
-    def to_plan(self) -> StepPlan:
-        """Returns the plan as flat arrays."""
+    def to_plan(self, vacated: Sequence[int] = ()) -> StepPlan:
+        """Returns the plan as flat arrays. `vacated`: see `Vacated`."""
         decodes, prefills = len(self._decodes), len(self._prefills)
         rows = np.ones((4, decodes + prefills), np.int32)
         rows[0] = [r.slot for r in self._decodes] + [r.slot for r in self._prefills]
         rows[1, :decodes] = self._decode_starts
         if prefills:
             rows[1:, decodes:] = np.array(self._prefill_rows, np.int32).T
-        table_slots, table_indices, table_blocks = _columns(self._growth, 3)
+        table_rows, table_indices, table_blocks = _columns(self._growth, 3)
         copy_groups, copy_sources, copy_targets = _columns(self._copies, 3)
         return StepPlan(
-            self.step_id, rows[0], rows[1], rows[2], rows[3], table_slots, table_indices,
-            table_blocks,
-            copy_sources, copy_targets, self._admissions, copy_groups,
+            self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
+            table_blocks, copy_sources, copy_targets, self._sections(vacated), copy_groups,
         )  # fmt: skip
+
+    def _sections(self, vacated: Sequence[int]) -> Sequence[Section]:
+        sections: list[Section] = []
+        if vacated:
+            sections.append(Vacated(np.array(vacated, np.int32)))
+        if self._packer:
+            sections.append(self._packer.pack())
+        return sections
+
+
+def _banned_tokens(request: Request) -> frozenset[int]:
+    """Returns the tokens that a request may not sample before its `min_tokens`."""
+    return request.end_tokens if request.params.min_tokens else frozenset()
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> I32:

@@ -1,5 +1,5 @@
-"""A request as the scheduler sees it: tokens, how many of them are computed, and the blocks that
-hold them."""
+"""A request as the scheduler sees it: one sequence to complete, how much of it is computed, and the
+blocks that hold it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
 from aioinfer.scheduler.prefix_cache import root_hash
 
 #: Stands in a block table where no block is needed any more: all tokens that read it are computed.
@@ -15,8 +16,14 @@ NULL_BLOCK = -1
 
 
 class Status(enum.Enum):
-    """Where a request stands. A preempted request is WAITING again."""
+    """The state of a request.
 
+    BLOCKED: it waits for something else than slots and blocks (`Request.blocked_on`), until
+    `Scheduler.unblock`. WAITING: for a slot and blocks; a preempted request is WAITING again.
+    RUNNING: it has a slot. FINISHED: it has ended.
+    """
+
+    BLOCKED = "blocked"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -24,7 +31,7 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ForkGroup:
-    """The n completions of one prompt.
+    """The n sequences of one prompt.
 
     The leader computes the prompt; the others share its blocks.
     """
@@ -40,19 +47,23 @@ class Request:
         request_id: for messages.
         tokens: int32 array, the prompt; generated tokens are appended as they become known.
         prompt_len: how many of `tokens` are the prompt.
-        params: how tokens are chosen.
+        params: how tokens are sampled.
         max_len: the length, prompt included, at which the request ends.
         seed: 64 bits that key the sampler's noise.
-        end_tokens: the token ids that end it.
+        end_tokens: the token ids that end it, `MAX_END_TOKENS` of them at most.
         priority: lower goes first, where the policy asks.
         block_hashes: the hashes of the full blocks of `tokens`, which the encoding thread computes
             for the prompt.
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
+        blocked_on: what it waits for before it can be scheduled at all, such as "grammar", or None.
+        plans_ahead: whether a step may be planned while the result of the step before is still out.
+            Required if every row takes exactly one token; without it, rows may take any number.
 
     Kept by the scheduler:
-        total: tokens known plus tokens chosen in posted steps whose results have not come yet
+        total: tokens known plus tokens sampled in posted steps whose results have not come yet
             (placeholders).
+        plan_limit: the `total` up to which tokens are planned without a look at what is pending.
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         num_blocks: how many blocks its tokens have begun: the length of each block table, except
@@ -79,10 +90,13 @@ class Request:
     hash_root: bytes = field(default_factory=root_hash)
     group: ForkGroup | None = None
     num_expected: int = 0
+    blocked_on: str | None = None
+    plans_ahead: bool = True
 
     status: Status = Status.WAITING
     key: tuple[int, int] = (0, 0)
     total: int = 0
+    plan_limit: int = 0
     num_computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     num_blocks: int = 0
@@ -96,7 +110,14 @@ class Request:
     stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:
+        if len(self.end_tokens) > MAX_END_TOKENS:
+            raise RequestError(
+                f"stop_token_ids and the model's own end tokens are {len(self.end_tokens)} in all; "
+                f"at most {MAX_END_TOKENS} tokens may end a request",
+                param="stop_token_ids",
+            )
         self.total = len(self.tokens)
+        self.plan_limit = self.max_len if self.plans_ahead else 0
 
     @property
     def num_output(self) -> int:
@@ -110,8 +131,13 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens chosen in posted steps whose results have not come yet."""
+        """Tokens sampled in posted steps whose results have not come yet."""
         return self.total - len(self.tokens)
+
+    @property
+    def awaits_result(self) -> bool:
+        """Whether no token can be planned before the result of a posted step has come."""
+        return self.total >= self.max_len or (not self.plans_ahead and self.num_pending > 0)
 
     def __lt__(self, other: Request) -> bool:
         return self.key < other.key

@@ -20,8 +20,14 @@ them. Blocks behind a sliding window go back while their request runs, by the sa
 never write into an indexed one. It may be shared in the very step that fills it: workers write all
 keys of a layer before they attend to any.
 
-The engine is the only caller: `add`, `schedule`, `update`, `finish`, `hold`, `release`. Imports neither torch nor
-aiohttp.
+Requests that cannot be planned yet. One that waits for something else than slots and blocks (a
+grammar that is compiled, keys from another host) is BLOCKED: it is in no queue and holds nobody up,
+and `unblock` puts it where it belongs by its arrival. One whose rows may take any number of tokens,
+or that needs its last token before the next is sampled, is not planned ahead
+(`Request.plans_ahead`): only it waits for its result, not the others.
+
+The engine is the only caller: `add`, `unblock`, `schedule`, `update`, `finish`, `hold`, `release`.
+Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
@@ -33,16 +39,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import (
+    COPY_BYTES,
+    GROWTH_BYTES,
+    MAX_FIXED_BYTES,
+    ROW_BYTES,
+    StepPlan,
+    StepResult,
+    max_sequence_tokens,
+)
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.request import Request, Status
 
-#: A request's tokens are sent whole when it is admitted. Once a plan carries so many, the next
-#: request waits for the
-#: next plan; so a plan is never longer than 4 MiB and one request of the longest kind.
-MAX_ADMITTED_TOKENS = 2**20
+#: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
+#: admission at least), and the next request waits for the next plan: encoding and copying a plan is
+#: not to delay the step.
+MAX_ADMITTED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +99,11 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a result brought: `requests[i]` got `tokens[i]`, the result's sampled row `rows[i]`.
+    """What a result brought: `requests[i]` got `tokens[i]`, the one that stands at `rows[i]` of the
+    result's tokens, row by row (with one token a row, that is the row).
 
-    A request that ended with it has its `finish_reason` set; one whose row failed is there with
-    token -1.
+    A request that ended with its last token here has its `finish_reason` set; one whose row failed
+    is there with token -1.
     """
 
     requests: list[Request]
@@ -108,16 +124,20 @@ class Scheduler:
             prefix_caching=limits.prefix_caching,
         )
         self.stats = SchedulerStats()
+        self._check_plan_bytes()
         # sorted by key: who came first is served first and preempted last
         self.running: list[Request] = []
         # a heap by key; finished ones are dropped when they come up
         self._waiting: list[Request] = []
+        self._blocked: dict[Request, None] = {}
         self._num_waiting = 0
         self._num_waiting_tokens = 0
         self._num_prefill_tokens = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
+        # slots that the next plan names in its `Vacated`
+        self._vacated: list[int] = []
         # (step id, the requests it samples)
         self._posted: deque[tuple[int, list[Request]]] = deque()
         self._arrivals = count()
@@ -127,6 +147,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for a slot or for blocks."""
         return self._num_waiting
+
+    @property
+    def num_blocked(self) -> int:
+        """Requests that wait for something else (see `Request.blocked_on`)."""
+        return len(self._blocked)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -147,21 +172,51 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
-        return not self.running and not self._num_waiting
+        return not self.running and not self._num_waiting and not self._blocked
 
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> None:
-        """Queues a request. The caller has checked that its `max_len` fits (see `fits`)."""
+        """Queues a request, or keeps it until `unblock` if it is blocked on something.
+
+        The caller has checked that its `max_len` fits (see `fits`).
+        """
         request.key = (request.priority if self.limits.by_priority else 0, next(self._arrivals))
-        self._enqueue(request)
+        if request.blocked_on is None:
+            self._enqueue(request)
+        else:
+            request.status = Status.BLOCKED
+            self._blocked[request] = None
+
+    def unblock(self, request: Request) -> None:
+        """Queues a request that was blocked, at its place by arrival. Nothing if it has ended."""
+        request.blocked_on = None
+        if request.status is Status.BLOCKED:
+            del self._blocked[request]
+            self._enqueue(request)
 
     def fits(self, max_len: int) -> bool:
         """Whether a request of this length could ever run.
 
         Its last token is sampled but never computed.
         """
-        return self.kv_cache.fits(max_len - 1)
+        limits = self.limits
+        sendable = max_sequence_tokens(limits.block_size, len(limits.groups))
+        return max_len <= sendable and self.kv_cache.fits(max_len - 1)
+
+    def _check_plan_bytes(self) -> None:
+        """Raises `ConfigError` unless the fixed part of the largest plan has the room that the
+        ring's bound leaves for it."""
+        limits = self.limits
+        tables = limits.max_num_seqs + limits.token_budget // limits.block_size
+        growth = tables * len(limits.groups)
+        rows = limits.max_num_seqs * (ROW_BYTES + COPY_BYTES * len(limits.groups))
+        if rows + growth * GROWTH_BYTES > MAX_FIXED_BYTES:
+            raise ConfigError(
+                "the plan of a step could be too long for the ring: lower "
+                "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or raise "
+                "cache.block_size"
+            )
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request now: its slot and blocks are free for the next plan.
@@ -170,8 +225,11 @@ class Scheduler:
         """
         if request.status is Status.FINISHED:
             return
+        was_blocked = request.status is Status.BLOCKED
         self._end(request, reason, stop_reason)
-        if request.slot < 0:
+        if was_blocked:
+            del self._blocked[request]
+        elif request.slot < 0:
             self._count_out(request)
         else:
             self.running.remove(request)
@@ -208,7 +266,9 @@ class Scheduler:
         self._posted.append((self._step_id, builder.sampled_requests))
         self._step_id += 1
         self.stats.steps += 1
-        return builder.to_plan()
+        plan = builder.to_plan(self._vacated)
+        self._vacated.clear()
+        return plan
 
     def _prefill_allowance(self) -> int:
         """Prefill tokens that this step may compute: decodes have the first call on the budget."""
@@ -239,8 +299,8 @@ class Scheduler:
             request = self.running[index]
             index += 1
             start, total = request.num_computed, request.total
-            if total >= request.max_len:
-                continue  # its last token is sampled and on its way
+            if total >= request.plan_limit and request.awaits_result:
+                continue  # its last token, or the one that the next depends on, is on its way
             tokens = builder.grant(total - start)
             if not tokens:
                 continue
@@ -276,26 +336,30 @@ class Scheduler:
             request.total += 1
 
     def _plan_waiting(self, builder: PlanBuilder) -> None:
-        """Admits waiting requests in order, while slots, budget and blocks last.
+        """Admits waiting requests in order, while slots, budget, bytes and blocks last.
 
         Nobody overtakes the first that does not fit.
         """
         held_back = []
-        while (
-            self._waiting
-            and self._free_slots
-            and builder.prefill_left > 0
-            and builder.num_admitted_tokens < MAX_ADMITTED_TOKENS
-        ):
+        while self._waiting and self._free_slots and builder.prefill_left > 0:
             request = self._waiting[0]
             if request.status is Status.FINISHED:
                 heapq.heappop(self._waiting)
             elif self._awaits_leader(request, builder.step_id):
                 held_back.append(heapq.heappop(self._waiting))
-            elif not self._admit(builder, request):
+            elif not self._fits_plan(builder, request) or not self._admit(builder, request):
                 break
         for request in held_back:
             heapq.heappush(self._waiting, request)
+
+    def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
+        """Whether the plan has the bytes for a request; the first always fits (see `fits`)."""
+        size = self._admission_bytes(builder, request)
+        return not builder.admitted_bytes or builder.admitted_bytes + size <= MAX_ADMITTED_BYTES
+
+    def _admission_bytes(self, builder: PlanBuilder, request: Request) -> int:
+        blocks = -(-request.total // self.limits.block_size)
+        return builder.admission_bytes(request, blocks * len(self.limits.groups))
 
     def _awaits_leader(self, request: Request, step_id: int) -> bool:
         """Whether a sibling is computing the prompt; this request then shares the blocks one step
@@ -317,10 +381,11 @@ class Scheduler:
             return False
         heapq.heappop(self._waiting)
         self._count_out(request)
+        size = self._admission_bytes(builder, request)
         tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
         self.kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
         self._enter_slot(request, prefix.num_tokens)
-        builder.admit(request)
+        builder.admit(request, size)
         builder.grow_tables(request, 0)
         for group, block in prefix.copied:
             builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])
@@ -376,6 +441,8 @@ class Scheduler:
         self._num_prefill_tokens -= request.num_uncomputed
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
+        if request.params.has_penalties:
+            self._vacated.append(request.slot)
         request.slot = -1
         request.num_computed = 0
         request.prefill_step = -1
@@ -404,17 +471,58 @@ class Scheduler:
         )
         output = StepOutput([], [], [])
         ended = False
-        for row, (request, token) in enumerate(zip(sampled, result.tokens.tolist(), strict=True)):
-            if request.status is Status.FINISHED:
-                self.stats.wasted_rows += 1
-                continue
-            output.requests.append(request)
-            output.tokens.append(token)
-            output.rows.append(row)
-            ended |= self._take_token(request, token)
+        if result.tokens.shape[1] > 1 or len(result.num_taken):
+            ended = self._take_rows(sampled, result, output)
+        else:  # the same for one token a row
+            tokens = result.tokens[:, 0].tolist()
+            for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
+                if request.status is Status.FINISHED:
+                    self.stats.wasted_rows += 1
+                    continue
+                output.requests.append(request)
+                output.tokens.append(token)
+                output.rows.append(row)
+                ended |= self._take_token(request, token)
         if ended:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
         return output
+
+    def _take_rows(self, sampled: list[Request], result: StepResult, output: StepOutput) -> bool:
+        """Takes rows of several tokens each, up to the one with which a request ends. Returns
+        whether any ended."""
+        k = result.tokens.shape[1]
+        counts = result.num_taken.tolist() or [k] * len(sampled)
+        ended = False
+        for row, (request, tokens, taken) in enumerate(
+            zip(sampled, result.tokens.tolist(), counts, strict=True)
+        ):
+            if request.status is Status.FINISHED:
+                self.stats.wasted_rows += 1
+                continue
+            if taken != 1:
+                self._settle_placeholder(request, taken)
+            for place, token in enumerate(tokens[:taken]):
+                output.requests.append(request)
+                output.tokens.append(token)
+                output.rows.append(row * k + place)
+                if self._take_token(request, token):
+                    ended = True
+                    break
+        return ended
+
+    def _settle_placeholder(self, request: Request, taken: int) -> None:
+        """Puts `taken` tokens in the place of the one that was expected of a row.
+
+        What is beyond the first is computed by the next row, as all tokens are that are not in the
+        cache; and if there is none, the last token is computed once more, since its logits are
+        needed again.
+        """
+        assert not request.plans_ahead, "the next row was planned for exactly one token"
+        request.total += taken - 1
+        if not taken and request.slot >= 0:
+            self._num_prefill_tokens -= request.num_uncomputed
+            request.num_computed -= 1
+            self._num_prefill_tokens += request.num_uncomputed
 
     def _take_token(self, request: Request, token: int) -> bool:
         """Appends a token. Returns whether the request ended with it."""
@@ -454,6 +562,7 @@ class Scheduler:
     def requests(self) -> Iterator[Request]:
         """Yields every request that has not ended."""
         yield from self.running
+        yield from self._blocked
         yield from (r for r in self._waiting if r.status is Status.WAITING)
 
     def check_integrity(self) -> None:
@@ -467,6 +576,9 @@ class Scheduler:
         assert self.running == sorted(self.running), "the running requests are out of order"
         assert all(r.status is Status.RUNNING for r in self.running), (
             "a request that ended still runs"
+        )
+        assert all(
+            r.status is Status.BLOCKED and r.slot < 0 and not r.blocks for r in self._blocked
         )
         waiting = [r for r in self._waiting if r.status is Status.WAITING]
         assert len(waiting) == self._num_waiting, "the waiting requests are miscounted"

@@ -11,12 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aioinfer.errors import RequestError
-
-#: The most characters of all stop strings of a request: the automaton is built on the event loop,
-#: 1.5 µs a character.
-MAX_STOP_CHARS = 4096
-
 
 @dataclass(slots=True, eq=False)
 class _State:
@@ -49,16 +43,9 @@ class StopStrings:
         """Prepares the search.
 
         Args:
-            stops: non-empty strings.
+            stops: non-empty strings, `MAX_STOP_CHARS` characters in all at most.
             include: whether the text keeps the stop string that ends it.
-
-        Raises:
-            RequestError: the strings are longer than `MAX_STOP_CHARS` together.
         """
-        if sum(map(len, stops)) > MAX_STOP_CHARS:
-            raise RequestError(
-                f"stop may hold at most {MAX_STOP_CHARS} characters in all", param="stop"
-            )
         self._include = include
         self._root = _automaton(stops)
         self._first_characters = frozenset(self._root.steps)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aioinfer.ipc.plan import I32, Admission, StepPlan, StepResult
+from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.kernels import prepare
-from aioinfer.kernels.slots import RECORD_FIELDS, SlotTensors, admit_requests, grow_tables
+from aioinfer.kernels.slots import grow_tables
 from aioinfer.layers.formats.dense import SKINNY_ROWS
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
@@ -30,7 +30,7 @@ from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
 from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.plan_buffer import PlanBuffer
-from aioinfer.worker.slots import Slots, banned_until, numbers_of
+from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
 from aioinfer.worker.step_inputs import count_decodes
 
@@ -72,9 +72,7 @@ class PendingGpuResult:
         self.arrived.synchronize()
         result = StepResult(self.step_id, self.tokens.numpy().copy(), busy_ns=self.busy_ns)
         if self.logprobs:
-            result.logprobs, result.top_tokens, result.top_logprobs = (
-                part.numpy() for part in self.logprobs
-            )
+            result.sections = [Logprobs(*(part.numpy() for part in self.logprobs))]
         return result
 
 
@@ -130,8 +128,12 @@ class GpuModelRunner:
         token for each sampled row."""
         began = time.perf_counter_ns()
         index = self._staging.begin()
-        launch = self._replay if self._has_graph(plan) else self._launch
-        tokens, logprobs, arrived = self._fetch(index, *launch(plan, index))
+        staged = self.slots.stage(plan)
+        if self._has_graph(plan):
+            sampled = self._replay(plan, index)
+        else:
+            sampled = self._launch(plan, index, staged)
+        tokens, logprobs, arrived = self._fetch(index, *sampled)
         self._staging.end(arrived)
         busy_ns = time.perf_counter_ns() - began
         return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns)
@@ -167,30 +169,29 @@ class GpuModelRunner:
         logits = self._logits[:rows, : self.model.vocabulary.local_size]
         return rows, self._sampler.sample(logits, sampling, buffer.buffer_index)
 
-    def _launch(self, plan: StepPlan, index: int) -> tuple[int, tuple[torch.Tensor, ...]]:
+    def _launch(
+        self, plan: StepPlan, index: int, staged: list[I32]
+    ) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Launches any other step: the layers from a graph if there is one for so many tokens, the
-        rest kernel by kernel."""
+        rest kernel by kernel. `staged`: what `Slots.stage` returned."""
         sampled = np.flatnonzero(plan.samples).astype(np.int32)
         ends = np.cumsum(plan.lengths, dtype=np.int32)
-        records, packed = _pack_admissions(plan.admissions)
         sampled_slots = plan.slots[sampled]
         sampled_positions = (plan.starts + plan.lengths)[sampled]
         copy_counts, copies = sort_copies(plan, len(self.kv.groups))
-        rows, growth, copies_there, records_there, packed_there, sampling, places, index_there = (
-            self._staging.upload(
-                [
-                    np.stack([plan.slots, plan.starts, plan.lengths]),
-                    np.stack([plan.table_rows, plan.table_indices, plan.table_blocks]),
-                    copies,
-                    records,
-                    packed,
-                    np.stack([sampled_slots, sampled_positions, np.ones_like(sampled)]),
-                    np.stack([sampled, ends[sampled] - 1]),
-                    np.array([index], np.int32),
-                ]
-            )
+        rows, growth, copies_there, sampling, places, index_there, *admitted = self._staging.upload(
+            [
+                np.stack([plan.slots, plan.starts, plan.lengths]),
+                np.stack([plan.table_rows, plan.table_indices, plan.table_blocks]),
+                copies,
+                np.stack([sampled_slots, sampled_positions, np.ones_like(sampled)]),
+                np.stack([sampled, ends[sampled] - 1]),
+                np.array([index], np.int32),
+                *staged,
+            ]
         )
-        self._update_slots(plan, growth, records_there, packed_there)
+        grow_tables(*growth, self.slots.block_tables)
+        self.slots.apply_staged(plan, admitted)
         self.kv.copy_blocks(copy_counts, *copies_there)
         if not len(plan.slots):
             return 0, ()
@@ -202,19 +203,6 @@ class GpuModelRunner:
             sampling[0], sampling[1], sampling[2], sampled_slots, sampled_positions
         )
         return len(sampled), self._sampler.sample(logits, sampling_rows, index_there)
-
-    def _update_slots(
-        self, plan: StepPlan, growth: torch.Tensor, records: torch.Tensor, packed: torch.Tensor
-    ) -> None:
-        """Brings the slots up to date with a plan, whose arrays are on the GPU."""
-        slots = self.slots
-        grow_tables(*growth, slots.block_tables)
-        if plan.admissions:
-            longest = max(len(admission.tokens) for admission in plan.admissions)
-            tensors = SlotTensors(slots.tokens, slots.seeds, slots.integers, slots.numbers)
-            admit_requests(records, packed, tensors, longest)
-            for admission in plan.admissions:
-                slots.note(admission)
 
     def _compute(self, plan: StepPlan, rows: Tensors, places: Tensors) -> torch.Tensor:
         """Returns the hidden states [S, hidden_size] of the sampled rows.
@@ -378,19 +366,3 @@ def _make_inputs(slots: Slots, rows: int, tokens: int) -> StepInputs:
         for tables in slots.tables_by_group
     )
     return StepInputs(zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups)
-
-
-def _pack_admissions(admissions: Sequence[Admission]) -> tuple[I32, I32]:
-    """Returns the records int32 [A, RECORD_FIELDS] of admissions, and all their tokens int32
-    [N]."""
-    records = np.zeros((len(admissions), RECORD_FIELDS), np.int32)
-    offset = 0
-    for record, admission in zip(records, admissions, strict=True):
-        length = len(admission.tokens)
-        record[:3] = admission.slot, offset, length
-        record[3:5] = np.array([admission.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        record[5:7] = max(0, admission.params.top_k), banned_until(admission)
-        record[7:] = np.array(numbers_of(admission.params), np.float32).view(np.int32)
-        offset += length
-    tokens = [admission.tokens for admission in admissions]
-    return records, np.concatenate(tokens) if tokens else np.empty(0, np.int32)

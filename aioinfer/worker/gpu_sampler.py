@@ -10,7 +10,12 @@ import torch
 
 from aioinfer.ipc.plan import I32
 from aioinfer.kernels.logprobs import MAX_TOP, shard_logprobs, token_logprobs
-from aioinfer.kernels.penalties import add_biases, add_occurrences, apply_penalties
+from aioinfer.kernels.penalties import (
+    add_biases,
+    add_occurrences,
+    apply_penalties,
+    ban_tokens,
+)
 from aioinfer.kernels.prepare import append_tokens
 from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
 from aioinfer.kernels.symmetric_memory import LLBuffers
@@ -53,7 +58,8 @@ class GpuSampler:
         self._vocabulary = vocabulary
         device = slots.device
         self._state = SamplingState(
-            slots.seeds, slots.temperature, slots.top_k, slots.top_p, slots.min_p
+            slots.seeds,
+            *(slots.params[name] for name in ("temperature", "top_k", "top_p", "min_p")),
         )
         self._shard = self._make_shard(max_rows)
         self._results = torch.zeros(NUM_BUFFERS, max_rows, dtype=torch.int32, device=device)
@@ -126,9 +132,9 @@ class GpuSampler:
             )
         if not asked & LOGPROBS:
             return ()
-        asking = torch.from_numpy((flags & LOGPROBS).astype(np.int32))
+        asking = (slots.params["logprobs"].index_select(0, rows.slots) >= 0).int()
         most = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
-        return self._logprobs(logits, tokens, asking.to(logits.device, non_blocking=True), most)
+        return self._logprobs(logits, tokens, asking, most)
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, asking: torch.Tensor, count: int
@@ -146,15 +152,16 @@ class GpuSampler:
         """Applies biases, bans and penalties to logits [S, local_size], in place."""
         slots, first, size = self._slots, self._vocabulary.start, self._vocabulary.local_size
         if asked & BIASED:
-            add_biases(logits, rows.slots, slots.bias.ids, slots.bias.values, first=first)
+            biases = slots.bias_ids, slots.bias_values, slots.params["num_bias"]
+            add_biases(logits, rows.slots, *biases, first=first)
         if asked & BANNED:
-            add_biases(
-                logits, rows.slots, slots.banned.ids, slots.banned.values,
-                positions=rows.positions, until=slots.banned_until, first=first,
+            ban_tokens(
+                logits, rows.slots, slots.banned_ids, slots.params["num_banned"],
+                positions=rows.positions, until=slots.params["banned_until"], first=first,
             )  # fmt: skip
         if asked & PENALIZED:
-            counts = slots.occurrences
+            counts, kinds = slots.occurrences, ("repetition", "presence", "frequency")
             apply_penalties(
                 logits, rows.slots, counts.row_of_slot, counts.rows[:, first : first + size],
-                slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty,
+                *(slots.params[f"{kind}_penalty"] for kind in kinds),
             )  # fmt: skip

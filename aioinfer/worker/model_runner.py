@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.sampler import Sampled, sample
@@ -38,14 +38,11 @@ class PendingResult:
     def wait(self) -> StepResult:
         """Returns the result."""
         sampled = self.sampled
-        return StepResult(
-            self.step_id,
-            sampled.tokens.cpu().numpy(),
-            sampled.logprobs.cpu().numpy(),
-            sampled.top_tokens.cpu().numpy(),
-            sampled.top_logprobs.cpu().numpy(),
-            self.busy_ns,
-        )
+        result = StepResult(self.step_id, sampled.tokens.cpu().numpy(), busy_ns=self.busy_ns)
+        if len(sampled.logprobs):
+            parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
+            result.sections = [Logprobs(*(part.cpu().numpy() for part in parts))]
+        return result
 
 
 class ModelRunner:

@@ -1,10 +1,14 @@
 """The state of the running requests, one slot each, in tensors on the worker's device.
 
 The model runner applies each step's plan to it and derives the step's inputs from it; the sampler
-reads how each request wants its tokens chosen. A request is written once, when it is admitted;
-after that only its block table and its tokens grow, and the tokens are written on the device:
-nothing comes back from the host. (Request state in fixed slots of the GPU is the idea of vLLM's
-second model runner.)
+reads how each request's tokens are sampled. A request is written once, when it is admitted; after
+that only its block tables and its tokens grow, and the tokens are written on the device: nothing
+comes back from the host. (Request state in fixed slots of the GPU is the idea of vLLM's second
+model runner.)
+
+Two ways lead from a plan to the slots, with the same effect. On a CPU `apply` does it in plain
+torch. On a GPU the runner uploads what `stage` gives it together with the other arrays of the step,
+and `apply_staged` launches kernels on that: no copy of its own, and nothing that waits for the GPU.
 
 On the host there is only what decides which work a step has: `sampling_flags`, `num_logprobs` and a
 copy of `banned_until`.
@@ -12,16 +16,17 @@ copy of `banned_until`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.ipc.plan import I32, Admission, StepPlan
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.ipc.request_record import RECORD, RECORD_WORDS, WORD, Admissions, Vacated
+from aioinfer.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
+from aioinfer.worker.occurrences import Occurrences
 
 # What a request asks of the sampler beyond the likeliest token; bits of `Slots.sampling_flags`.
 RANDOM = 1  # a temperature above 0
@@ -31,103 +36,23 @@ PENALIZED = 8  # a repetition, presence or frequency penalty
 BANNED = 16  # tokens that are banned at this position, before min_tokens
 LOGPROBS = 32  # log-probabilities
 
-IN_PROMPT = 1 << 30
-
-
-class LogitBiases:
-    """What to add to the logits of some tokens, for those slots that ask.
-
-    The tensors widen when a longer list comes, so their addresses may change with an admission.
-
-    Attributes:
-        ids: int64 [max_num_seqs, width], token ids; a list is padded by repeating its first.
-        values: float32 [max_num_seqs, width], 0 where padded and for slots that do not ask.
-    """
-
-    def __init__(self, max_num_seqs: int, device: torch.device):
-        self.ids = torch.zeros((max_num_seqs, 0), dtype=torch.int64, device=device)
-        self.values = torch.zeros((max_num_seqs, 0), dtype=torch.float32, device=device)
-        self._used: set[int] = set()
-
-    def set(self, slot: int, biases: Mapping[int, float]) -> None:
-        """Overwrites the biases of a slot, which may be none."""
-        if not biases and slot not in self._used:
-            return
-        self._used.add(slot)
-        ids, values = list(biases), list(biases.values())
-        width = self.ids.shape[1]
-        if len(ids) > width:
-            more = max(len(ids), 2 * width) - width
-            self.ids = torch.nn.functional.pad(self.ids, (0, more))
-            self.values = torch.nn.functional.pad(self.values, (0, more))
-            width += more
-        padding = width - len(ids)
-        if ids:
-            self.ids[slot] = torch.tensor(ids + ids[:1] * padding)
-        self.values[slot] = torch.tensor(values + [0.0] * padding)
-
-
-class Occurrences:
-    """Which tokens a request holds, and how often it generated them, for those slots whose requests
-    have penalties.
-
-    Attributes:
-        rows: int32 [capacity, vocab_size]; the bit `IN_PROMPT` says that the token is in the
-            prompt, the bits below it count it in the output. The capacity doubles when it is used
-            up.
-        row_of_slot: int64 [max_num_seqs], the row of each slot, or -1.
-    """
-
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
-        self.rows = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self.row_of_slot = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
-        self._row_of_slot: dict[int, int] = {}  # the same on the host
-        self._free: list[int] = []
-
-    def start(self, slot: int, tokens: torch.Tensor, prompt_len: int) -> None:
-        """Begins the row of a slot with the tokens of its request so far (int32 [n], prompt and
-        output)."""
-        row = self._row_of_slot.get(slot)
-        if row is None:
-            if not self._free:
-                capacity = len(self.rows)
-                self.rows = torch.nn.functional.pad(self.rows, (0, 0, 0, max(4, capacity)))
-                self._free = list(range(len(self.rows) - 1, capacity - 1, -1))
-            row = self._row_of_slot[slot] = self._free.pop()
-            self.row_of_slot[slot] = row
-        self.rows[row] = torch.bincount(tokens[prompt_len:], minlength=self.rows.shape[1])
-        self.rows[row, tokens[:prompt_len].long()] |= IN_PROMPT
-
-    def stop(self, slot: int) -> None:
-        """Gives the row of a slot back, if it has one."""
-        row = self._row_of_slot.pop(slot, None)
-        if row is not None:
-            self.row_of_slot[slot] = -1
-            self._free.append(row)
-
-    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts one token for each of `slots` (both int64 [n]; no slot twice)."""
-        self.rows[self.row_of_slot[slots], tokens] += 1
-
 
 class Slots:
     """Per-slot request state. S slots; every position is counted from the beginning of the prompt.
 
     Attributes:
         tokens: int32 [S, max_model_len + 1], prompt and output. One more than a request can have,
-            since the last token is chosen but never computed.
+            since the last token is sampled but never computed.
         block_tables: int32 [groups * S, blocks of max_model_len], always valid block ids; row
             group * S + slot.
         tables_by_group: the same by KV group, each [S, blocks of max_model_len].
         seeds: int64 [S], the 64 bits that key the sampler's noise.
-        top_k: int32 [S], 0 keeps all.
-        banned_until: int32 [S], the first position that may take a banned token.
-        temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32
-            [S].
-        integers, numbers: int32 [2, S] and float32 [6, S], of which those fields are the rows, in
-            this order.
-        bias: the logit biases. banned: the tokens banned before min_tokens, biased by minus
-            infinity.
+        records: int32 [fields of a record, S], the records of the requests field by field.
+        params: float32 or int32 [S] by the name of a record's field, views of `records`: all that
+            crosses of `SamplingParams`, and "num_bias", "num_banned" and "banned_until", the first
+            position that may take a banned token.
+        bias_ids, bias_values: int32 and float32 [S, MAX_LOGIT_BIAS]; "num_bias" of a row count.
+        banned_ids: int32 [S, MAX_END_TOKENS]; "num_banned" of a row count.
         occurrences: what penalties count.
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
         num_logprobs: int32 [S] on the host, how many of the likeliest tokens to report.
@@ -153,30 +78,113 @@ class Slots:
         self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
         self.tables_by_group = self.block_tables.view(num_groups, max_num_seqs, -1).unbind()
         self.seeds = zeros(max_num_seqs, dtype=torch.int64)
-        # One row a field, so that an admission writes one column and a kernel needs one address.
-        self.integers = zeros(2, max_num_seqs)
-        self.top_k, self.banned_until = self.integers
-        self.numbers = zeros(6, max_num_seqs, dtype=torch.float32)
-        self.temperature, self.top_p, self.min_p, *penalties = self.numbers
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = penalties
-        self.bias = LogitBiases(max_num_seqs, device)
-        self.banned = LogitBiases(max_num_seqs, device)
+        # One row a field: what a step reads of a field lies together.
+        self.records = zeros(RECORD_WORDS, max_num_seqs)
+        self.params = _fields_of(self.records)
+        self.bias_ids = zeros(max_num_seqs, MAX_LOGIT_BIAS)
+        self.bias_values = zeros(max_num_seqs, MAX_LOGIT_BIAS, dtype=torch.float32)
+        self.banned_ids = zeros(max_num_seqs, MAX_END_TOKENS)
         self.occurrences = Occurrences(max_num_seqs, vocab_size, device)
         self.sampling_flags = np.zeros(max_num_seqs, np.uint8)
         self._banned_until = np.zeros(max_num_seqs, np.int32)
         self.num_logprobs = np.zeros(max_num_seqs, np.int32)
 
+    @staticmethod
+    def max_sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
+        """Returns the device memory that the requests' sampling parameters can take at their worst,
+        beyond what the constructor allocates: that of penalties, at every slot."""
+        return Occurrences.max_bytes(max_num_seqs, vocab_size)
+
+    # ---------------------------------------------------------------- plans
+
     def apply(self, plan: StepPlan) -> None:
-        """Brings the slots up to date with a plan: block tables grow, then admitted requests take
-        their slots."""
+        """Brings the slots up to date with a plan, in plain torch: block tables grow, then admitted
+        requests take their slots."""
         if len(plan.table_rows):
             where = self._upload(plan.table_rows).long(), self._upload(plan.table_indices).long()
             self.block_tables[where] = self._upload(plan.table_blocks)
-        for admission in plan.admissions:
-            self._admit(admission)
+        if not plan.sections:
+            return
+        self._account(plan)
+        admissions = plan.admissions
+        slots, records = admissions.records["slot"], admissions.records
+        at = self._upload(slots).long()
+        self.records[:, at] = self._upload(_words_of(admissions).T)
+        seeds = records["seed_high"].astype(np.uint64) << np.uint64(32) | records["seed_low"]
+        self.seeds[at] = self._upload(seeds.view(np.int64))
+        self.occurrences.row_of_slot[at] = self._upload(self.occurrences.host_rows[slots])
+        for one in admissions:
+            self.tokens[one.slot, : len(one.tokens)] = self._upload(one.tokens)
+            self.bias_ids[one.slot, : len(one.bias_ids)] = self._upload(one.bias_ids)
+            self.bias_values[one.slot, : len(one.bias_ids)] = self._upload(one.bias_values)
+            self.banned_ids[one.slot, : len(one.banned_ids)] = self._upload(one.banned_ids)
+        for slot, length, prompt_len in self._penalized(admissions):
+            tokens = self.tokens[slot, :length]
+            self.occurrences.count(int(self.occurrences.host_rows[slot]), tokens, prompt_len)
+
+    def stage(self, plan: StepPlan) -> list[I32]:
+        """Does what of a plan concerns the host, and returns the arrays that `apply_staged` needs
+        on the device: none for a plan without admissions. Once for each plan, in order."""
+        if not plan.sections:
+            return []
+        self._account(plan)
+        admissions = plan.admissions
+        if not admissions:
+            return []
+        rows = self.occurrences.host_rows[admissions.records["slot"]]
+        return [
+            _words_of(admissions), rows, admissions.tokens, admissions.bias_ids,
+            admissions.bias_values.view(np.int32), admissions.banned_ids,
+        ]  # fmt: skip
+
+    def apply_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
+        """Lets the requests that a plan admits take their slots, with kernels.
+
+        Args:
+            plan: the step's.
+            staged: what `stage` returned for it, as int32 tensors of the same shapes on the device.
+        """
+        if not staged:
+            return
+        from aioinfer.kernels.penalties import count_occurrences
+        from aioinfer.kernels.slots import PackedAdmissions, SlotTensors, admit_requests
+
+        admissions, occurrences = plan.admissions, self.occurrences
+        slots = SlotTensors(
+            self.tokens, self.seeds, self.records, occurrences.row_of_slot, self.bias_ids,
+            self.bias_values, self.banned_ids,
+        )  # fmt: skip
+        longest = int(admissions.records["num_tokens"].max())
+        admit_requests(PackedAdmissions(*staged), slots, longest)
+        for slot, length, prompt_len in self._penalized(admissions):
+            row = occurrences.rows[occurrences.host_rows[slot]]
+            count_occurrences(self.tokens[slot, :length], prompt_len, row)
+
+    def _account(self, plan: StepPlan) -> None:
+        """Brings up to date what the host keeps, and the rows of occurrences."""
+        vacated, records = plan.section(Vacated), plan.admissions.records
+        if vacated is not None:
+            for slot in vacated.slots.tolist():
+                self.occurrences.stop(slot)
+        flags, slots = _flags_of(records), records["slot"]
+        for slot, penalized in zip(slots.tolist(), (flags & PENALIZED).tolist(), strict=True):
+            if penalized:
+                self.occurrences.start(slot)
+            else:
+                self.occurrences.stop(slot)
+        self.occurrences.fit()
+        self.sampling_flags[slots] = flags
+        self._banned_until[slots] = records["banned_until"]
+        self.num_logprobs[slots] = np.maximum(records["logprobs"], 0)
+
+    def _penalized(self, admissions: Admissions) -> Iterator[tuple[int, int, int]]:
+        """Yields (slot, tokens, prompt tokens) of the requests with penalties."""
+        records = admissions.records
+        for record in records[self.sampling_flags[records["slot"]] & PENALIZED > 0]:
+            yield int(record["slot"]), int(record["num_tokens"]), int(record["prompt_len"])
 
     def append(self, slot_ids: I32, positions: I32, tokens: torch.Tensor) -> None:
-        """Writes the tokens that a step chose (int32 [n] on the device, -1 where it could not) to
+        """Writes the tokens that a step sampled (int32 [n] on the device, -1 where it could not) to
         `positions` of `slot_ids`."""
         # a row that failed must still leave an id that can be embedded
         tokens = tokens.clamp(min=0)
@@ -188,89 +196,57 @@ class Slots:
             self.occurrences.add(slots[rows], tokens[rows].long())
 
     def current_flags(self, slot_ids: I32, positions: I32) -> npt.NDArray[np.uint8]:
-        """Returns the sampling_flags (uint8 [n]) that bear on the choice of the tokens at
-        `positions` of `slot_ids`."""
+        """Returns the flags (uint8 [n]) that bear on sampling the tokens at `positions` of
+        `slot_ids`."""
         sampling_flags = self.sampling_flags[slot_ids]
         sampling_flags[positions >= self._banned_until[slot_ids]] &= ~np.uint8(BANNED)
         return sampling_flags
 
     def reset(self) -> None:
         """Forgets everything, as if no request had ever been admitted."""
-        for tensor in (self.tokens, self.block_tables, self.seeds, self.integers, self.numbers):
+        for tensor in (
+            self.tokens, self.block_tables, self.seeds, self.records, self.bias_ids,
+            self.bias_values, self.banned_ids,
+        ):  # fmt: skip
             tensor.zero_()
         for array in (self.sampling_flags, self._banned_until, self.num_logprobs):
             array.fill(0)
         slots, vocab_size = len(self.tokens), self.occurrences.rows.shape[1]
-        self.bias = LogitBiases(slots, self.device)
-        self.banned = LogitBiases(slots, self.device)
         self.occurrences = Occurrences(slots, vocab_size, self.device)
-
-    def _admit(self, admission: Admission) -> None:
-        """Overwrites a slot.
-
-        Its former block table may stay: entries past a request's length are never read.
-        """
-        slot, params = admission.slot, admission.params
-        tokens = self._upload(admission.tokens)
-        self.tokens[slot, : len(tokens)] = tokens
-        self.seeds[slot] = _as_int64(admission.seed)
-        self.integers[:, slot] = torch.tensor([max(0, params.top_k), banned_until(admission)])
-        self.numbers[:, slot] = torch.tensor(numbers_of(params))
-        self.note(admission)
-
-    def note(self, admission: Admission) -> None:
-        """Enters what few requests ask for, and what the host keeps, of a request whose tokens are
-        in its slot."""
-        slot, params = admission.slot, admission.params
-        self.bias.set(slot, params.logit_bias)
-        self.banned.set(slot, dict.fromkeys(admission.banned_until_min_tokens, -math.inf))
-        if params.has_penalties:
-            self.occurrences.start(
-                slot, self.tokens[slot, : len(admission.tokens)], admission.prompt_len
-            )
-        else:
-            self.occurrences.stop(slot)
-        self.sampling_flags[slot] = _flags_of(params) | BANNED * bool(
-            admission.banned_until_min_tokens
-        )
-        self._banned_until[slot] = banned_until(admission)
-        self.num_logprobs[slot] = params.logprobs or 0
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copies an array, which may be a view into the ring, to the device."""
         return torch.tensor(array, device=self.device)
 
 
-def banned_until(admission: Admission) -> int:
-    """Returns the first position at which a request may take a banned token."""
-    return (
-        admission.prompt_len + admission.params.min_tokens
-        if admission.banned_until_min_tokens
-        else 0
+def _words_of(admissions: Admissions) -> I32:
+    """Returns the records as int32 [A, RECORD_WORDS]."""
+    return admissions.records.view(np.int32).reshape(-1, RECORD_WORDS)
+
+
+def _fields_of(records: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the rows of `Slots.records` by the names of the fields, in their dtypes."""
+    return {
+        name: records[index].view(torch.float32) if RECORD[name] == np.float32 else records[index]
+        for name, index in WORD.items()
+    }
+
+
+def _flags_of(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
+    """Returns the sampling flags (uint8 [A]) of records."""
+    random = records["temperature"] >= np.float32(GREEDY_TEMPERATURE)
+    filtered = (records["top_k"] > 0) | (records["top_p"] < 1) | (records["min_p"] > 0)
+    penalized = (
+        (records["repetition_penalty"] != 1)
+        | (records["presence_penalty"] != 0)
+        | (records["frequency_penalty"] != 0)
     )
-
-
-def numbers_of(params: SamplingParams) -> tuple[float, ...]:
-    """Returns what goes into a slot's column of `Slots.numbers`."""
-    return (
-        params.temperature, params.top_p, params.min_p,
-        params.repetition_penalty, params.presence_penalty, params.frequency_penalty,
-    )  # fmt: skip
-
-
-def _flags_of(params: SamplingParams) -> int:
-    """Returns the bits of a request's parameters, `BANNED` apart."""
-    filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    return (
-        RANDOM * (not params.greedy)
-        | FILTERED * (filtered and not params.greedy)
-        | BIASED * bool(params.logit_bias)
-        | PENALIZED * params.has_penalties
-        | LOGPROBS * (params.logprobs is not None)
+    flags = (
+        RANDOM * random
+        | FILTERED * (random & filtered)
+        | BIASED * (records["num_bias"] > 0)
+        | PENALIZED * penalized
+        | BANNED * (records["num_banned"] > 0)
+        | LOGPROBS * (records["logprobs"] >= 0)
     )
-
-
-def _as_int64(seed: int) -> int:
-    """Returns the low 64 bits of `seed` as a signed number, as torch stores them."""
-    seed &= 2**64 - 1
-    return seed - 2**64 if seed >= 2**63 else seed
+    return flags.astype(np.uint8)

@@ -19,7 +19,7 @@ import torch
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
-from aioinfer.ipc.plan import Admission, StepPlan
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.decoder import CausalLM
@@ -338,7 +338,7 @@ def _make_plan(
     return StepPlan(
         -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
         (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
-        none, none, list(admissions),
+        none, none, [Admissions.of(admissions)] if admissions else (),
     )  # fmt: skip
 
 

@@ -97,9 +97,8 @@ def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
         assert ("cpu" in llm.frontend.engines[0].report.device) == (device == "cpu")
         yield llm
         llm.frontend.engines[0].scheduler.check_integrity()
-        assert (
-            llm.frontend.engines[0].scheduler.kv_cache.num_free
-            == sum(llm.frontend.engines[0].report.num_blocks)
+        assert llm.frontend.engines[0].scheduler.kv_cache.num_free == sum(
+            llm.frontend.engines[0].report.num_blocks
         )
     gc.collect()
 

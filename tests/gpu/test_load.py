@@ -182,19 +182,11 @@ async def measure_round(
 
 
 def bytes_by_demand(frontend: Frontend) -> int:
-    """Returns the bytes of what grows with the widest bias and with the most penalized requests at
-    a time, and stays."""
+    """Returns the bytes of what grows with the number of requests that have penalties."""
     executor = frontend.engines[0]._executor
     assert isinstance(executor, InlineExecutor)
     slots = executor._worker._runner.slots
-    tensors = (
-        slots.occurrences.rows,
-        slots.bias.ids,
-        slots.bias.values,
-        slots.banned.ids,
-        slots.banned.values,
-    )
-    return sum(tensor.nbytes for tensor in tensors)
+    return slots.occurrences.rows.nbytes
 
 
 async def serve_load(

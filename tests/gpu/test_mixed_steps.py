@@ -12,7 +12,7 @@ import torch
 from random_models import random_model
 
 from aioinfer.config import load_config
-from aioinfer.ipc.plan import Admission, StepPlan
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.cuda_graphs import CudaGraphs
@@ -59,7 +59,9 @@ def admit(worker: Worker, choice: random.Random) -> None:
         np.arange(SLOTS * blocks, dtype=np.int32),
     )
     worker.execute(
-        StepPlan(0, NONE, NONE, NONE, NONE, slots, indices, each, NONE, NONE, admissions)
+        StepPlan(
+            0, NONE, NONE, NONE, NONE, slots, indices, each, NONE, NONE, [Admissions.of(admissions)]
+        )
     ).wait()
 
 

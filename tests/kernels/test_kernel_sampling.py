@@ -86,13 +86,14 @@ def test_penalties_from_counts() -> None:
 
 def test_biases_and_bans() -> None:
     logits = torch.zeros(3, 20)
-    ids = torch.tensor([[5, 6, 5], [1, 1, 1], [2, 3, 2]])
-    values = torch.tensor([[1.0, -2.0, 0.0], [float("-inf"), 0.0, 0.0], [4.0, 5.0, 0.0]])
-    penalties.add_biases(
-        logits, int32(0, 1, 2), ids, values, positions=int32(3, 3, 3), until=int32(9, 4, 3)
-    )
+    ids = torch.tensor([[5, 6, 9], [1, 9, 9], [2, 3, 9]], dtype=torch.int32)
+    values, counts = torch.tensor([[1.0, -2.0, 7.0], [4.0, 7.0, 7.0], [7.0] * 3]), int32(2, 1, 0)
+    penalties.add_biases(logits, int32(0, 1, 2), ids, values, counts)
     expected = torch.zeros(3, 20)
-    expected[0, 5], expected[0, 6], expected[1, 1] = 1.0, -2.0, float("-inf")
+    expected[0, 5], expected[0, 6], expected[1, 1] = 1.0, -2.0, 4.0
     assert torch.equal(logits, expected)
-    penalties.add_biases(logits, int32(2), ids, values)
-    assert logits[0, 2:4].tolist() == [4.0, 5.0]
+    penalties.ban_tokens(
+        logits, int32(1, 0, 2), ids, int32(2, 1, 3), positions=int32(3, 3, 3), until=int32(4, 9, 3)
+    )
+    expected[0, 1] = expected[1, 5] = expected[1, 6] = float("-inf")
+    assert torch.equal(logits, expected), "the last row is past its minimum"

@@ -192,12 +192,13 @@ def test_merged_log_probabilities_of_shards_are_those_of_the_whole_vocabulary() 
 
 
 def test_biases_of_other_ranks_tokens_are_skipped() -> None:
-    ids, values = torch.tensor([[5, 6, 14, 5]]), torch.tensor([[1.0, -2.0, 3.0, 0.0]])
+    ids, values = torch.tensor([[5, 6, 14]], dtype=torch.int32), torch.tensor([[1.0, -2.0, 3.0]])
+    counts = torch.tensor([3], dtype=torch.int32)
     whole, slots = torch.zeros(1, 15), torch.zeros(1, dtype=torch.int32)
-    penalties.add_biases(whole, slots, ids, values)
+    penalties.add_biases(whole, slots, ids, values, counts)
     memory = torch.zeros(1, 3, 5)
     for rank in range(3):
-        penalties.add_biases(memory[:, rank], slots, ids, values, first=5 * rank)
+        penalties.add_biases(memory[:, rank], slots, ids, values, counts, first=5 * rank)
     assert torch.equal(memory.flatten(1), whole)
 
 

@@ -1,0 +1,295 @@
+"""A request's whole way: HTTP body, protocol, frontend, plan, ring, worker, result, reply. Whatever
+a body holds, it ends nothing but its own request.
+
+All parts are the real ones but for the model: the rings (one process holds both ends), the slots
+and the CPU sampler. The logits are the same random numbers at every position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+import uvloop
+from hypothesis import HealthCheck, Phase, event, example, given, settings
+from hypothesis import strategies as st
+
+from aioinfer.api.protocol import MAX_PROMPTS
+from aioinfer.api.server import HttpServer
+from aioinfer.checkpoint.source import resolve_model
+from aioinfer.config import Config, load_config
+from aioinfer.engine.frontend import Frontend
+from aioinfer.errors import EngineDeadError
+from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
+from aioinfer.ipc.ring import Ring
+from aioinfer.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
+from aioinfer.worker.sampler import sample
+from aioinfer.worker.slots import Slots
+from bench_loop import CONFIG, EchoExecutor
+
+MAX_MODEL_LEN = 48
+VOCAB_SIZE = 49_152
+
+
+class RingExecutor(EchoExecutor):
+    """Sends plans through a ring to slots and a sampler, and results through another."""
+
+    def __init__(self, config: Config):
+        super().__init__(config, 0.0)
+        self.plans, self.results = Ring(1), Ring(1)
+        rows = config.scheduler.max_num_seqs
+        self.slots = Slots(rows, MAX_MODEL_LEN, 16, VOCAB_SIZE, torch.device("cpu"))
+        self.logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
+
+    async def start(self, on_result: Any, on_failure: Any, on_progress: Any) -> Any:
+        self._fail = on_failure
+        return await super().start(on_result, on_failure, on_progress)
+
+    def post(self, plan: StepPlan) -> None:
+        try:
+            self.plans.write(plan.encode())
+        except Exception as error:
+            self._fail(EngineDeadError(repr(error)))
+        else:
+            self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """What a worker's process and the engine's reader of results do."""
+        try:
+            for _ in range(self.plans.announced(0)):
+                self.results.write(self._execute(StepPlan.decode(self.plans.read(0))).encode())
+                self.plans.release(0)
+            for _ in range(self.results.announced(0)):
+                result = StepResult.decode(self.results.read(0))
+                self.results.release(0)
+                self._on_result(result)
+        except Exception as error:
+            self._fail(EngineDeadError(repr(error)))
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self.slots.apply(plan)
+        rows = np.flatnonzero(plan.samples)
+        slot_ids = plan.slots[rows]
+        positions = plan.starts[rows] + plan.lengths[rows]
+        logits = self.logits.repeat(len(rows), 1)
+        sampled = sample(logits, self.slots, slot_ids, positions)
+        self.slots.append(slot_ids, positions, sampled.tokens)
+        result = StepResult(plan.step_id, sampled.tokens.numpy())
+        if len(sampled.logprobs):
+            parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
+            result.sections = [Logprobs(*(part.numpy() for part in parts))]
+        return result
+
+    async def shutdown(self) -> None:
+        self.plans.close()
+        self.results.close()
+
+
+class Server:
+    """The server and a client of it, on an event loop that runs while a test waits for replies."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self.runner.run(self._start())
+
+    async def _start(self) -> None:
+        changed = {
+            "scheduler.max_num_seqs": 32,
+            "scheduler.max_num_batched_tokens": 512,
+            "model.max_model_len": MAX_MODEL_LEN,
+            "server.port": 0,
+        }
+        config = load_config(CONFIG, changed)
+        self.frontend = Frontend(config, [RingExecutor(config)])
+        await self.frontend.start(resolve_model(config.model))
+        self._http = HttpServer(self.frontend)
+        self._session = aiohttp.ClientSession(await self._http.start())
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Returns the status and the reply, of a stream its last event."""
+        kind, data = {"Content-Type": "application/json"}, io.BytesIO(json.dumps(body).encode())
+        async with self._session.post(path, data=data, headers=kind) as response:
+            text = await response.text()
+            if response.content_type != "text/event-stream":
+                return response.status, json.loads(text)
+            *_, last, done, rest = text.split("\n\n")
+            assert (done, rest) == ("data: [DONE]", "")
+            return response.status, json.loads(last.removeprefix("data: "))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(work)
+
+    def close(self) -> None:
+        self.run(self._close())
+        self.runner.close()
+
+    async def _close(self) -> None:
+        await self._session.close()
+        await self._http.close()
+        await self.frontend.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+PLAIN = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+
+def check(server: Server, path: str, body: dict[str, Any]) -> int:
+    """Sends a body, and then a plain request, which must be served as ever. Returns the status of
+    the former, which must be a reply, a refusal that says why, or the end of its own time."""
+
+    async def both() -> tuple[int, Any, int, Any]:
+        return *await server.post(path, body), *await server.post("/v1/completions", PLAIN)
+
+    status, reply, plain_status, plain = server.run(both())
+    assert server.frontend.dead_reason is None
+    error = reply.get("error", {})
+    assert status in (200, 400) or error["code"] == "timeout", reply
+    if status == 400:
+        assert error["message"], "a refusal says why"
+    elif error:
+        assert error["code"] == "timeout", reply
+        assert "timeout_s" in body
+    assert plain_status == 200, plain
+    assert plain["usage"]["completion_tokens"] == 2
+    server.frontend.engines[0].scheduler.check_integrity()
+    return int(status)
+
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOATS = [
+    0, -0.0, 5e-324, 1e-46, -1e-46, 1e-45, 1e-40, 2.0**-126, 1e-38, 1e-30, 1e-6, 1e-5, 1.1e-5, 0.01,
+    0.5, 1 - 1e-9, 1, 1 + 1e-9, 2, -2, 2.0000001, 100, -100, 101, 1e38, FLOAT32_MAX, 1e39,
+    sys.float_info.max, -sys.float_info.max,
+]  # fmt: skip
+INTEGERS = [
+    0, -1, 1, 2, 20, 21, 40, 41, MAX_N, MAX_N + 1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1,
+    2**63 - 1, 2**63, -(2**63), 2**64 - 1, 2**64, 10**400, 1.5,
+]  # fmt: skip
+FLOAT_FIELDS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "timeout_s",
+)  # fmt: skip
+INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "priority")
+#: Lists of the sizes around their bounds.
+LISTS: dict[str, list[Any]] = {
+    "logit_bias": [
+        {str(token): bias for token in range(size)}
+        for size in (0, 1, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + 1, VOCAB_SIZE)
+        for bias in (-100, 0, 1e-46, 100)
+    ],
+    "stop_token_ids": [
+        list(range(size)) for size in (0, 1, MAX_STOP_TOKEN_IDS, MAX_STOP_TOKEN_IDS + 1, 40_000)
+    ],
+    "stop": [
+        "", "x", "x" * MAX_STOP_CHARS, "x" * (MAX_STOP_CHARS + 1), [], ["x"] * MAX_STOPS,
+        ["x"] * (MAX_STOPS + 1), ["y" * (MAX_STOP_CHARS // MAX_STOPS)] * MAX_STOPS, [""],
+    ],
+    "prompt": [
+        "", "x", "x " * 10_000, [], [5], [5] * (MAX_MODEL_LEN - 1), [5] * MAX_MODEL_LEN,
+        [5] * 40_000,
+        [0, VOCAB_SIZE - 1], [VOCAB_SIZE], [2**31 - 1], ["a", "b"], [[5], [6, 7]], [[]],
+        ["a"] * (MAX_PROMPTS + 1),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*FLOAT_FIELDS, *INTEGER_FIELDS, *LISTS])
+def test_every_extreme_of_a_field_is_served_or_refused(server: Server, field: str) -> None:
+    values = LISTS.get(field, FLOATS if field in FLOAT_FIELDS else INTEGERS)
+    body = {"prompt": "hello", "max_tokens": 2}
+    statuses = {check(server, "/v1/completions", body | {field: value}) for value in values}
+    assert statuses >= {200, 400}, "some are served, and some are beyond the bounds"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"top_p": 1e-46}, 400),
+        ({"repetition_penalty": 1e-46}, 400),
+        ({"temperature": 1e-46}, 200),
+        ({"min_p": 1e-46}, 200),
+        ({"n": MAX_N, "logit_bias": {str(i): 1 for i in range(VOCAB_SIZE)}}, 400),
+        ({"n": MAX_N, "logit_bias": {str(i): 1 for i in range(MAX_LOGIT_BIAS)}}, 200),
+        ({"min_tokens": 2, "stop_token_ids": list(range(VOCAB_SIZE))}, 400),
+        ({"n": MAX_N, "min_tokens": 2, "stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))}, 200),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_what_once_ended_the_server(server: Server, fields: dict[str, Any], status: int) -> None:
+    assert check(server, "/v1/completions", PLAIN | fields) == status
+
+
+def fields_of(options: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in options.items()}
+    )
+
+
+#: What passes alone, so that many extremes mostly pass together; the test above has the others.
+PASSING: dict[str, list[Any]] = {
+    "temperature": [0, 1e-46, 1e-5, 1.1e-5, 1, 100],
+    "top_p": [2.0**-126, 1e-30, 0.5, 1 - 1e-9, 1],
+    "min_p": [0, 1e-46, 2.0**-126, 1e-30, 1],
+    "repetition_penalty": [0.01, 0.5, 1, 100],
+    "presence_penalty": [-2, 1e-46, 2],
+    "frequency_penalty": [-2, 1e-46, 2],
+    "top_k": [-1, 0, 1, VOCAB_SIZE, 2**31 - 1],
+    "n": [1, 2, 40, MAX_N],
+    "seed": [-(2**63), 0, 2**63 - 1],
+    "max_tokens": [1, 2, 5],
+    "min_tokens": [0, 1],
+    "ignore_eos": [True, False],
+    "stream": [True, False],
+    "include_stop_str_in_output": [True],
+    "timeout_s": [60, 1e300],
+    "logit_bias": LISTS["logit_bias"][4:12],
+    "stop_token_ids": [[5], list(range(MAX_STOP_TOKEN_IDS))],
+    "stop": ["x" * MAX_STOP_CHARS, ["x"] * MAX_STOPS, ["y" * (MAX_STOP_CHARS // MAX_STOPS)]],
+    "prompt": ["x", [5], [5] * (MAX_MODEL_LEN - 5), [0, VOCAB_SIZE - 1], ["a", "b"], [[5], [6, 7]]],
+}
+BODIES = fields_of(PASSING | {"logprobs": [0, 1, 20], "echo": [True, False]})
+CHATS = fields_of({name: PASSING[name] for name in PASSING if name != "prompt"}) | fields_of(
+    {"logprobs": [True], "top_logprobs": [0, 20], "max_completion_tokens": [1, 2**31 - 1]}
+)
+
+
+# without shrinking, which would take minutes
+RUN = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],
+}
+
+
+@settings(max_examples=60, **RUN)
+@given(BODIES)
+@example({"n": MAX_N, "logit_bias": LISTS["logit_bias"][8], "stream": True, "min_tokens": 1})
+def test_no_completion_ends_anything_but_itself(server: Server, fields: dict[str, Any]) -> None:
+    event(str(check(server, "/v1/completions", {"prompt": "hello", "max_tokens": 2} | fields)))
+
+
+@settings(max_examples=30, **RUN)
+@given(CHATS)
+def test_no_chat_ends_anything_but_itself(server: Server, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2} | fields
+    event(str(check(server, "/v1/chat/completions", body)))
