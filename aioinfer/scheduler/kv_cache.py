@@ -14,7 +14,8 @@ from s - window + 1 on, and so do all steps that are planned after it. Steps tha
 may read earlier keys, but workers execute plans in order, so that whoever gets a freed block writes
 to it only after these have read. Hence `free_behind_windows` is called while a step is planned,
 with the first position that it or a later one computes, and never with a position behind it: the
-tokens of one step are written together, before any of them is read.
+tokens of one step are written together, before any of them is read. A row that took no token is
+computed again from one position earlier, so one token more than that is kept.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
@@ -32,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.ipc.kv_spec import KVGroup, window_unit
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import NULL_BLOCK, Request
@@ -103,6 +104,7 @@ class KVCacheManager:
         self.pools = tuple(BlockPool(count) for _, count in zip(groups, num_blocks, strict=True))
         self._block_size = block_size
         self._max_chunk = max_chunk
+        self._window_unit = window_unit(block_size)
         self._token_groups = [i for i, group in enumerate(groups) if group.keeps_tokens]
         self._state_groups = [i for i, group in enumerate(groups) if not group.keeps_tokens]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
@@ -207,7 +209,8 @@ class KVCacheManager:
         """
         for group, window in self._windows:
             table = request.blocks[group]
-            first = end = max(0, start - window + 1) // self._block_size
+            end = max(0, start - window) // self._block_size
+            first = end = end - end % self._window_unit
             while first and table[first - 1] != NULL_BLOCK:
                 first -= 1
             if first < end:

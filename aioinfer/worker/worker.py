@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,10 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
+from aioinfer.ipc.kv_spec import KVGroup, group_layers
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
-from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioinfer.worker.kv_division import CacheDemand
@@ -120,7 +119,7 @@ class Worker:
         self._backend = Backend.of(self.device, dtype, self._group)
         self._model = build_model(self._folder, self._backend, trust_remote_code=trusted)
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
-        self._groups = _one_group(self._model)
+        self._groups = group_layers(self._model.kv_specs)
         demand = CacheDemand(
             groups=self._groups,
             block_bytes=tuple(
@@ -297,14 +296,6 @@ _EVERYTHING = SamplingParams(
     logprobs=MAX_LOGPROBS,
     min_tokens=9,
 )
-
-
-def _one_group(model: CausalLM) -> tuple[KVGroup, ...]:
-    """Returns one group of all layers, whatever their windows."""
-    specs = [
-        replace(spec, window=None) for spec in model.kv_specs if isinstance(spec, AttentionSpec)
-    ]
-    return group_layers(specs)
 
 
 def _admission(
