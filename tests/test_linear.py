@@ -91,6 +91,7 @@ def test_every_layout_gives_the_product(
 
 def test_float32_on_a_cpu_alone_is_packed():
     weight = torch.randn(16, 8)
+    assert pack_weight(weight) is not None
     assert pack_weight(weight.bfloat16()) is None
     assert pack_weight(weight.to("meta")) is None
     assert pack_weight(None) is None

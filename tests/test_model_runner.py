@@ -363,7 +363,11 @@ def test_a_reused_slot_shows_nothing_of_its_former_request(model: Model) -> None
         "logprobs": 3,
     }
     steps.generate(5, [*PROMPT, *PROMPT], 10, min_tokens=30, banned=tuple(range(20, 60)), **former)
-    assert steps.generate(5, PROMPT, 20) == model.greedy(PROMPT, 20)
+    steps.admit(5, PROMPT)
+    result = steps.run(Row(5, 0, len(PROMPT)))
+    assert result.logprobs is None
+    first = result.tokens[:, 0].tolist()
+    assert first + steps.decode(5, len(PROMPT), 19) == model.greedy(PROMPT, 20)
 
 
 def test_a_wasted_row_changes_nothing(model: Model) -> None:

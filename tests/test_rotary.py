@@ -102,7 +102,7 @@ def test_dynamic_has_the_factor_of_its_longest_text(tmp_path: Path):
     "fields", [{}, {"rope_scaling": None}, {"rope_scaling": YARN}], ids=["default", "null", "yarn"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dtype: torch.dtype):
+def test_apply_rope_equals_transformers(tmp_path: Path, fields: dict[str, Any], dtype: torch.dtype):
     """Down to the last positions; in bfloat16 the result alone is rounded."""
     config = read(tmp_path, **fields)
     theirs = LlamaRotaryEmbedding(load_theirs(tmp_path))
@@ -117,14 +117,14 @@ def test_turning_equals_transformers(tmp_path: Path, fields: dict[str, Any], dty
     angles = table.at(positions)
     assert [tuple(part.shape) for part in angles] == [(5, 1, 128)] * 2
     for x, right in zip((queries, keys), expected, strict=True):
-        turned = apply_rope(x, *angles)
-        assert turned.dtype == dtype
+        rotated = apply_rope(x, *angles)
+        assert rotated.dtype == dtype
         if dtype == torch.float32:
             # an angle of 16 000 rounds
-            torch.testing.assert_close(turned, right[0].transpose(0, 1), rtol=0, atol=5e-4)
+            torch.testing.assert_close(rotated, right[0].transpose(0, 1), rtol=0, atol=5e-4)
         else:
             torch.testing.assert_close(
-                turned.float(), right[0].transpose(0, 1), rtol=2**-8, atol=5e-4
+                rotated.float(), right[0].transpose(0, 1), rtol=2**-8, atol=5e-4
             )
 
 

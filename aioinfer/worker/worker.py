@@ -273,7 +273,9 @@ class Worker:
         max_len = min(model_max_len, -(-budget // rows))
         lengths = [min(max_len, budget // rows + (row < budget % rows)) for row in range(rows)]
         num_blocks = [rows * -(-max_len // self.block_size)] * len(self._groups)
-        runner = self._make_runner(num_blocks, rows, max_len)
+        # the slots are as long as those of the real runner: they are part of the peak
+        longest = self._config.model.max_model_len or model_max_len
+        runner = self._make_runner(num_blocks, rows, max(max_len, min(longest, model_max_len)))
         admissions = [
             _admission(slot, length, _EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
