@@ -62,6 +62,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3 biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 tied": ("gemma2", {"tie_word_embeddings": True, "num_hidden_layers": 3}),
+    "gemma2 without soft caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": ("gemma3", {}),
+    "gemma3 tied": ("gemma3", {"tie_word_embeddings": True}),
+    "gemma3 linear": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ),
     "linear": ("llama", rope("linear")),
     "llama3": (
         "llama",
@@ -93,12 +110,20 @@ def one_thread():
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, fields = CASES[request.param]
     folder = tiny_model(family, tmp_path_factory.mktemp("model"), vocab_size=VOCAB, **fields)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = reference_model(folder)
     if request.param == "dynamic":  # the factor of the longest text, from the start
         rotary = theirs.model.rotary_emb
         rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs.config, seq_len=4 * 64)
         rotary.rope_type = "default"
     return Case(folder, load_model(folder, SINGLE), theirs, reference_logits(theirs))
+
+
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns the model of transformers, with the implementation of attention that knows soft
+    caps."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 @torch.inference_mode()
@@ -141,18 +166,14 @@ def test_bytes_of_the_weights(case: Case):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16(family: str, tied: bool, tmp_path: Path):
     """Rounds where transformers rounds, but for RoPE, which is in float32 here: nearer to float32
     than transformers, or about as near."""
     tiny_model(family, tmp_path, vocab_size=VOCAB, tie_word_embeddings=tied, dtype=torch.bfloat16)
-    exact = reference_logits(
-        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    )
-    theirs = reference_logits(
-        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    )
+    exact = reference_logits(reference_model(tmp_path))
+    theirs = reference_logits(reference_model(tmp_path, torch.bfloat16))
     model = load_model(tmp_path, SINGLE, torch.bfloat16)
     ours = PagedModel(model, 16, torch.bfloat16).run_at_random(TEXTS, longest=12, seed=0)
     for mine, other, true in zip(ours, theirs, exact, strict=True):

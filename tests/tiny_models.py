@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -18,11 +22,29 @@ from transformers import (
 )
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+#: Fields of families whose defaults would leave what they are for without effect on small models.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3": {
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+#: Families whose norms store their weights less one.
+_UNIT_OFFSET = ("gemma2", "gemma3")
 
 
 def tiny_model(
@@ -56,6 +78,7 @@ def tiny_model(
             "pad_token_id": None,
             "initializer_range": 0.2,
             "tie_word_embeddings": False,
+            **_FIELDS.get(family, {}),
             **fields,
         }
     )
@@ -65,6 +88,7 @@ def tiny_model(
         if name.endswith("bias"):  # zeros here, and ones below, would hide that they are left out
             torch.nn.init.uniform_(parameter, -0.5, 0.5)
         elif "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            offset = 1.0 if family in _UNIT_OFFSET else 0.0
+            torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
     model.save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -34,10 +34,13 @@ class DecoderConfig:
     """A model's shape.
 
     Attributes:
+        DEFAULTS: what a field of a family's `config.json` is where it is left out.
         windows: of each layer, the sliding window in tokens, or None.
         max_len: the longest sequence that the model was made for.
         dtype: of the checkpoint.
     """
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int
     hidden_size: int
@@ -62,6 +65,7 @@ class DecoderConfig:
         Raises:
             KeyError: a field is missing. ConfigError: a value is not supported.
         """
+        config = {**cls.DEFAULTS, **config}
         heads = config["num_attention_heads"]
         rope = read_rope(config)
         activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"

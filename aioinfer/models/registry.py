@@ -27,6 +27,8 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    "Gemma2ForCausalLM": Family("gemma2", "Gemma2Config", "Gemma2Model"),
+    "Gemma3ForCausalLM": Family("gemma3", "Gemma3Config", "Gemma3Model"),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaModel"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaModel"),
     "Qwen2ForCausalLM": Family("qwen", "Qwen2Config", "QwenModel"),

@@ -1,0 +1,46 @@
+"""The text models of Gemma 3 (Gemma Team 2025): Gemma 2 with queries and keys normed by head
+instead of soft caps, and with RoPE of a shorter base in layers with a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from aioinfer.models.config import read_rope
+from aioinfer.models.gemma2 import Gemma2Config, Gemma2Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3Config(Gemma2Config):
+    """One layer of six has no window."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Gemma2Config.DEFAULTS,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "max_position_embeddings": 131_072,
+    }
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads both ropes: `rope_parameters` has them by kind of layer, or `rope_scaling` and
+        `rope_theta` are those of layers without a window. Its factor is in
+        `max_position_embeddings` already."""
+        by_kind = config.get("rope_parameters") or {}
+        parameters = by_kind.get("full_attention") or config.get("rope_scaling") or {}
+        local = by_kind.get("sliding_attention") or {}
+        theta = config.get("rope_theta") or 1_000_000.0
+        local_theta = config.get("rope_local_base_freq") or 10_000.0
+        return {
+            **Gemma2Config.own_fields({**config, "rope_parameters": None}),
+            "rope": read_rope(config, {"rope_theta": theta, **parameters}),
+            "local_rope": read_rope(config, {"rope_theta": local_theta, **local}),
+            "max_len": config["max_position_embeddings"],
+            "head_norms": True,
+        }
+
+
+class Gemma3Model(Gemma2Model):
+    """Gemma 2's layers, of which the configuration says the rest."""
