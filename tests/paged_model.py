@@ -21,9 +21,14 @@ from aioinfer.worker.kv_tensors import KVTensors
 CPU = torch.device("cpu")
 
 
-def load_model(folder: Path, group: ParallelGroup, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """Returns this rank's part of the model, ready to use."""
-    model = build_model(folder, Backend(CPU, dtype, group))
+def load_model(
+    folder: Path,
+    group: ParallelGroup,
+    dtype: torch.dtype = torch.float32,
+    served_len: int | None = None,
+) -> CausalLM:
+    """Returns this rank's part of the model, ready to use; `served_len` as in `build_model`."""
+    model = build_model(folder, Backend(CPU, dtype, group), served_len=served_len)
     load_weights(list(model.weight_shards()), folder, "auto", 0, lambda done, total: None)
     model.finalize()
     return model

@@ -34,6 +34,18 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
     }
 
 
+def longrope(original: int) -> dict[str, Any]:
+    """Returns the fields of a Phi-3 of 64 positions, with 6 pairs of rotated channels of 8."""
+    factors = {"short_factor": [1 + i / 4 for i in range(6)], "long_factor": list(range(2, 8))}
+    rotary = {"rope_theta": 100.0, "partial_rotary_factor": 0.75}
+    return {
+        "hidden_size": 128,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {"rope_type": "longrope", **rotary, **factors},
+    }
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -77,6 +89,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             }
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3 window": ("phi3", {"sliding_window": 11, "tie_word_embeddings": True}),
+    "phi3 partial rotary": (
+        "phi3",
+        {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3 longrope": ("phi3", longrope(original=16)),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases, no groups": ("olmo2", {"attention_bias": True, "num_key_value_heads": 8}),
+    "granite": ("granite", {}),
+    "granite tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True}),
+    "glm4": ("glm4", {}),
+    "glm4 rotary of a quarter": (
+        "glm4",
+        {
+            "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
+            "attention_bias": False,
         },
     ),
     "linear": ("llama", rope("linear")),
@@ -189,6 +220,20 @@ def test_the_texts_make_a_difference(case: Case):
     anything."""
     best = torch.cat(case.expected).argmax(-1)
     assert len(set(best.tolist())) > 25
+
+
+@pytest.mark.parametrize(("served_len", "is_long"), [(None, True), (49, True), (48, False)])
+def test_longrope_by_the_longest_sequence_that_is_served(
+    served_len: int | None, is_long: bool, tmp_path: Path
+):
+    """transformers has the short factors for each of the texts, which are shorter than 48."""
+    folder = tiny_model("phi3", tmp_path, vocab_size=VOCAB, **longrope(original=48))
+    model = load_model(folder, SINGLE, served_len=served_len)
+    logits = PagedModel(model, 16).step(dict(enumerate(TEXTS)))[0]
+    expected = reference_logits(reference_model(folder))[0]
+    assert ((logits - expected).abs().max() > 0.1 * expected.std()) == is_long
+    if not is_long:
+        assert_close([logits], [expected])
 
 
 def test_ranks_that_do_not_divide_the_model(tmp_path: Path):

@@ -11,10 +11,18 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -24,8 +32,12 @@ from transformers import (
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -42,6 +54,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.15,
+        "logits_scaling": 4.0,
+    },
+    # embeddings as large as what the layers add, which is normed
+    "olmo2": {"initializer_range": 1.0},
 }
 #: Families whose norms store their weights less one.
 _UNIT_OFFSET = ("gemma2", "gemma3")

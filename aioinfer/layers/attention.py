@@ -15,9 +15,9 @@ from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import RMSNorm, SplitRMSNorm, norm_in_place
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.rotary import RotaryTable, apply_rope
+from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
 
@@ -34,6 +34,7 @@ class Attention:
         output: the output projection.
         rotary: the table of angles.
         head_norms: of queries and keys, by head, or none.
+        projection_norms: of queries and keys over all heads of all ranks, or none.
         norm: of the residual stream before the projection, or none.
         post_norm: of what is added to the stream, or none.
         residual_scale: multiplied with what is added to the stream.
@@ -48,6 +49,7 @@ class Attention:
         rotary: RotaryTable,
         *,
         head_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        projection_norms: tuple[SplitRMSNorm, SplitRMSNorm] | None = None,
         norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
         residual_scale: float = 1.0,
@@ -56,7 +58,7 @@ class Attention:
         self.shape = shape
         self.qkv, self.output = qkv, output
         self._rotary = rotary
-        self._head_norms = head_norms
+        self._head_norms, self._projection_norms = head_norms, projection_norms
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
         self._backend = backend
@@ -68,6 +70,20 @@ class Attention:
     def kv_spec(self) -> AttentionSpec:
         """What the layer keeps in the KV cache."""
         return self.shape.kv_spec
+
+    def finalize(self) -> None:
+        """Brings the rotated channels of heads into GPT-NeoX's order, the only one that is computed
+        with, where the checkpoint has them in GPT-J's. Scores stay the same, since queries and keys
+        are reordered alike. Called before the projection's own `finalize`."""
+        if not self._rotary.interleaved:
+            return
+        shape = self.shape
+        rotated = shape.num_heads + shape.num_kv_heads
+        order = torch.arange((rotated + shape.num_kv_heads) * shape.head_size)
+        order[: rotated * shape.head_size] = half_split_order(
+            rotated, shape.head_size, self._rotary.cos_sin.shape[1]
+        )
+        self.qkv.reorder_rows(order)
 
     def bind(self, cache: KVCache, group: int, plans: AttentionPlans | None) -> None:
         """Gives the layer its KV cache, of the KV group `group`; with plans, for the kernels."""
@@ -98,6 +114,8 @@ class Attention:
         if self._kernel is not None and sampled is not None:
             self._kernel.plan_sampled(sampled)
         qkv = self.qkv.of_normed(stream, self._norm)
+        if self._projection_norms is not None:
+            norm_in_place(self._split_heads(qkv)[:2], self._projection_norms, self._backend)
         if self._kernel is None:
             attended = self._attend_in_torch(qkv, step)
             if sampled is not None and len(sampled.rows) < len(attended):
@@ -112,6 +130,12 @@ class Attention:
             self.output.add_to(
                 stream, attended.flatten(1), norm=self._post_norm, scale=self._residual_scale
             )
+
+    def _split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the queries, keys and values of the projection, each [T, features]."""
+        shape = self.shape
+        queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        return qkv.split((queries, keys, keys), dim=-1)
 
     def _attend_in_torch(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns [T, num_heads, head_size] for the projection [T, features]."""

@@ -3,6 +3,7 @@ nothing of devices, ranks, weight formats or loading."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from aioinfer.layers.attention import Attention, heads_of_rank
@@ -13,7 +14,7 @@ from aioinfer.layers.formats.dense import make_dense
 from aioinfer.layers.kv_cache import AttentionShape
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
 
 
@@ -33,17 +34,25 @@ class LayerMaker:
         hidden_size: of the residual stream.
     """
 
-    def __init__(self, backend: Backend, hidden_size: int, max_len: int, norm_eps: float):
+    def __init__(
+        self,
+        backend: Backend,
+        hidden_size: int,
+        max_len: int,
+        norm_eps: float,
+        served_len: int | None = None,
+    ):
         """
         Args:
             backend: of the rank.
             hidden_size: of the residual stream.
             max_len: the most positions of a sequence.
             norm_eps: of every RMSNorm.
+            served_len: the longest sequence that is served; `max_len` by default.
         """
         self.backend = backend
         self.hidden_size = hidden_size
-        self._max_len = max_len
+        self._max_len, self._served_len = max_len, served_len
         self._norm_eps = norm_eps
         self._layers: list[Loadable] = []
         self._to_prepare: list[Any] = []
@@ -104,6 +113,7 @@ class LayerMaker:
         bias: bool = False,
         output_bias: bool = False,
         head_norms: bool = False,
+        projection_norms: bool = False,
         unit_offset: bool = False,
         window: int | None = None,
         scale: float | None = None,
@@ -118,7 +128,8 @@ class LayerMaker:
             norm, post_norm, residual_scale: as in `Attention`.
             bias: of queries, keys and values. output_bias: of the output projection.
             head_norms: whether queries and keys are normed by head (q_norm, k_norm).
-            unit_offset: of these norms.
+            projection_norms: whether they are normed over all heads instead, by the same modules.
+            unit_offset: of norms by head.
             window: the sliding window in tokens, or None.
             scale: of the scores; by default head_size ** -0.5.
             soft_cap: of the scores; 0 for none.
@@ -129,35 +140,36 @@ class LayerMaker:
         queries, keys = heads_of_rank(
             num_heads, num_kv_heads, backend.group.rank, backend.group.size
         )
-        heads = {"q_proj": (queries, num_heads), "k_proj": (keys, num_kv_heads)}
-        heads["v_proj"] = keys, num_kv_heads
-        sources, before = [], 0
-        in_all = (num_heads + 2 * num_kv_heads) * head_size
-        for module, (local, count) in heads.items():
-            start, size = local.start * head_size, len(local) * head_size
-            if merged is None:
-                rows = Shard(start, size, count * head_size)
-            else:
-                rows = Shard(before + start, size, in_all)
-            before += count * head_size
-            sources.append(Source(f"{name}.{merged or module}", rows))
-        columns = Shard(queries.start * head_size, len(queries) * head_size, num_heads * head_size)
+        shards = [
+            Shard(local.start * head_size, len(local) * head_size, count * head_size)
+            for local, count in ((queries, num_heads), (keys, num_kv_heads), (keys, num_kv_heads))
+        ]
+        sources = self._sources(name, ("q_proj", "k_proj", "v_proj"), shards, merged)
+        qkv = self._column(sources, bias=bias)
+        output = self._row(f"{name}.o_proj", shards[0], bias=output_bias)
         shape = AttentionShape(
             len(queries), len(keys), head_size,
             head_size**-0.5 if scale is None else scale, window, soft_cap,
         )  # fmt: skip
-        norms = None
-        qkv = self._column(sources, bias=bias)
-        output = self._row(f"{name}.o_proj", columns, bias=output_bias)
+        by_head = whole = None
         if head_norms:
-            norms = (
+            by_head = (
                 self.norm(f"{name}.q_norm", head_size, unit_offset=unit_offset),
                 self.norm(f"{name}.k_norm", head_size, unit_offset=unit_offset),
             )
-        return Attention(
-            shape, qkv, output, self._rotary(rope, head_size), head_norms=norms, norm=norm,
-            post_norm=post_norm, residual_scale=residual_scale, backend=backend,
+        elif projection_norms:
+            copies = max(1, backend.group.size // num_kv_heads)
+            whole = (
+                self._split_norm(f"{name}.q_norm", shards[0], 1),
+                self._split_norm(f"{name}.k_norm", shards[1], copies),
+            )
+        attention = Attention(
+            shape, qkv, output, self._rotary(rope, head_size), head_norms=by_head,
+            projection_norms=whole, norm=norm, post_norm=post_norm,
+            residual_scale=residual_scale, backend=backend,
         )  # fmt: skip
+        self._to_prepare.append(attention)
+        return attention
 
     def gated_mlp(
         self,
@@ -181,14 +193,7 @@ class LayerMaker:
             merged: the module that holds gate and up together in the checkpoint, if one does.
         """
         shard = row_shard(intermediate_size, self.backend)
-        if merged is None:
-            sources = [Source(f"{name}.{part}", shard) for part in ("gate_proj", "up_proj")]
-        else:
-            starts = (shard.start, intermediate_size + shard.start)
-            sources = [
-                Source(f"{name}.{merged}", Shard(start, shard.size, 2 * intermediate_size))
-                for start in starts
-            ]
+        sources = self._sources(name, ("gate_proj", "up_proj"), (shard, shard), merged)
         mlp = GatedMLP(
             self._column(sources, bias=bias),
             self._row(f"{name}.down_proj", shard, bias=bias),
@@ -208,6 +213,29 @@ class LayerMaker:
         self._layers.append(layer)
         return layer
 
+    def _split_norm(self, name: str, shard: Shard, copies: int) -> SplitRMSNorm:
+        return self._keep(SplitRMSNorm(name, shard, copies, self._norm_eps, self.backend))
+
+    @staticmethod
+    def _sources(
+        name: str, modules: Sequence[str], shards: Sequence[Shard], merged: str | None
+    ) -> list[Source]:
+        """Returns which rows of the checkpoint this rank has: `shards[i]` of `modules[i]` of module
+        `name`, or of module `merged`, which holds the modules one after the other."""
+        if merged is None:
+            return [
+                Source(f"{name}.{module}", shard)
+                for module, shard in zip(modules, shards, strict=True)
+            ]
+        total, starts = 0, []
+        for shard in shards:
+            starts.append(total + shard.start)
+            total += shard.total
+        return [
+            Source(f"{name}.{merged}", Shard(start, shard.size, total))
+            for start, shard in zip(starts, shards, strict=True)
+        ]
+
     def _column(self, sources: list[Source], *, bias: bool) -> ColumnParallelLinear:
         weight = make_dense(sources, Shard.whole(self.hidden_size), self.backend)
         return self._keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
@@ -222,5 +250,7 @@ class LayerMaker:
         """Returns the table of a variant, made once for all layers that have it."""
         key = rope.key, head_size
         if key not in self._tables:
-            self._tables[key] = RotaryTable(rope, head_size, self._max_len, self.backend.device)
+            self._tables[key] = RotaryTable(
+                rope, head_size, self._max_len, self.backend.device, self._served_len
+            )
         return self._tables[key]

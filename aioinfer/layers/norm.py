@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import NamedShards, WeightShard
+from aioinfer.layers.formats.base import NamedShards, Shard, WeightShard
 
 
 class RMSNorm:
@@ -44,10 +46,18 @@ class RMSNorm:
         if self._unit_offset:
             self.weight += 1
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of x [..., size]; the mean is taken in float32."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the norm of x [..., size]; the mean is taken in float32.
+
+        Args:
+            out: like x, to write to; may be x. By default a new tensor.
+        """
         if self._kernel is not None and x.ndim == 2:
-            return self._kernel(x, self.weight, self.eps, pdl=self._pdl)
+            return self._kernel(x, self.weight, self.eps, out=out, pdl=self._pdl)
+        normed = self._norm_in_torch(x)
+        return normed if out is None else out.copy_(normed)
+
+    def _norm_in_torch(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float32:
             scale = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self.eps))
             return (x * scale).mul_(self.weight)
@@ -56,3 +66,48 @@ class RMSNorm:
         if self._unit_offset:
             return (normed * self.weight).to(x.dtype)
         return normed.to(x.dtype) * self.weight
+
+
+class SplitRMSNorm(RMSNorm):
+    """An RMSNorm of a dimension that is split over the ranks; see `norm_in_place`.
+
+    Args:
+        name: of the checkpoint tensor, without ".weight".
+        shard: the part of the dimension that this rank has.
+        copies: how many ranks have the same part.
+        eps: added to the mean square.
+        backend: of the rank.
+    """
+
+    def __init__(self, name: str, shard: Shard, copies: int, eps: float, backend: Backend):
+        super().__init__(name, shard.size, eps, backend)
+        self._shard, self._copies = shard, copies
+
+    def weight_shards(self) -> NamedShards:
+        """Yields this rank's part of the weight."""
+        shard = self._shard
+        yield f"{self._name}.weight", WeightShard(self.weight, 0, shard.start, shard.total)
+
+    def square_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank adds to the sum of squares: float32 [T], for its x [T, size]."""
+        return x.float().square().sum(-1) / self._copies
+
+    def apply(self, x: torch.Tensor, square_sum: torch.Tensor) -> None:
+        """Norms x [T, size] in place, given the sum of squares [T] over all ranks."""
+        scale = torch.rsqrt(square_sum / self._shard.total + self.eps).unsqueeze(-1)
+        x.copy_(x.float() * scale * self.weight)
+
+
+def norm_in_place(
+    parts: Sequence[torch.Tensor], norms: Sequence[SplitRMSNorm], backend: Backend
+) -> None:
+    """Norms each of `parts` [T, size] by its norm, with one all-reduce for all of them."""
+    group = backend.group
+    if group.size == 1:
+        for x, norm in zip(parts, norms, strict=True):
+            norm(x, out=x)
+        return
+    sums = [norm.square_sum(x) for x, norm in zip(parts, norms, strict=True)]
+    totals = group.all_reduce(torch.stack(sums))
+    for x, norm, total in zip(parts, norms, totals, strict=True):
+        norm.apply(x, total)

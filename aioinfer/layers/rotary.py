@@ -1,11 +1,14 @@
-"""Rotary position embeddings (Su et al. 2021): the table of angles, and applying it to queries and
-keys.
+"""Rotary position embeddings (Su et al. 2021): the table of cosines and sines, and applying it to
+queries and keys.
 
 The variants that stretch a model to longer texts change the wavelengths once, when the table is
 made: position interpolation ("linear", Chen et al. 2023), NTK-aware ("dynamic"), by parts ("yarn",
-Peng et al. 2023), and Llama 3's. "dynamic" in transformers changes with the length of the text;
-here its factor is that of the longest text from the start, since keys in the cache were rotated
-when they were written, and are not rotated again.
+Peng et al. 2023), a factor for each pair of channels ("longrope", Ding et al. 2024), and Llama 3's.
+
+In transformers "dynamic" and "longrope" depend on the length of each text. Here they are settled
+for all texts at the start, since keys in the cache were rotated when they were written, and are not
+rotated again: "dynamic" has the factor of the longest text, and "longrope" its long factors where
+longer texts are served than the model was first trained for, else its short ones (as in vLLM).
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ class RopeConfig:
 
     Attributes:
         theta: the base of the wavelengths.
-        kind: "default", "linear", "llama3", "yarn" or "dynamic".
+        kind: "default", "linear", "llama3", "yarn", "dynamic" or "longrope".
         scaling: the other numbers of the configuration, by the names they have there.
-        rotary_size: channels of a head that are rotated, its first ones; None for all.
-        interleaved: whether neighbouring channels of the checkpoint's heads are a pair (GPT-J's
-            order) instead of channel i and i + rotary_size / 2 (GPT-NeoX's order).
+        rotary_size: how many channels of a head are rotated, its first ones; None for all.
+        interleaved: whether channels 2 i and 2 i + 1 of the checkpoint's heads are a pair (GPT-J's
+            order) instead of i and i + rotary_size / 2 (GPT-NeoX's order). Such heads are brought
+            into GPT-NeoX's order when the weights are loaded; see `half_split_order`.
     """
 
     theta: float = 10_000.0
@@ -41,7 +45,7 @@ class RopeConfig:
     def key(self) -> tuple[Any, ...]:
         """What tells tables apart."""
         scaling = sorted((name, repr(value)) for name, value in (self.scaling or {}).items())
-        return self.theta, self.kind, tuple(scaling), self.rotary_size
+        return self.theta, self.kind, tuple(scaling), self.rotary_size, self.interleaved
 
 
 class RotaryTable:
@@ -50,10 +54,27 @@ class RotaryTable:
     Attributes:
         cos_sin: float32 [max_len, R], R the rotated channels of a head: R / 2 cosines, then R / 2
             sines.
+        interleaved: as in `RopeConfig`.
     """
 
-    def __init__(self, rope: RopeConfig, head_size: int, max_len: int, device: torch.device):
-        inverse, scale = inverse_wavelengths(rope, rope.rotary_size or head_size)
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_size: int,
+        max_len: int,
+        device: torch.device,
+        served_len: int | None = None,
+    ):
+        """
+        Args:
+            rope, head_size: of the layer.
+            max_len: how many positions.
+            device: of the table.
+            served_len: the longest sequence that is served; `max_len` by default.
+        """
+        self.interleaved = rope.interleaved
+        size = rope.rotary_size or head_size
+        inverse, scale = inverse_wavelengths(rope, size, served_len or max_len)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse)
         self.cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(device)
 
@@ -81,9 +102,26 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((rotated, x[..., rotary_size:]), dim=-1)
 
 
-def inverse_wavelengths(rope: RopeConfig, rotary_size: int) -> tuple[torch.Tensor, float]:
-    """Returns the angle a position adds to each pair of channels, float32 [rotary_size / 2], and a
-    factor for cos and sin."""
+def half_split_order(num_heads: int, head_size: int, rotary_size: int) -> torch.Tensor:
+    """Returns where the channels of heads in GPT-NeoX's order are found in GPT-J's order: int64
+    [num_heads * head_size]."""
+    head = torch.arange(head_size)
+    rotated = head[:rotary_size]
+    order = torch.cat((rotated[::2], rotated[1::2], head[rotary_size:]))
+    return (torch.arange(num_heads)[:, None] * head_size + order).flatten()
+
+
+def inverse_wavelengths(
+    rope: RopeConfig, rotary_size: int, served_len: int = 0
+) -> tuple[torch.Tensor, float]:
+    """Returns the angle in radians by which a position rotates each pair of channels, float32
+    [rotary_size / 2], and a factor for cos and sin.
+
+    Args:
+        rope: the variant.
+        rotary_size: how many channels are rotated.
+        served_len: the longest sequence that is served; "longrope" depends on it.
+    """
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size
     scaling = rope.scaling or {}
     if rope.kind == "dynamic":
@@ -98,6 +136,10 @@ def inverse_wavelengths(rope: RopeConfig, rotary_size: int) -> tuple[torch.Tenso
         return _llama3(inverse, scaling), 1.0
     if rope.kind == "yarn":
         return _yarn(inverse, rope.theta, rotary_size, scaling), _yarn_attention_factor(scaling)
+    if rope.kind == "longrope":
+        is_long = served_len > scaling["original_max_position_embeddings"]
+        factors = scaling["long_factor" if is_long else "short_factor"]
+        return inverse / torch.tensor(factors), _longrope_attention_factor(scaling)
     return inverse, 1.0
 
 
@@ -105,22 +147,23 @@ def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Stretches long wavelengths by the factor, keeps short ones, and blends between."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    rotations = original * inverse / (2 * math.pi)  # full rotations within the original length
-    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    periods = original * inverse / (2 * math.pi)  # full periods within the original length
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
     return kept * inverse + (1 - kept) * inverse / factor
 
 
 def _yarn(
     inverse: torch.Tensor, theta: float, rotary_size: int, scaling: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Keeps the channels that turn often within the original length, stretches those that turn
-    seldom, blends between."""
+    """Keeps wavelengths of which many fit into the original length, stretches those of which few
+    do by the factor, and blends between."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 
-    def channel(rotations: float) -> float:
-        return rotary_size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_with(periods: float) -> float:
+        """Returns which pair of channels has so many periods within the original length."""
+        return rotary_size * math.log(original / (periods * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
+    low, high = pair_with(scaling.get("beta_fast") or 32), pair_with(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_size - 1)
@@ -143,3 +186,14 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     if numerator and denominator:
         return magnitude(numerator) / magnitude(denominator)
     return magnitude(1.0)
+
+
+def _longrope_attention_factor(scaling: Mapping[str, Any]) -> float:
+    """Returns by how much longrope scales cos and sin."""
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = scaling["factor"]
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(scaling["original_max_position_embeddings"]))

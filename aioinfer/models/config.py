@@ -26,7 +26,10 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "dynamic": ("factor",),
+    "longrope": ("factor", "short_factor", "long_factor"),
 }
+#: Other names of these variants.
+_ROPE_ALIASES = {"su": "longrope"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ class DecoderConfig:
             "num_layers": config["num_hidden_layers"],
             "num_heads": heads,
             "num_kv_heads": config.get("num_key_value_heads") or heads,
-            "head_size": config.get("head_dim") or config["hidden_size"] // heads,
+            "head_size": _head_size(config),
             "norm_eps": config.get("rms_norm_eps", 1e-6),
             "max_len": _stretched_len(config["max_position_embeddings"], rope),
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -136,13 +139,11 @@ def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = 
     theta = scaling.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     kinds = [scaling.pop(name, None) for name in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
+    kind = _ROPE_ALIASES.get(kind, kind)
     if kind not in _ROPE_KEYS:
         known = ", ".join(_ROPE_KEYS)
         raise ConfigError(f"the RoPE variant {kind!r} is not supported; these are: {known}")
-    if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
-        raise ConfigError(
-            "partial_rotary_factor: RoPE over a part of the channels is not supported"
-        )
+    rotated = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     max_len = config["max_position_embeddings"]
     original = (
         config.get("original_max_position_embeddings")
@@ -150,14 +151,15 @@ def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = 
         or max_len
     )
     scaling["original_max_position_embeddings"] = original
-    if kind == "yarn" and scaling.get("factor") is None:
+    if kind in ("yarn", "longrope") and scaling.get("factor") is None:
         scaling["factor"] = max_len / original
     for key in _ROPE_KEYS[kind]:
         if scaling.get(key) is None:
             raise ConfigError(
                 f"the RoPE variant {kind!r} lacks {key!r} in rope_parameters (or rope_scaling)"
             )
-    return RopeConfig(float(theta), kind, scaling)
+    rotary_size = int(_head_size(config) * rotated) if rotated and rotated != 1 else None
+    return RopeConfig(float(theta), kind, scaling, rotary_size)
 
 
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -168,11 +170,15 @@ def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window or None if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _head_size(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def _stretched_len(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """Returns the longest text for which a model's RoPE was stretched; Llama 3's configurations
-    give it as it is."""
+    """Returns the longest text for which a model's RoPE was stretched; configurations with Llama
+    3's variant or longrope give it as it is."""
     scaling = rope.scaling or {}
-    if rope.kind in ("default", "llama3"):
+    if rope.kind in ("default", "llama3", "longrope"):
         return max_position_embeddings
     stretched = int(scaling["original_max_position_embeddings"] * scaling["factor"])
     return max(max_position_embeddings, stretched)

@@ -29,8 +29,12 @@ class Family(NamedTuple):
 FAMILIES = {
     "Gemma2ForCausalLM": Family("gemma2", "Gemma2Config", "Gemma2Model"),
     "Gemma3ForCausalLM": Family("gemma3", "Gemma3Config", "Gemma3Model"),
+    "Glm4ForCausalLM": Family("glm4", "Glm4Config", "Glm4Model"),
+    "GraniteForCausalLM": Family("granite", "GraniteConfig", "GraniteModel"),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaModel"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaModel"),
+    "Olmo2ForCausalLM": Family("olmo2", "Olmo2Config", "Olmo2Model"),
+    "Phi3ForCausalLM": Family("phi3", "Phi3Config", "Phi3Model"),
     "Qwen2ForCausalLM": Family("qwen", "Qwen2Config", "QwenModel"),
     "Qwen3ForCausalLM": Family("qwen", "Qwen3Config", "QwenModel"),
 }
@@ -87,8 +91,21 @@ def _read_own(family: Family, folder: Path, config: Mapping[str, Any]) -> Decode
         raise ConfigError(f"{folder / 'config.json'} lacks {error}") from error
 
 
-def build_model(folder: Path, backend: Backend, *, trust_remote_code: bool = False) -> CausalLM:
+def build_model(
+    folder: Path,
+    backend: Backend,
+    *,
+    served_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> CausalLM:
     """Returns this rank's part of the model in a folder, its weights unset.
+
+    Args:
+        folder: of the model.
+        backend: of the rank.
+        served_len: the longest sequence that is served, if that is not the model's own limit; some
+            variants of RoPE depend on it.
+        trust_remote_code: whether code that the checkpoint brings may run.
 
     Raises:
         ConfigError: as `load_model_config`, or the ranks do not divide the model.
@@ -102,7 +119,7 @@ def build_model(folder: Path, backend: Backend, *, trust_remote_code: bool = Fal
         return FallbackModel(own, backend, trust_remote_code=trust_remote_code)
     config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size)
-    make = LayerMaker(backend, config.hidden_size, config.max_len, config.norm_eps)
+    make = LayerMaker(backend, config.hidden_size, config.max_len, config.norm_eps, served_len)
     return _load_class(family.module, family.model)(config, make)
 
 

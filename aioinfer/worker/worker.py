@@ -117,7 +117,12 @@ class Worker:
         self._vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(self.device, dtype, self._group)
-        self._model = build_model(self._folder, self._backend, trust_remote_code=trusted)
+        self._model = build_model(
+            self._folder,
+            self._backend,
+            served_len=config.model.max_model_len,
+            trust_remote_code=trusted,
+        )
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         self._groups = group_layers(self._model.kv_specs)
         demand = CacheDemand(

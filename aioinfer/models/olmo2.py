@@ -1,0 +1,56 @@
+"""OLMo 2 (Team OLMo 2024): what attention and MLP add is normed, not what they read; queries and
+keys are normed over all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.config import DecoderConfig
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Olmo2Config(DecoderConfig):
+    """`attention_bias` is of all four projections."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+
+    attention_bias: bool = False
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the biases."""
+        return {"attention_bias": bool(config.get("attention_bias", False))}
+
+
+class Olmo2Model(DecoderModel):
+    """Attention and a gated MLP, each with a norm after it."""
+
+    def __init__(self, config: Olmo2Config, make: LayerMaker):
+        def layer(number: int) -> DecoderLayer:
+            prefix = f"model.layers.{number}"
+            attention = make.attention(
+                f"{prefix}.self_attn",
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                rope=config.rope,
+                norm=None,
+                post_norm=make.norm(f"{prefix}.post_attention_layernorm"),
+                bias=config.attention_bias,
+                output_bias=config.attention_bias,
+                projection_norms=True,
+            )
+            mlp = make.gated_mlp(
+                f"{prefix}.mlp",
+                config.intermediate_size,
+                activation=config.activation,
+                norm=None,
+                post_norm=make.norm(f"{prefix}.post_feedforward_layernorm"),
+            )
+            return DecoderLayer(attention, mlp)
+
+        super().__init__(config, make, layer)
