@@ -1,18 +1,20 @@
-"""SiLU and multiply: the gate of a gated MLP, computed on GPUs between its gate-and-up projection
-and its down projection.
+"""The activation of a gated MLP, activation(gate) * up, computed on GPUs between its gate-and-up
+projection and its down projection.
 
 The merged gate-and-up weight has the rows of its two projections interleaved
 (`gated_product.interleave`), and so are the columns of the product: `GATE_RUN` columns of the gate,
 then the `GATE_RUN` columns of up that they are multiplied with. A run is 16 bytes of bf16, which is
 what a thread reads at once.
 
-Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+Sources: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
+Linear Units", 2016, for GELU and its approximation by tanh.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: N803  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -21,10 +23,25 @@ BLOCK = 1024
 #: Neighbouring rows of one projection in the interleaved weight. The gate of output n is row
 #: n + n // GATE_RUN * GATE_RUN.
 GATE_RUN = 8
+#: Activations of the gate, by the names that configurations have for them.
+KINDS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 @triton.jit
-def _silu_mul_kernel(
+def _activate(x, KIND: tl.constexpr):
+    """Returns activation(x), float32."""
+    if KIND == "silu":
+        result = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
+    else:
+        # (1 + tanh z) / 2 is the sigmoid of 2 z, here for z = sqrt(2 / pi) (x + 0.044715 x^3)
+        result = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return result
+
+
+@triton.jit
+def _gated_activation_kernel(
     gate_up,
     out,
     width,
@@ -32,6 +49,7 @@ def _silu_mul_kernel(
     out_stride,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -45,25 +63,32 @@ def _silu_mul_kernel(
     up = tl.load(place + RUN, mask, 0.0).to(tl.float32)
     tl.store(
         out + row * out_stride + columns,
-        (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty),
+        (_activate(gate, KIND) * up).to(out.dtype.element_ty),
         mask,
     )
 
 
-def silu_mul(
-    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, pdl: bool = False
+def gated_activation(
+    gate_up: torch.Tensor,
+    *,
+    kind: str = "silu",
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns silu(gate) * up, computed in float32.
+    """Returns activation(gate) * up, computed in float32.
 
     Args:
         gate_up: [T, 2 * I], interleaved: eight columns of the gate, then the matching eight of up,
             and so on; I a multiple of 8; bf16, fp16 or fp32; rows may be strided.
+        kind: of `KINDS`.
         out: [T, I] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
     Raises:
-        ValueError: for another shape or strided columns.
+        ValueError: for another kind or shape, or strided columns.
     """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be in {KINDS}, not {kind!r}")
     rows, double = gate_up.shape
     if double % (2 * GATE_RUN) or gate_up.stride(1) != 1:
         raise ValueError(
@@ -78,7 +103,7 @@ def silu_mul(
     )
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
-        _silu_mul_kernel[grid](
+        _gated_activation_kernel[grid](
             gate_up,
             out,
             width,
@@ -86,6 +111,7 @@ def silu_mul(
             out.stride(0),
             BLOCK=BLOCK,
             RUN=GATE_RUN,
+            KIND=kind,
             PDL=pdl,
             num_warps=4,
             launch_pdl=pdl,
@@ -93,7 +119,11 @@ def silu_mul(
     return out
 
 
-def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu_mul` in plain torch, for interleaved columns [..., 2 * I]."""
+def gated_activation_reference(gate_up: torch.Tensor, kind: str = "silu") -> torch.Tensor:
+    """`gated_activation` in plain torch, for interleaved columns [..., 2 * I]."""
     gate, up = gate_up.unflatten(-1, (-1, 2, GATE_RUN)).unbind(-2)
-    return (torch.nn.functional.silu(gate) * up).flatten(-2)
+    if kind == "silu":
+        activated = F.silu(gate)
+    else:
+        activated = F.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
+    return (activated * up).flatten(-2)

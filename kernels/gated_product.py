@@ -2,10 +2,10 @@
 Triton's Gluon dialect.
 
 Called by the gated MLP on GPUs where `supports` returns true and for as many rows as `use_fused`
-says; elsewhere `skinny_linear`, or cuBLAS and `silu_mul`, compute the same. All of them read the
-weight as `interleave` orders it: eight rows of the gate, then the matching eight rows of up, and so
-on. wgmma gives rows r and r + 8 of sixteen to the same thread, so SiLU and the product are computed
-in the registers of the accumulator.
+says; elsewhere `skinny_linear`, or cuBLAS and `gated_activation`, compute the same. All of them
+read the weight as `interleave` orders it: eight rows of the gate, then the matching eight rows of
+up, and so on. wgmma gives rows r and r + 8 of sixteen to the same thread, so SiLU and the product
+are computed in the registers of the accumulator.
 
 The weight is the left operand: a tile of the output is 64 weight rows for each consumer warpgroup,
 times the tile's tokens as columns. One warp loads both with TMA through a ring of shared-memory
@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from aioinfer.kernels.activation import GATE_RUN, silu_mul_reference
+from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -91,7 +91,7 @@ def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
 
 
 def use_fused(rows: int, weight: torch.Tensor) -> bool:
-    """Whether this kernel is faster than cuBLAS's product followed by `silu_mul`.
+    """Whether this kernel is faster than cuBLAS's product followed by `gated_activation`.
 
     Measured on an H200 for 9 rows and more, with the weights of Qwen3-0.6B (12 MB) and of Qwen3-8B
     on two GPUs (100 MB) and on one (201 MB). With a small weight it was always faster, since it
@@ -363,4 +363,4 @@ def separate(weight: torch.Tensor) -> torch.Tensor:
 
 def gated_product_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`gated_product` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
-    return silu_mul_reference(x @ weight.T)
+    return gated_activation_reference(x @ weight.T)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, silu_mul_reference
+from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -272,5 +272,5 @@ def skinny_linear_reference(
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
     product = x @ weight.T
     if gated:
-        product = silu_mul_reference(product)
+        product = gated_activation_reference(product)
     return product if residual is None else product + residual

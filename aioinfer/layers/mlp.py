@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class GatedMLP:
     """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
 
-    With kernels and SiLU the rows of gate and up are interleaved, as the fused products want them.
+    With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
+    where that is faster; other activations, and SiLU after a bias, take a launch of their own.
 
     Args:
         gate_up: the merged projection: this rank's channels of the gate, then of up.
@@ -51,12 +53,14 @@ class GatedMLP:
         self._activation = ACTIVATIONS[activation]
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
-        self._pdl = backend.pdl
         self._kernel: Callable[..., torch.Tensor] | None = None
-        if backend.has_kernels and activation == "silu":
-            from aioinfer.kernels.activation import GATE_RUN, silu_mul
+        if backend.has_kernels:
+            from aioinfer.kernels.activation import GATE_RUN, gated_activation
 
-            self._kernel = silu_mul if channels % GATE_RUN == 0 else None
+            if channels % GATE_RUN == 0:
+                self._kernel = partial(gated_activation, kind=activation, pdl=backend.pdl)
+        is_plain_silu = activation == "silu" and gate_up.bias is None
+        self._is_fused = self._kernel is not None and is_plain_silu
 
     def finalize(self) -> None:
         """Interleaves the rows of gate and up where the kernels want it. Called before the
@@ -68,17 +72,16 @@ class GatedMLP:
 
     def warm_up(self) -> None:
         """Launches the fused products in every configuration that the number of rows chooses."""
-        if self._kernel is not None and self.gate_up.bias is None:
+        if self._is_fused:
             self.gate_up.weight.warm_up_gated()
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the MLP of the stream's tokens to the stream."""
-        if self._kernel is None:
+        if self._is_fused:
+            gated = self.gate_up.of_normed_gated(stream, self._norm)
+        elif self._kernel is not None:
+            gated = self._kernel(self.gate_up.of_normed(stream, self._norm))
+        else:
             gate, up = self.gate_up.of_normed(stream, self._norm).chunk(2, dim=-1)
             gated = self._activation(gate).mul_(up)
-        elif self.gate_up.bias is not None:
-            product = self.gate_up.of_normed(stream, self._norm)
-            gated = self._kernel(product, pdl=self._pdl)
-        else:
-            gated = self.gate_up.of_normed_gated(stream, self._norm)
         self.down.add_to(stream, gated, norm=self._post_norm, scale=self._residual_scale)

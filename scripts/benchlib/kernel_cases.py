@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from aioinfer.kernels.activation import silu_mul
+from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.decode_attention import (
     DecodeConfig,
     DecodeWorkspace,
@@ -339,7 +339,7 @@ def gated_configs(tokens: int, features: int, tune: bool) -> dict[str, GatedConf
 
 
 def gated_cases(tune: bool) -> Iterator[Case]:
-    """The gated product as one kernel, beside torch's product followed by `silu_mul`."""
+    """The gated product as one kernel, beside torch's product followed by `gated_activation`."""
     for name, (features, inputs) in GATED.items():
         copies = max(1, int(3e8 / (4 * features * inputs)))
         weights = [random_tensor(2 * features, inputs, scale=inputs**-0.5) for _ in range(copies)]
@@ -350,12 +350,12 @@ def gated_cases(tune: bool) -> Iterator[Case]:
             size, flops = weights[0].nbytes + x.nbytes + out.nbytes, 4.0 * rows * features * inputs
 
             def apart(w, x=x, product=product, out=out) -> None:
-                silu_mul(torch.mm(x, w.t(), out=product), out=out)
+                gated_activation(torch.mm(x, w.t(), out=product), out=out)
 
             yield Case(
                 "gated",
                 f"{name} x{rows}",
-                "torch and silu_mul",
+                "torch and gated_activation",
                 [lambda w=w, f=apart: f(w) for w in weights],
                 size,
                 flops,
@@ -511,9 +511,9 @@ def small_cases(tune: bool) -> Iterator[Case]:
         gate_up = random_tensor(rows, 24576)
         yield Case(
             "small",
-            f"silu_mul {rows}x12288",
+            f"gated_activation {rows}x12288",
             "",
-            [lambda g=gate_up: silu_mul(g)],
+            [lambda g=gate_up: gated_activation(g)],
             1.5 * gate_up.nbytes,
         )
         qkv, cos_sin = random_tensor(rows, 6144), torch.rand(8192, 128, device=DEVICE)

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from aioinfer.kernels.activation import BLOCK, GATE_RUN, _silu_mul_kernel
+from aioinfer.kernels.activation import BLOCK, GATE_RUN, KINDS, _gated_activation_kernel
 from aioinfer.kernels.gated_product import (
     CONSUMERS,
     REGISTERS,
@@ -102,10 +102,11 @@ def test_every_configuration_compiles_without_spilling_registers(
     ] == [pdl, pdl]
 
 
-def test_silu_mul_reads_and_writes_sixteen_bytes_at_a_time() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_activation_reads_and_writes_sixteen_bytes_at_a_time(kind: str) -> None:
     """A run of gate columns is 16 bytes long: the compiler has to see that it is contiguous."""
-    names = _silu_mul_kernel.arg_names
-    constants = {"BLOCK": BLOCK, "RUN": GATE_RUN, "PDL": False}
+    names = _gated_activation_kernel.arg_names
+    constants = {"BLOCK": BLOCK, "RUN": GATE_RUN, "KIND": kind, "PDL": False}
     signature = {
         name: "constexpr" if name in constants else "*bf16" if name in ("gate_up", "out") else "i32"
         for name in names
@@ -116,7 +117,7 @@ def test_silu_mul_reads_and_writes_sixteen_bytes_at_a_time() -> None:
         if name not in constants
     }
     source = ASTSource(
-        _silu_mul_kernel,
+        _gated_activation_kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
         aligned,

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels import logprobs, penalties
+from aioinfer.kernels.activation import KINDS
 from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
 from aioinfer.kernels.gated_product import (
     TILE_TIMES,
@@ -207,9 +208,10 @@ def test_norms(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_activation(kind: str, dtype: torch.dtype) -> None:
     for rows, width in ((1, 3072), (100, 12288), (7, 1536)):
-        assert error(activation(rows, width, dtype, DEVICE)) < LIMIT[dtype]
+        assert error(activation(rows, width, dtype, DEVICE, kind)) < LIMIT[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 
 import torch
-from aioinfer.kernels.activation import silu_mul, silu_mul_reference
+from aioinfer.kernels.activation import gated_activation, gated_activation_reference
 from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, Projection, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -198,12 +198,14 @@ def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
     ]
 
 
-def activation(rows: int, width: int, dtype: torch.dtype, device: str) -> Pair:
-    """Runs `silu_mul`; `width` is a multiple of 8."""
+def activation(rows: int, width: int, dtype: torch.dtype, device: str, kind: str = "silu") -> Pair:
+    """Runs `gated_activation`; `width` is a multiple of 8."""
     gate_up = normal(rows, 2 * width, dtype=dtype, device=device)
-    return silu_mul(
-        gate_up, out=poisoned(rows, width, dtype=dtype, device=device)
-    ), silu_mul_reference(gate_up.double())
+    out = poisoned(rows, width, dtype=dtype, device=device)
+    return (
+        gated_activation(gate_up, kind=kind, out=out),
+        gated_activation_reference(gate_up.double(), kind),
+    )
 
 
 def qk_norm_rope(

@@ -4,74 +4,21 @@ decodes."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
-from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.step import GroupInputs, SampledRows, Step, StepInputs
-from aioinfer.models.loader import load_weights
-from aioinfer.models.registry import build_model
-from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.layers.step import GroupInputs, Step, StepInputs
+from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
 from tests.kernels.peer_processes import run_ranks
-from tests.paged_model import make_step
 from tests.tiny_models import tiny_model
 
-CPU = torch.device("cpu")
-BLOCK_SIZE = 16
 HIDDEN = 128  # of the models that ranks share
-TABLES = [[3, 1], [0], [5, 2, 4]]
 HEADS = {"head_dim": 64, "num_attention_heads": 4}
-
-
-class Bound:
-    """The model of a folder with a KV cache of its own, over the kernels or in plain torch."""
-
-    def __init__(
-        self, folder: Path, *, kernels: bool, fill: float = 0.0, group: ParallelGroup | None = None
-    ):
-        ranks = group or ParallelGroup.single()
-        self.backend = Backend(CPU, torch.float32, ranks, has_kernels=kernels)
-        self.model: Any = build_model(folder, self.backend)
-        load_weights(list(self.model.weight_shards()), folder, "auto", 0, lambda done, total: None)
-        self.model.finalize()
-        groups = group_layers(self.model.kv_specs)
-        kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, torch.float32, CPU)
-        self.kv = kv.tensors
-        for tensor in self.kv:
-            tensor.fill_(fill)
-        programs = {"programs": 3} if kernels else {}
-        self.model.bind(groups, self.kv, 8, 80, **programs)
-
-    def step(self, starts: list[int], lengths: list[int], ids: torch.Tensor) -> Step:
-        """Returns a step of three rows with the blocks of `TABLES`."""
-        return make_step(TABLES, starts, lengths, BLOCK_SIZE, ids, len(self.kv))
-
-    def run(self, step: Step) -> torch.Tensor:
-        """Returns the hidden states."""
-        self.model.plan(step)
-        return self.model.finish(step, self.model.begin(step))
-
-
-def random_ids(lengths: list[int], seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(lengths))
-    return torch.randint(0, 100, (sum(lengths),), dtype=torch.int32, generator=generator)
-
-
-def last_tokens(step: Step, rows: list[int]) -> SampledRows:
-    """Returns the sampled rows of a step."""
-    last = (step.inputs.query_starts[1:] - 1)[rows].int()
-    return SampledRows.of(step.inputs, torch.tensor(rows, dtype=torch.int32), last)
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
@@ -179,11 +126,14 @@ def all_reduce_layout(size: int, pushed_rows: int) -> AllReduceLayout:
     return AllReduceLayout.of(size, 32, HIDDEN, torch.float32, pushed_rows=pushed_rows)
 
 
-@pytest.mark.parametrize(("family", "kv_heads", "pushed_rows"), [("qwen3", 2, 4), ("llama", 1, 64)])
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "pushed_rows"), [("qwen3", 2, 4), ("llama", 1, 64), ("gemma2", 2, 4)]
+)
 def test_two_ranks_over_symmetric_memory(
     family: str, kv_heads: int, pushed_rows: int, tmp_path: Path
 ) -> None:
-    """With all-reduces of both kinds; with a KV head that both have; biases are added once."""
+    """With all-reduces of both kinds; with a KV head that both have; biases are added once; with
+    norms of what is added."""
     extra = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     heads = {**HEADS, "num_key_value_heads": kv_heads}
     tiny_model(family, tmp_path, vocab_size=101, hidden_size=HIDDEN, **heads, **extra)

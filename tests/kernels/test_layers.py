@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioinfer.kernels.activation import silu_mul
+from aioinfer.kernels.activation import KINDS, gated_activation, gated_activation_reference
 from aioinfer.kernels.linear import LinearConfig, skinny_linear
+from aioinfer.kernels.norm import rms_norm
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from cases import activation, error, linear, norm, qk_norm_rope
 
 
@@ -15,8 +17,49 @@ def test_norms(dtype: torch.dtype) -> None:
         assert error(pair) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_silu_mul() -> None:
-    assert error(activation(3, 1104, torch.float32, "cpu")) < 1e-5
+def test_norm_weights_wider_than_what_is_normed() -> None:
+    """Those of Gemma are float32, whatever the model's dtype, and are not rounded to it."""
+    x, weight = torch.randn(3, 96).half(), 0.5 + torch.rand(96)
+    expected = rms_norm(x.float(), weight, 1e-6).half()
+    assert not torch.equal(rms_norm(x.float(), weight.half(), 1e-6).half(), expected)
+    assert torch.equal(rms_norm(x, weight, 1e-6), expected)
+    identity = torch.eye(96).half()
+    for rows in (1, 3):
+        normed = skinny_linear(x[:rows], identity, norm_weight=weight)
+        torch.testing.assert_close(normed, expected[:rows], rtol=2**-11, atol=1e-7)
+
+
+def test_head_norm_weights_wider_than_the_heads() -> None:
+    qkv, slots, angles = torch.randn(3, 4 * 64).half(), torch.arange(3), torch.rand(3, 64)
+    weights = 0.5 + torch.rand(2, 64)
+
+    def queries(dtype: torch.dtype, weights: torch.Tensor) -> torch.Tensor:
+        caches = torch.zeros(2, 2, 16, 1, 64, dtype=dtype)
+        norms = {"q_weight": weights[0], "k_weight": weights[1]}
+        x = qkv.to(dtype)
+        return qk_norm_rope_cache(x, slots, angles, slots, *caches, num_q_heads=2, **norms)
+
+    expected = queries(torch.float32, weights).half()
+    assert not torch.equal(queries(torch.float32, weights.half()).half(), expected)
+    assert torch.equal(queries(torch.float16, weights), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_activation(kind: str) -> None:
+    assert error(activation(3, 1104, torch.float32, "cpu", kind)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_activation_far_from_zero(kind: str) -> None:
+    gate = torch.tensor([-1e4, -90.0, -12.0, -0.0, 0.0, 12.0, 90.0, 1e4])
+    gated = gated_activation(torch.cat((gate, torch.ones(8)))[None], kind=kind)[0]
+    expected = gated_activation_reference(torch.cat((gate, torch.ones(8))).double(), kind)
+    torch.testing.assert_close(gated.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind must be in"):
+        gated_activation(torch.zeros(1, 16), kind="relu")
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -55,4 +98,4 @@ def test_half_a_run_of_gate_rows_is_rejected() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         skinny_linear(torch.zeros(1, 8), torch.zeros(24, 8), gated=True)
     with pytest.raises(ValueError, match="multiple of 8"):
-        silu_mul(torch.zeros(1, 24))
+        gated_activation(torch.zeros(1, 24))

@@ -105,12 +105,12 @@ class KernelDenseWeight(DenseWeight):
 
     def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
         super().__init__(sources, columns, backend)
-        from aioinfer.kernels.activation import silu_mul
+        from aioinfer.kernels.activation import gated_activation
         from aioinfer.kernels.gated_product import gated_product, supports, use_fused
         from aioinfer.kernels.linear import skinny_linear
 
         self._pdl = backend.pdl
-        self._skinny_linear, self._silu_mul = skinny_linear, silu_mul
+        self._skinny_linear, self._gated_activation = skinny_linear, gated_activation
         self._gated_product, self._use_gated_product = gated_product, use_fused
         assert self.weight is not None
         like_inputs = self.weight.new_empty(1, columns.size)
@@ -159,7 +159,7 @@ class KernelDenseWeight(DenseWeight):
         normed = x if norm is None else norm(x)
         if self._has_gated_product and self._use_gated_product(len(x), weight):
             return self._gated_product(normed, weight, pdl=self._pdl)
-        return self._silu_mul(F.linear(normed, weight), pdl=self._pdl)
+        return self._gated_activation(F.linear(normed, weight), pdl=self._pdl)
 
     def warm_up_gated(self) -> None:
         """See `WeightFormat.warm_up_gated`."""

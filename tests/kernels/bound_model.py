@@ -1,0 +1,65 @@
+"""A model of a folder over the kernels, or in plain torch, for the tests that compare the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aioinfer.ipc.kv_spec import group_layers
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.step import SampledRows, Step
+from aioinfer.models.loader import load_weights
+from aioinfer.models.registry import build_model
+from aioinfer.worker.kv_tensors import KVTensors
+from tests.paged_model import make_step
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+TABLES = [[3, 1], [0], [5, 2, 4]]
+
+
+class Bound:
+    """The model of a folder with a KV cache of its own, over the kernels or in plain torch."""
+
+    def __init__(
+        self, folder: Path, *, kernels: bool, fill: float = 0.0, group: ParallelGroup | None = None
+    ):
+        ranks = group or ParallelGroup.single()
+        self.backend = Backend(CPU, torch.float32, ranks, has_kernels=kernels)
+        self.model: Any = build_model(folder, self.backend)
+        load_weights(list(self.model.weight_shards()), folder, "auto", 0, lambda done, total: None)
+        self.model.finalize()
+        groups = group_layers(self.model.kv_specs)
+        kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, torch.float32, CPU)
+        self.kv = kv.tensors
+        for tensor in self.kv:
+            tensor.fill_(fill)
+        programs = {"programs": 3} if kernels else {}
+        self.model.bind(groups, self.kv, 8, 80, **programs)
+
+    def step(self, starts: list[int], lengths: list[int], ids: torch.Tensor) -> Step:
+        """Returns a step of three rows with the blocks of `TABLES`."""
+        return make_step(TABLES, starts, lengths, BLOCK_SIZE, ids, len(self.kv))
+
+    def run(self, step: Step) -> torch.Tensor:
+        """Returns the hidden states."""
+        self.model.plan(step)
+        return self.model.finish(step, self.model.begin(step))
+
+
+def random_ids(lengths: list[int], seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(lengths))
+    return torch.randint(0, 100, (sum(lengths),), dtype=torch.int32, generator=generator)
+
+
+def last_tokens(step: Step, rows: list[int]) -> SampledRows:
+    """Returns the sampled rows of a step."""
+    last = (step.inputs.query_starts[1:] - 1)[rows].int()
+    return SampledRows.of(step.inputs, torch.tensor(rows, dtype=torch.int32), last)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,46 @@
+"""Every family over the kernels gives what it gives in plain torch, in float32: a prefill, a mixed
+step, and decodes of three rows and of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
+from tests.tiny_models import tiny_model
+
+#: One layer of each kind; heads of 64 channels.
+SIZES = {"vocab_size": 100, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "phi3": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "glm4": ("glm4", {}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_a_prefill_and_decodes(name: str, tmp_path: Path) -> None:
+    family, fields = FAMILIES[name]
+    tiny_model(family, tmp_path, **{**SIZES, "num_key_value_heads": 1, **fields})
+    over_kernels, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
+    for starts, lengths in (
+        ([0, 0, 0], [20, 5, 33]),
+        ([20, 5, 33], [1, 1, 5]),
+        ([21, 6, 38], [1, 1, 1]),
+    ):
+        ids = random_ids(lengths)
+        expected = plain.run(plain.step(starts, lengths, ids))
+        step = over_kernels.step(starts, lengths, ids)
+        step.sampled = last_tokens(step, [0, 1, 2])
+        hidden = over_kernels.run(step)
+        assert_close(hidden, expected[step.sampled.last])
+        for rows in (3, 1):
+            logits = plain.model.logits(hidden[:rows])
+            assert_close(over_kernels.model.logits(hidden[:rows]), logits)
