@@ -13,9 +13,10 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import heads_of_rank
+from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.registry import load_model_config
-from tests.tiny_models import tiny_model
+from tests.tiny_models import FAMILIES, tiny_model
 
 BASE = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -70,7 +71,7 @@ def test_both_styles(tmp_path: Path, family: str, style: str):
     assert getattr(config, "head_norms", False) == (family == "Qwen3")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes(tmp_path: Path, family: str):
     config = load_model_config(
         tiny_model(family, tmp_path, tie_word_embeddings=True, dtype=torch.float16)
@@ -129,6 +130,13 @@ def test_what_may_be_left_out(tmp_path: Path):
             },
             (9, None, 9, None),
         ),
+        ("Gemma2", {}, (4096, None, 4096, None)),
+        ("Gemma2", {"sliding_window": 9, "layer_types": ["sliding_attention"] * 4}, (9,) * 4),
+        ("Gemma3", {"sliding_window": 9}, (9,) * 4),
+        ("Gemma3", {"sliding_window": 9, "sliding_window_pattern": 3}, (9, 9, None, 9)),
+        ("Phi3", {}, (None,) * 4),
+        ("Phi3", {"sliding_window": 2047}, (2047,) * 4),
+        ("Phi3", {"sliding_window": 2048}, (None,) * 4),
         (
             "Qwen3",
             {
@@ -145,6 +153,76 @@ def test_sliding_windows(
     tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
 ):
     assert read(tmp_path, family, **fields).windows == windows
+
+
+ROPE = {"original_max_position_embeddings": 2048}
+GRANITE = {
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+}
+#: What published models say beside `BASE`, and what is read: the rest has a family's defaults.
+PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma-2-2b": (
+        "Gemma2",
+        {"rope_theta": 10_000.0},
+        {
+            "activation": "gelu_pytorch_tanh",
+            "head_size": 256,
+            "scale": 1 / 16,
+            "soft_cap": 50.0,
+            "logit_soft_cap": 30.0,
+            "tied_embeddings": True,
+            "head_norms": False,
+            "rope": RopeConfig(10_000.0, "default", ROPE),
+            "local_rope": RopeConfig(10_000.0, "default", ROPE),
+        },
+    ),
+    "gemma-3-4b": (
+        "Gemma3",
+        {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        {
+            "activation": "gelu_pytorch_tanh",
+            "head_size": 256,
+            "scale": 1 / 16,
+            "soft_cap": 0.0,
+            "logit_soft_cap": 0.0,
+            "tied_embeddings": True,
+            "head_norms": True,
+            "max_len": 2048,
+            "rope": RopeConfig(1e6, "linear", {"factor": 8.0, **ROPE}),
+            "local_rope": RopeConfig(1e4, "default", ROPE),
+        },
+    ),
+    "GLM-4-9B-0414": (
+        "Glm4",
+        {"attention_bias": False},
+        {
+            "attention_bias": False,
+            "head_size": 128,
+            "rope": RopeConfig(1e4, "default", ROPE, 64, interleaved=True),
+        },
+    ),
+    "granite-3.3-2b": ("Granite", GRANITE, GRANITE),
+    "OLMo-2-1124-7B": (
+        "Olmo2",
+        {"rope_theta": 5e5},
+        {"attention_bias": False, "tied_embeddings": False},
+    ),
+    "phi-4": (
+        "Phi3",
+        {"rope_theta": 2.5e5, "rope_scaling": None, "partial_rotary_factor": 1.0},
+        {"rope": RopeConfig(2.5e5, "default", {"original_max_position_embeddings": 4096})},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_fields_of_a_family(tmp_path: Path, model: str):
+    family, fields, expected = PUBLISHED[model]
+    config = read(tmp_path, family, **fields)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -166,13 +244,15 @@ def test_biases(tmp_path: Path, family: str, biases: tuple[bool, bool, bool]):
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            r"\['GPT2LMHeadModel'\] is none of LlamaForCausalLM, .*; transformers cannot read",
+            r"\['GPT2LMHeadModel'\] is none of Gemma2ForCausalLM, .*; transformers cannot read",
         ),
         ({"architectures": None}, "None is none of .* cannot read"),
         ({"hidden_act": "relu6"}, "'relu6' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"dtype": "int3"}, "'int3'"),
-        ({"rope_scaling": {"type": "su", "factor": 2}}, "'su' is not supported"),
+        ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
+        ({"family": "Gemma3", "use_bidirectional_attention": True}, "only causal models"),
+        ({"family": "Phi3", "rope_scaling": {"type": "yarn"}}, "Phi-3 has no RoPE variant 'yarn'"),
         ({"without": "hidden_size"}, r"config\.json lacks 'hidden_size'"),
     ],
     ids=str,

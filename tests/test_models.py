@@ -3,6 +3,7 @@ cut and batched."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.config import read_json
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model
 from tests.paged_model import CPU, PagedModel, load_model
@@ -220,6 +222,35 @@ def test_the_texts_make_a_difference(case: Case):
     anything."""
     best = torch.cat(case.expected).argmax(-1)
     assert len(set(best.tolist())) > 25
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_configuration_from_before_transformers_5(family: str, tmp_path: Path):
+    """With the windows by a pattern, and the ropes by keys of their own."""
+    rope_of = {
+        "gemma2": {"rope_theta": 100.0},
+        "gemma3": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }[family]
+    folder = tiny_model(family, tmp_path, vocab_size=VOCAB, rope_parameters=rope_of)
+    expected = PagedModel(load_model(folder, SINGLE), 16).step(dict(enumerate(TEXTS)))
+    config = read_json(folder)
+    del config["layer_types"], config["rope_parameters"]
+    if family == "gemma2":
+        config |= {"rope_theta": 100.0}
+    else:
+        config |= {
+            "sliding_window_pattern": 2,
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    logits = PagedModel(load_model(folder, SINGLE), 16).step(dict(enumerate(TEXTS)))
+    for name in expected:
+        assert torch.equal(logits[name], expected[name])
 
 
 @pytest.mark.parametrize(("served_len", "is_long"), [(None, True), (49, True), (48, False)])

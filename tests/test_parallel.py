@@ -28,6 +28,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one kv head": ("mistral", {"num_key_value_heads": 1, "sliding_window": 6}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {"tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"sliding_window": 6}),
 }
 
 
@@ -40,7 +46,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     for name in MODELS:
         model = load_model(folder / name, group)
         logits[name] = PagedModel(model, 4).run_at_random(TEXTS, longest=9, seed=1)
-        shapes[name] = model.num_kv_heads, model.weights_bytes
+        shapes[name] = model.kv_specs[0].num_kv_heads, model.weights_bytes
     torch.save((logits, shapes), folder / f"rank-{rank}-of-{size}")
     dist.destroy_process_group()
 

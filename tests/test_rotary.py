@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, inverse_wavelengths
+from aioinfer.layers.rotary import (
+    RopeConfig,
+    RotaryTable,
+    apply_rope,
+    half_split_order,
+    inverse_wavelengths,
+)
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.registry import load_model_config
 
@@ -90,6 +97,63 @@ def test_variants_equal_transformers(tmp_path: Path, fields: dict[str, Any], lon
     assert config.max_len == longest
 
 
+@pytest.mark.parametrize("numbers", [{}, {"attention_factor": 1.25}, {"factor": 32.0}], ids=str)
+@pytest.mark.parametrize("served_len", [512, 513])
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_equals_transformers(
+    tmp_path: Path, name: str, served_len: int, numbers: dict[str, Any]
+):
+    """Short factors as far as the original length, long ones where more is served."""
+    factors = {"short_factor": [1 + i / 48 for i in range(48)], "long_factor": list(range(2, 50))}
+    fields: dict[str, Any] = {
+        "rope_scaling": {"type": name, **factors, **numbers},
+        "original_max_position_embeddings": 512,
+        "partial_rotary_factor": 0.75,
+    }
+    config = read(tmp_path, **fields)
+    assert config.rope.rotary_size == 96
+    fields["rope_scaling"]["type"] = "longrope"  # transformers fails with the old name
+    read(tmp_path, **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = Phi3Config.from_pretrained(tmp_path)
+    expected, expected_scale = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=served_len)
+    inverse, scale = inverse_wavelengths(config.rope, 96, served_len)
+    torch.testing.assert_close(inverse, expected, rtol=2e-6, atol=0)
+    assert scale == pytest.approx(expected_scale)
+    assert config.max_len == 4096
+    table = RotaryTable(config.rope, 128, 4096, torch.device("cpu"), served_len)
+    torch.testing.assert_close(table.cos_sin[1, :48], expected.cos() * scale)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
+)
+def test_rotary_of_a_part_of_the_channels(tmp_path: Path, fields: dict[str, Any]):
+    config = read(tmp_path, **fields)
+    assert config.rope.rotary_size == 64
+    table = RotaryTable(config.rope, config.head_size, 16, torch.device("cpu"))
+    x = torch.randn(5, 2, 128)
+    rotated = apply_rope(x, *table.at(torch.arange(5)))
+    assert torch.equal(rotated[..., 64:], x[..., 64:])
+    alone = RotaryTable(RopeConfig(config.rope.theta), 64, 16, torch.device("cpu"))
+    assert torch.equal(rotated[..., :64], apply_rope(x[..., :64], *alone.at(torch.arange(5))))
+
+
+def test_interleaved_heads_after_reordering():
+    """Rotating reordered heads gives what transformers gives for heads in GPT-J's order."""
+    table = RotaryTable(RopeConfig(100.0, rotary_size=8), 12, 16, torch.device("cpu"))
+    order, positions = half_split_order(2, 12, 8), torch.arange(5)
+    assert order[12:].tolist() == [12, 14, 16, 18, 13, 15, 17, 19, 20, 21, 22, 23]
+    x = torch.randn(5, 2, 12)
+    cos, sin = table.cos_sin[positions].chunk(2, dim=-1)
+    theirs, _ = apply_interleaved(
+        x[None], x[None], torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None], 2
+    )
+    ours = apply_rope(x.flatten(1)[:, order].view(5, 2, 12), *table.at(positions))
+    torch.testing.assert_close(ours.flatten(1), theirs[0].flatten(1)[:, order])
+
+
 def test_dynamic_has_the_factor_of_its_longest_text(tmp_path: Path):
     config = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 3.0})
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](load_theirs(tmp_path), seq_len=3 * 4096)
@@ -148,16 +212,18 @@ def test_scores_depend_on_distances_alone():
     ("fields", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
-            "'longrope' is not supported.*yarn",
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2}},
+            "'proportional' is not supported.*yarn",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 64}},
+            "'longrope' lacks 'long_factor'",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks 'factor'"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
             "'llama3' lacks 'low_freq_factor'",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
     ],
     ids=str,
 )

@@ -41,6 +41,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+FAMILIES = tuple(_CLASSES)
 #: Fields of families whose defaults would leave what they are for without effect on small models.
 _FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {
