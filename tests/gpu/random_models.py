@@ -15,15 +15,17 @@ from tests.tiny_models import tiny_model
 FIRST_CHARACTER = 0x100
 
 
-def random_model(folder: Path, *, vocab_size: int, **fields: Any) -> Path:
-    """Saves a random Qwen3 into `folder` and returns it. Its weights are bfloat16, so that rounding
+def random_model(folder: Path, *, vocab_size: int, family: str = "qwen3", **fields: Any) -> Path:
+    """Saves a random model into `folder` and returns it. Its weights are bfloat16, so that rounding
     them to it loses nothing.
 
     Args:
+        folder: an empty folder.
+        family: of `tests.tiny_models.FAMILIES`.
         vocab_size: tokens of the model and of the tokenizer, a character each.
         fields: go over those of `tiny_model`'s configuration.
     """
-    tiny_model("qwen3", folder, vocab_size=vocab_size, dtype=torch.bfloat16, **fields)
+    tiny_model(family, folder, vocab_size=vocab_size, dtype=torch.bfloat16, **fields)
     tokenizer = Tokenizer(
         models.BPE({chr(FIRST_CHARACTER + token): token for token in range(vocab_size)}, [])
     )

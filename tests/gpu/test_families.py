@@ -1,0 +1,176 @@
+"""Every family on a GPU, with and without CUDA graphs: tokens in float32 as transformers chooses
+them, rounding errors in bfloat16 no worse than its own.
+
+The models are random, with heads of the size that the family's published models have.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engine_settings import engine_settings
+from random_models import random_model
+from transformers import AutoModelForCausalLM
+
+from aioinfer import LLM, SamplingParams
+
+VOCAB = 4096
+NEW_TOKENS = 32
+TOP = 20
+LENGTHS = (1, 2, 17, 60, 129, 200)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.05,
+    "eos_token_id": 2,
+}
+#: The windows are shorter than most prompts, and than a block of the KV cache or longer.
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 256, "sliding_window": 100},
+    "gemma3": {
+        "head_dim": 256,
+        "sliding_window": 50,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+    },
+    "glm4": {"head_dim": 128},
+    "granite": {"head_dim": 64, "embedding_multiplier": 12.0, "residual_multiplier": 0.5},
+    "llama": {"head_dim": 128},
+    "mistral": {"head_dim": 128, "sliding_window": 100},
+    # embeddings as large as what the layers add, which is normed
+    "olmo2": {"head_dim": 128, "initializer_range": 0.5},
+    "phi3": {
+        "head_dim": 128,
+        "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    },
+    "phi3 of 96 channels": {"head_dim": 96, "sliding_window": 100},
+    "qwen2": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+}
+
+
+class Case(NamedTuple):
+    """A model, prompts, and the greedy tokens of transformers in float32."""
+
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name = request.param
+    return make_case(name, tmp_path_factory.mktemp("model"), "cuda")
+
+
+def make_case(name: str, folder: Path, device: str) -> Case:
+    family, *_ = name.split()
+    random_model(folder, family=family, vocab_size=VOCAB, **{**SIZES, **MODELS[name]})
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+    model = reference(folder, torch.float32, device)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        tokens = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+        )
+        expected.append(tokens[0, len(prompt) :].tolist())
+    return Case(folder, prompts, expected)
+
+
+def reference(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """Returns the model of transformers, with the implementation of attention that knows soft
+    caps."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval().to(device)
+
+
+@contextmanager
+def running(folder: Path, device: str, **settings: Any) -> Iterator[LLM]:
+    """An engine in this process; its scheduler is checked when it is idle."""
+    merged = engine_settings(
+        **{"parallel__device": device, "parallel__executor": "inline"} | settings
+    )
+    with LLM(str(folder), settings=merged, progress=False) as llm:
+        yield llm
+        llm.frontend.engines[0].scheduler.check_integrity()
+    gc.collect()
+
+
+def check_greedy(case: Case, device: str, graphs: bool) -> None:
+    """In one batch, with prompts in chunks, and one after the other. `min_new_tokens` of
+    transformers keeps it from the end token, as a bias does here."""
+    no_end = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logit_bias={2: -100.0}
+    )
+    settings = {"parallel__cuda_graphs": graphs, "scheduler__max_num_batched_tokens": 128}
+    with running(case.folder, device, **settings) as llm:
+        if device == "cuda":
+            assert (llm.frontend.engines[0].report.graph_bytes != 0) == graphs
+        together = [output.token_ids for output in llm.generate(case.prompts, no_end)]
+        alone = [llm.generate([prompt], no_end)[0].token_ids for prompt in case.prompts]
+    assert together == case.expected
+    assert alone == case.expected
+    assert len({tuple(tokens) for tokens in case.expected}) == len(case.expected)
+
+
+@pytest.mark.timeout(300)  # kernels are compiled
+@pytest.mark.parametrize("graphs", [True, False])
+def test_greedy_tokens_are_those_of_transformers(case: Case, graphs: bool) -> None:
+    check_greedy(case, "cuda", graphs)
+
+
+def logprobs_of(
+    folder: Path, dtype: torch.dtype, device: str, sequences: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Returns what transformers gives for the token after each of the last `NEW_TOKENS` positions:
+    float32 [sequences, NEW_TOKENS, VOCAB]."""
+    model = reference(folder, dtype, device)
+    with torch.inference_mode():
+        logits = [
+            model(torch.tensor([sequence], device=device)).logits[0, -NEW_TOKENS:].float()
+            for sequence in sequences
+        ]
+    return torch.stack(logits).log_softmax(-1)
+
+
+def check_rounding(case: Case, device: str) -> None:
+    """Of the log-probabilities of the tokens that the engine found likeliest: the first come from
+    prefill, the others from decodes."""
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=TOP)
+    with running(case.folder, device, model__dtype="bfloat16") as llm:
+        outputs = llm.generate(case.prompts, params)
+    tops = [[entry.top for entry in output.completions[0].logprobs or []] for output in outputs]
+    pairs = torch.tensor(tops, dtype=torch.float64, device=device)
+    tokens, ours = pairs[..., 0].long(), pairs[..., 1]
+    sequences = [
+        prompt + output.token_ids[:-1] for prompt, output in zip(case.prompts, outputs, strict=True)
+    ]
+    exact, theirs = (
+        logprobs_of(case.folder, dtype, device, sequences).gather(-1, tokens)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    for steps in (slice(0, 1), slice(1, None)):
+        error, limit = ((x - exact)[:, steps].norm() for x in (ours, theirs))
+        assert error <= 1.5 * limit
+    assert (theirs - exact).norm() < 0.2 * (exact - exact.mean()).norm()
+
+
+@pytest.mark.timeout(300)
+def test_rounding_errors_in_bfloat16(case: Case) -> None:
+    check_rounding(case, "cuda")
