@@ -50,7 +50,6 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape, group: int):
         self._shape = shape
         self._group = group
-        self._memo = TorchAttention, group, shape.window
 
     def __call__(
         self,
@@ -71,11 +70,12 @@ class TorchAttention:
         inputs = step.inputs.groups[self._group]
         cache.keys.flatten(0, 1).index_copy_(0, inputs.slot_mapping, keys)
         cache.values.flatten(0, 1).index_copy_(0, inputs.slot_mapping, values)
-        gathers = step.memo.get(self._memo)
+        memo = (TorchAttention, self._group)
+        gathers = step.memo.get(memo)
         if gathers is None:
             assert step.host is not None
             gathers = plan_gathers(step.host, inputs.block_tables, cache.keys, self._shape.window)
-            step.memo[self._memo] = gathers
+            step.memo[memo] = gathers
         if len(gathers) == 1:
             return self._attend(queries, keys, values, cache, gathers[0])
         output = torch.empty_like(queries)

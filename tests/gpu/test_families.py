@@ -36,9 +36,10 @@ SIZES = {
 }
 #: The windows are shorter than most prompts, and than a block of the KV cache or longer.
 MODELS: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 256, "sliding_window": 100},
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 100},
     "gemma3": {
         "head_dim": 256,
+        "query_pre_attn_scalar": 256,
         "sliding_window": 50,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 6,
