@@ -80,8 +80,8 @@ def tiny_model(
     """Saves a random model into `folder` and returns it.
 
     Two layers, 8 heads over 2 KV heads of 16 channels, so that 1, 2, 4 and 8 ranks divide it.
-    Weights are drawn wider than for training, so that greedy texts are varied. `fields` go over
-    those of the configuration.
+    Weights have a larger deviation than for training, so that greedy texts are varied. `fields`
+    replace those of the configuration.
     """
     config_class, model_class = _CLASSES[family]
     config = config_class(

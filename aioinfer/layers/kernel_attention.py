@@ -35,7 +35,7 @@ class AttentionPlans:
     """The plans of a step, for all attention layers of a model.
 
     Args:
-        rows, tokens: the most of a step.
+        rows, tokens: the maximum of a step.
         programs: of decode attention, instead of what fits the GPU (for tests).
     """
 

@@ -2,7 +2,7 @@
 al. 2019): a column-parallel layer gives each rank some output features, a row-parallel layer takes
 some input features of each rank and sums its results over the ranks.
 
-How a weight is stored, loaded and multiplied is its format's affair (`formats`).
+How a weight is stored, loaded and multiplied is up to its format (`formats`).
 """
 
 from __future__ import annotations

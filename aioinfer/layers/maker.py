@@ -46,7 +46,7 @@ class LayerMaker:
         Args:
             backend: of the rank.
             hidden_size: of the residual stream.
-            max_len: the most positions of a sequence.
+            max_len: the maximum number of positions of a sequence.
             norm_eps: of every RMSNorm.
             served_len: the longest sequence that is served; `max_len` by default.
         """

@@ -72,7 +72,7 @@ class CausalLM(Protocol):
         Args:
             groups: the layers that share block tables.
             kv: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size].
-            rows, tokens: the most of a step.
+            rows, tokens: the maximum of a step.
         """
         ...
 

@@ -1,5 +1,5 @@
-"""Every family on a GPU, with and without CUDA graphs: tokens in float32 as transformers chooses
-them, rounding errors in bfloat16 no worse than its own.
+"""Every family on a GPU, with and without CUDA graphs: greedy tokens in float32 equal to those of
+transformers, rounding errors in bfloat16 no worse than its own.
 
 The models are random, with heads of the size that the family's published models have.
 """
