@@ -78,7 +78,8 @@ class KVCacheManager:
         groups: the groups of layers.
         pools: the pool of each group.
         prefix_caching: whether blocks of finished requests are found again.
-        can_fork: whether a request can begin with the blocks of one with the same prompt.
+        has_states: whether any group keeps a state, which can neither be shared nor go back: no
+            request begins with another's blocks, and no token is computed twice.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class KVCacheManager:
         self._token_groups = [i for i, group in enumerate(groups) if group.keeps_tokens]
         self._state_groups = [i for i, group in enumerate(groups) if not group.keeps_tokens]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
-        self.can_fork = not self._state_groups
+        self.has_states = bool(self._state_groups)
         self.prefix_caching = prefix_caching and not self._state_groups
         self._held: set[HeldBlocks] = set()
 
