@@ -267,7 +267,7 @@ def test_slots_with_penalties_are_told_to_be_vacated():
     harness.add(with_penalty, without, longer)
     slot = None
     while not harness.scheduler.is_idle:
-        harness.turn()
+        harness.step()
         slot = slot if with_penalty.slot < 0 else with_penalty.slot
     vacated = [p.section(Vacated) for p in harness.plans if p.section(Vacated) is not None]
     assert [section.slots.tolist() for section in vacated] == [[slot]]
@@ -446,7 +446,7 @@ def test_a_blocked_request_holds_nobody_up():
     assert scheduler.num_prefill_tokens == 4, "nothing of it can be scheduled"
     assert not scheduler.is_idle
     while first.status is not Status.FINISHED or second.status is not Status.FINISHED:
-        harness.turn()
+        harness.step()
     assert blocked.status is Status.BLOCKED
     assert scheduler.schedule() is None
     assert not scheduler.is_idle
@@ -459,14 +459,14 @@ def test_an_unblocked_request_is_served_by_its_arrival():
     harness = Harness(max_num_seqs=1)
     running = make_request("running", [1], 20)
     harness.add(running)
-    harness.turn()
+    harness.step()
     early, late = make_request("early", [2], 2, blocked_on="keys"), make_request("late", [3], 2)
     harness.add(early, late)
     harness.scheduler.unblock(early)
     harness.scheduler.unblock(early)
     order = []
     while not harness.scheduler.is_idle:
-        harness.turn()
+        harness.step()
         order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
     assert order == ["running", "early", "late"]
 
