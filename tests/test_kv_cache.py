@@ -135,7 +135,7 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(data: st.DataObject) -> 
 def test_a_state_turns_prefix_caching_and_forks_off() -> None:
     cache = make_cache(FULL, STATE)
     assert not cache.prefix_caching
-    assert not cache.can_fork
+    assert cache.has_states
     compute(cache, make_request("first", 9))
     assert cache.find_prefix(make_request("second", 9)).num_blocks == 0
     assert cache.num_cached == 0

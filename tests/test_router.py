@@ -1,4 +1,4 @@
-"""Which engine takes a request, by the real books of schedulers whose workers are symbolic."""
+"""Which engine takes a request, by the state of real schedulers whose workers are symbolic."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_load_is_weighed_against_the_prefix(prefix: int, stays: bool) -> None:
     fleet.put(0, prompt)
     fleet.run()
     busy = [fleet.put(0, tokens(20, seed), 200) for seed in range(10, 13)]
-    fleet.engines[0].turn()
+    fleet.engines[0].step()
     assert all(request.slot >= 0 for request in busy)
     assert (2 * prefix > 3 * REQUEST_COST) is stays
     assert fleet.ask([*prompt, 1]).engine == (0 if stays else 1)
@@ -262,7 +262,7 @@ def test_free_blocks_go_before_a_prefix() -> None:
     assert fleet.ask(prompt).engine == 0
     fleet.put(0, tokens(50 * BLOCK, 2), 100)
     assert fleet.ask(prompt).engine == 1, "waiting requests need their blocks, too"
-    fleet.engines[0].turn()
+    fleet.engines[0].step()
     assert fleet.ask(prompt).engine == 1
 
 
@@ -288,12 +288,14 @@ def test_asking_changes_nothing_in_the_pool() -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_whatever_comes_the_books_agree_and_all_ends(data: st.DataObject) -> None:
+def test_random_traffic_keeps_schedulers_consistent_and_all_requests_end(
+    data: st.DataObject,
+) -> None:
     fleet = Fleet(3, num_blocks=40, block_size=4, max_num_seqs=3, token_budget=24, prefill_cap=16)
     stems = [tokens(30, seed) for seed in range(2)]
     requests: list[tuple[int, Request]] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["submit", "submit", "turn", "abort"]))
+        action = data.draw(st.sampled_from(["submit", "submit", "step", "abort"]))
         if action == "submit":
             stem = data.draw(st.sampled_from(stems))[: data.draw(st.integers(0, 30))]
             requests.append(
@@ -302,8 +304,8 @@ def test_whatever_comes_the_books_agree_and_all_ends(data: st.DataObject) -> Non
                     data.draw(st.integers(1, 12)),
                 )
             )
-        elif action == "turn":
-            fleet.engines[data.draw(st.integers(0, 2))].turn()
+        elif action == "step":
+            fleet.engines[data.draw(st.integers(0, 2))].step()
         elif requests:
             engine, request = data.draw(st.sampled_from(requests))
             fleet.schedulers[engine].finish(request, "abort")

@@ -109,7 +109,7 @@ class KVGroup:
         return not isinstance(self.spec, StateSpec)
 
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
-        """Returns how many blocks a request of `num_tokens` tokens owns at once at the most.
+        """Returns how many blocks a request of `num_tokens` tokens owns at once at most.
 
         With a window these are the blocks that hold the tokens of a step and `window` tokens before
         them, wherever in a unit of `WINDOW_UNIT` the first of them lies: one token more than are
@@ -118,7 +118,7 @@ class KVGroup:
         Args:
             num_tokens: prompt and output together, at least 1.
             block_size: tokens a block.
-            max_chunk: the most tokens of a request that one step computes.
+            max_chunk: the maximum of a request's tokens that one step computes.
         """
         if not self.keeps_tokens:
             return 1
@@ -167,7 +167,7 @@ def longest_request(
         groups: of the model's layers.
         num_blocks: blocks of each group.
         block_size: tokens a block.
-        max_chunk: the most tokens of a request that one step computes.
+        max_chunk: the maximum of a request's tokens that one step computes.
     """
     lengths = [
         group.max_tokens(count, block_size, max_chunk)

@@ -142,8 +142,8 @@ class BlockPool:
             self._num_free_cached -= self._references[block] == 0
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless the references are those of `tables`, which hold every owner's
-        blocks."""
+        """Raises AssertionError unless each block has one reference for each of `tables` that names
+        it."""
         owners = Counter(block for table in tables for block in table)
         for block, references in enumerate(self._references):
             assert references == owners[block], (

@@ -78,7 +78,8 @@ class KVCacheManager:
         groups: the groups of layers.
         pools: the pool of each group.
         prefix_caching: whether blocks of finished requests are found again.
-        can_fork: whether a request can begin with the blocks of one with the same prompt.
+        has_states: whether any group keeps a state, which can neither be shared nor go back: no
+            request begins with another's blocks, and no token is computed twice.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class KVCacheManager:
             groups: of the model's layers.
             num_blocks: of each group.
             block_size: tokens a block.
-            max_chunk: the most tokens of a request that one step computes.
+            max_chunk: the maximum of a request's tokens that one step computes.
             prefix_caching: whether to keep blocks for prompts that begin alike, where the groups
                 allow it.
         """
@@ -108,7 +109,7 @@ class KVCacheManager:
         self._token_groups = [i for i, group in enumerate(groups) if group.keeps_tokens]
         self._state_groups = [i for i, group in enumerate(groups) if not group.keeps_tokens]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
-        self.can_fork = not self._state_groups
+        self.has_states = bool(self._state_groups)
         self.prefix_caching = prefix_caching and not self._state_groups
         self._held: set[HeldBlocks] = set()
 
@@ -161,22 +162,19 @@ class KVCacheManager:
 
     def can_grow(self, count: int) -> bool:
         """Whether a request's block tables can get `count` more blocks."""
-        for group in self._token_groups:
-            if self.pools[group].num_free < count:
-                return False
-        return True
+        return all(self.pools[group].num_free >= count for group in self._token_groups)
 
     def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free.
 
         All of its tokens count, even if the first step computes few of them. What it takes off a
-        free list is what it owns at once at the most, or, if that is less, what it shares of the
+        free list is what it owns at once at its peak, or, if that is less, what it shares of the
         free list and allocates.
         """
         fresh = -(-num_tokens // self._block_size) - prefix.num_blocks
         for group, pool, shared in zip(self.groups, self.pools, prefix.blocks, strict=True):
-            most = group.max_blocks(num_tokens, self._block_size, self._max_chunk)
-            if min(most, fresh + pool.count_free(_owned(shared))) > pool.num_free:
+            peak = group.max_blocks(num_tokens, self._block_size, self._max_chunk)
+            if min(peak, fresh + pool.count_free(_owned(shared))) > pool.num_free:
                 return False
         return True
 

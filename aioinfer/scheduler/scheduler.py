@@ -68,8 +68,8 @@ class SchedulerLimits:
         num_blocks: KV blocks of each group of layers.
         block_size: tokens a KV block.
         max_num_seqs: slots, each for a running request.
-        token_budget: the most tokens of a step.
-        prefill_cap: the most prefill tokens of a step that also decodes.
+        token_budget: the maximum of tokens of a step.
+        prefill_cap: the maximum of prefill tokens of a step that also decodes.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -399,7 +399,7 @@ class Scheduler:
         to its end gives up its last block, and a fork computes the last token of the prompt in its
         copy of that block.
         """
-        if request.group and not request.num_output and self.kv_cache.can_fork:
+        if request.group and not request.num_output and not self.kv_cache.has_states:
             leader = request.group.leader
             if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
                 prefix = self.kv_cache.fork(leader, request.prompt_len - 1)
@@ -515,10 +515,11 @@ class Scheduler:
 
         What is beyond the first is computed by the next row, as all tokens are that are not in the
         cache; and if there is none, the last token is computed once more, since its logits are
-        needed again.
+        needed again. A model whose layers keep a state takes at least one: the state has gone on.
         """
         assert not request.plans_ahead, "the next row was planned for exactly one token"
         request.total += taken - 1
+        assert taken or not self.kv_cache.has_states, "a state cannot be computed again"
         if not taken and request.slot >= 0:
             self._num_prefill_tokens -= request.num_uncomputed
             request.num_computed -= 1

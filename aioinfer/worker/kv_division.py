@@ -7,11 +7,12 @@ whatever its length. A division that is made for short requests wastes the block
 when requests are long, and one for long requests leaves too few of them for many short ones.
 
 The rule. A division for a reference length gives every group as many blocks as the same number of
-requests of that length own. Of the divisions for all reference lengths (powers of two of blocks)
-that one is taken whose worst case is best: the least ratio, over all lengths that requests can
-have, of the requests that it runs at once to those which the division for that very length would.
-So no group starves the others, whatever comes: with a window group five times as large a token as
-the full one (Gemma 3) the worst ratio is about 0.55, and with plenty of memory it is 1.
+requests of that length own. Among the divisions for all reference lengths (the longest request,
+half of it, a quarter, and so on) that one is taken whose worst case is best. Its worst case is the
+minimum, over all lengths, of the ratio between the requests of that length that it runs at once
+and those that the division made for that very length would run. So no group starves the others,
+whatever comes: with windows that take five times as many bytes a token as full attention (Gemma 3)
+the worst ratio is about 0.55, and with plenty of memory it is 1.
 
 Bounds. No group has fewer blocks than one request of the longest length needs. Groups with windows
 and states have no more than all running requests together can own (`enough_blocks`); the rest goes
@@ -139,13 +140,13 @@ def _divide_for(
     demand: CacheDemand, available: int, reference: int, min_len: int, max_len: int
 ) -> list[int]:
     """Returns the division that runs as many requests of `reference` tokens as possible."""
-    least, enough = demand.blocks_of_one(min_len), demand.enough_blocks(max_len)
+    minimum, enough = demand.blocks_of_one(min_len), demand.enough_blocks(max_len)
 
     def blocks_for(count: float) -> list[int]:
         return [
             max(low, int(blocks) if high is None else min(high, int(blocks)))
             for low, high, blocks in zip(
-                least, enough, demand.blocks_of_many(reference, count), strict=True
+                minimum, enough, demand.blocks_of_many(reference, count), strict=True
             )
         ]
 

@@ -99,7 +99,7 @@ def _configured_blocks(
 
     def blocks_of(count: int) -> tuple[int, ...]:
         enough = demand.enough_blocks(max_len)
-        return tuple(count if most is None else min(count, most) for most in enough)
+        return tuple(count if limit is None else min(count, limit) for limit in enough)
 
     longest = config.model.max_model_len
     needed = 1 if longest is None else -(-longest // demand.block_size)
@@ -138,7 +138,8 @@ def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def _memory_remedy(config: Config, device: torch.device, missing: int) -> str:
     """Says which setting would give the cache `missing` bytes more."""
     if device.type == "cpu":
-        return f"cache.cpu_memory_gib to at least {_round_up(config.cache.cpu_memory_gib + missing / GIB)}"
+        gib = _round_up(config.cache.cpu_memory_gib + missing / GIB)
+        return f"cache.cpu_memory_gib to at least {gib}"
     share = _round_up(
         config.cache.gpu_memory_utilization + missing / torch.cuda.mem_get_info(device)[1]
     )
