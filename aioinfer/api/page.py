@@ -107,7 +107,7 @@ async def show_info(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     defaults = frontend.defaults
     params = defaults.sampling_params()
-    values = {name: getattr(params, name) for name in _SETTINGS}
+    values = {name: _as_written(getattr(params, name)) for name in _SETTINGS}
     return json_response(
         {
             "tokenizer": frontend.tokenizer is not None,
@@ -116,6 +116,11 @@ async def show_info(request: web.Request) -> web.Response:
             "defaults": values | {"max_tokens": defaults.max_tokens},
         }
     )
+
+
+def _as_written(value: float) -> float:
+    """Returns a float32 as a person writes it: 0.7, and not 0.699999988."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
 async def stream_live(request: web.Request) -> web.StreamResponse:

@@ -37,7 +37,7 @@ def nothing_blocks() -> None:
 
 def test_generate_without_parameters_takes_the_configured_ones(llm: LLM) -> None:
     defaults = llm.frontend.defaults.sampling_params()
-    assert (defaults.temperature, defaults.top_k) == (0.7, 5)
+    assert (defaults.temperature, defaults.top_k) == (pytest.approx(0.7), 5)
     (output,) = llm.generate(PROMPT)
     assert len(output.token_ids) <= 6
     given = SamplingParams(**SAMPLING, seed=11)
