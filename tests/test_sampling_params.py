@@ -134,7 +134,7 @@ def test_what_passes_is_unchanged_by_the_record(parameter: Parameter, value: flo
         kept = getattr(params, parameter.name)
         assert kept == rounded == float(np.float32(kept))
         assert replace(params) == params
-    elif not rounded == parameter.low:
+    elif rounded != parameter.low:
         refused(**{parameter.name: value})
 
 

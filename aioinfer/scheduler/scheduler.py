@@ -284,7 +284,9 @@ class Scheduler:
         """
         for request in self._advanced:
             if request.slot >= 0:
-                self.kv_cache.free_behind_windows(request, request.num_computed)
+                # a row that takes no token is computed again, from its last token on
+                first = request.num_computed - (not request.plans_ahead)
+                self.kv_cache.free_behind_windows(request, first)
         self._advanced.clear()
 
     def _plan_running(self, builder: PlanBuilder) -> bool:
@@ -515,7 +517,8 @@ class Scheduler:
 
         What is beyond the first is computed by the next row, as all tokens are that are not in the
         cache; and if there is none, the last token is computed once more, since its logits are
-        needed again.
+        needed again. (A state that has taken it up cannot do so twice: where layers keep a state,
+        every row takes a token.)
         """
         assert not request.plans_ahead, "the next row was planned for exactly one token"
         request.total += taken - 1
