@@ -16,6 +16,7 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_LOGIT_BIAS,
+    MAX_N,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
@@ -42,6 +43,13 @@ def refused(**fields: Any) -> RequestError:
     ("field", "value"),
     [
         ("n", 0),
+        ("n", MAX_N + 1),
+        ("n", None),
+        ("temperature", math.inf),
+        ("presence_penalty", -math.inf),
+        ("max_tokens", 2**31),
+        ("min_tokens", 2**31),
+        ("seed", -(2**63) - 1),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", "warm"),

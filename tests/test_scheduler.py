@@ -83,7 +83,7 @@ class Harness:
                 assert last < len(table)
                 assert NULL_BLOCK not in table[first : last + 1], "a row reads a freed block"
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Takes a result if the pipeline is full or nothing can be planned, as the engine does."""
         while self.scheduler.num_in_flight < self.depth and self.post():
             pass
@@ -92,12 +92,12 @@ class Harness:
         self.scheduler.check_integrity()
 
     def run(self, limit: int = 10_000) -> int:
-        for turns in range(limit):
+        for steps in range(limit):
             if self.scheduler.is_idle and not self.worker.results:
                 assert self.scheduler.kv_cache.num_free == sum(self.limits.num_blocks)
-                return turns
-            self.turn()
-        raise AssertionError(f"not idle after {limit} turns: {list(self.scheduler.requests())}")
+                return steps
+            self.step()
+        raise AssertionError(f"not idle after {limit} steps: {list(self.scheduler.requests())}")
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -137,7 +137,7 @@ def test_prefill_cap_holds_beside_decodes_only():
     harness = Harness(token_budget=64, prefill_cap=8, num_blocks=256)
     first = make_request("first", list(range(60)), 40)
     harness.add(first)
-    harness.turn()
+    harness.step()
     assert harness.plans[0].num_tokens == 60
     harness.add(make_request("second", list(range(100, 150)), 2))
     harness.run()
@@ -267,7 +267,7 @@ def test_slots_with_penalties_are_told_to_be_vacated():
     harness.add(with_penalty, without, longer)
     slot = None
     while not harness.scheduler.is_idle:
-        harness.turn()
+        harness.step()
         slot = slot if with_penalty.slot < 0 else with_penalty.slot
     vacated = [p.section(Vacated) for p in harness.plans if p.section(Vacated) is not None]
     assert [section.slots.tolist() for section in vacated] == [[slot]]
@@ -329,8 +329,8 @@ def test_siblings_share_the_prompt_and_copy_its_last_block(prompt_len, caching):
         make_request(str(i), list(range(prompt_len)), 12, seed=i, group=group) for i in range(4)
     ]
     harness.add(*siblings)
-    harness.turn()
-    harness.turn()
+    harness.step()
+    harness.step()
     full = (prompt_len - 1) // 4
     assert harness.plans[0].num_tokens == prompt_len
     assert [s.blocks[0][:full] for s in siblings] == [siblings[0].blocks[0][:full]] * 4
@@ -347,7 +347,7 @@ def test_siblings_outlive_an_aborted_leader():
     group = ForkGroup()
     siblings = [make_request(str(i), list(range(30)), 6, seed=i, group=group) for i in range(3)]
     harness.add(*siblings)
-    harness.turn()
+    harness.step()
     harness.scheduler.finish(siblings[0], "abort")
     harness.run()
     for sibling in siblings[1:]:
@@ -375,7 +375,7 @@ def test_a_length_limit_is_never_overscheduled():
     assert [p.num_tokens for p in harness.plans] == [3, 1, 1, 1, 1]
 
 
-def test_priority_goes_first_and_is_preempted_last():
+def test_priority_goes_first():
     harness = Harness(by_priority=True, max_num_seqs=1)
     low, high = (
         make_request("low", [1, 2], 4, priority=5),
@@ -385,9 +385,22 @@ def test_priority_goes_first_and_is_preempted_last():
     harness.add(low, middle, high)
     order = []
     while not harness.scheduler.is_idle:
-        harness.turn()
+        harness.step()
         order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
     assert order == ["high", "middle", "low"]
+
+
+@pytest.mark.parametrize("low_first", [True, False])
+def test_low_priority_is_preempted_first_whoever_came_first(low_first):
+    harness = Harness(by_priority=True, num_blocks=12, prefix_caching=False)
+    low = make_request("low", [1] * 8, 30, priority=5)
+    high = make_request("high", [2] * 8, 30, priority=-1)
+    harness.add(*((low, high) if low_first else (high, low)))
+    harness.run()
+    assert low.num_preemptions > 0
+    assert high.num_preemptions == 0
+    for request in (low, high):
+        assert_complete(request)
 
 
 def test_priority_is_ignored_under_fcfs():
@@ -395,7 +408,7 @@ def test_priority_is_ignored_under_fcfs():
     harness.add(
         make_request("first", [1], 2, priority=9), make_request("second", [2], 2, priority=0)
     )
-    harness.turn()
+    harness.step()
     assert [r.request_id for r in harness.scheduler.running] == ["first"]
 
 
@@ -446,7 +459,7 @@ def test_a_blocked_request_holds_nobody_up():
     assert scheduler.num_prefill_tokens == 4, "nothing of it can be scheduled"
     assert not scheduler.is_idle
     while first.status is not Status.FINISHED or second.status is not Status.FINISHED:
-        harness.turn()
+        harness.step()
     assert blocked.status is Status.BLOCKED
     assert scheduler.schedule() is None
     assert not scheduler.is_idle
@@ -459,14 +472,14 @@ def test_an_unblocked_request_is_served_by_its_arrival():
     harness = Harness(max_num_seqs=1)
     running = make_request("running", [1], 20)
     harness.add(running)
-    harness.turn()
+    harness.step()
     early, late = make_request("early", [2], 2, blocked_on="keys"), make_request("late", [3], 2)
     harness.add(early, late)
     harness.scheduler.unblock(early)
     harness.scheduler.unblock(early)
     order = []
     while not harness.scheduler.is_idle:
-        harness.turn()
+        harness.step()
         order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
     assert order == ["running", "early", "late"]
 
@@ -589,12 +602,12 @@ def test_random_traffic(data):
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
     groups = draw(GROUPS, "groups")
-    least = [group.max_blocks(40, block_size, budget) for group in groups]
+    fewest_blocks = [group.max_blocks(40, block_size, budget) for group in groups]
     harness = Harness(
         depth=draw(st.sampled_from([1, 2]), "depth"),
         block_size=block_size,
         groups=groups,
-        num_blocks=tuple(draw(st.integers(n, 3 * n), "num_blocks") for n in least),
+        num_blocks=tuple(draw(st.integers(n, 3 * n), "num_blocks") for n in fewest_blocks),
         max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
         token_budget=budget,
         prefill_cap=draw(st.integers(1, budget), "prefill_cap"),
@@ -626,7 +639,7 @@ def test_random_traffic(data):
             harness.add(request)
             requests.append(request)
         for _ in range(draw(st.integers(0, 6))):
-            _turn_and_check_order(harness)
+            _step_and_check_order(harness)
             if draw(st.integers(0, 9)) == 0:
                 victim = draw(st.sampled_from(requests))
                 if victim.status is not Status.FINISHED:
@@ -650,11 +663,11 @@ def test_random_traffic(data):
             assert_complete(request)
 
 
-def _turn_and_check_order(harness: Harness) -> None:
-    """Turns once; whoever was admitted must go before everybody who still waits, siblings of a busy
+def _step_and_check_order(harness: Harness) -> None:
+    """Steps once; whoever was admitted must go before everybody who still waits, siblings of a busy
     leader excepted."""
     before = set(harness.scheduler.running)
-    harness.turn()
+    harness.step()
     admitted = [r for r in harness.scheduler.running if r not in before]
     waiting = [
         r

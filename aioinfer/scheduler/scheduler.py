@@ -68,8 +68,8 @@ class SchedulerLimits:
         num_blocks: KV blocks of each group of layers.
         block_size: tokens a KV block.
         max_num_seqs: slots, each for a running request.
-        token_budget: the most tokens of a step.
-        prefill_cap: the most prefill tokens of a step that also decodes.
+        token_budget: how many tokens a step computes at most.
+        prefill_cap: how many prefill tokens a step computes at most that also decodes.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
         groups: the groups of layers; one in which every token attends to all before it, if none
