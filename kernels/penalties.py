@@ -181,7 +181,7 @@ def add_biases(
     Args:
         logits: float32 [S, V], of the token ids from `first` on; other ids are skipped.
         slot_ids: int32 [S].
-        ids, values: int32 and float32 [num_slots, most], of which the first `counts[slot]` count.
+        ids, values: int32 and float32 [num_slots, width], of which the first `counts[slot]` count.
         counts: int32 [num_slots].
         first: the token id of the first column.
     """
@@ -207,7 +207,7 @@ def ban_tokens(
 
     Args:
         logits, slot_ids, first: as for `add_biases`.
-        ids: int32 [num_slots, most], of which the first `counts[slot]` count.
+        ids: int32 [num_slots, width], of which the first `counts[slot]` count.
         counts: int32 [num_slots].
         positions: int32 [S], of the tokens that are sampled.
         until: int32 [num_slots].

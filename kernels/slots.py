@@ -56,8 +56,8 @@ class SlotTensors:
         seeds: int64 [S].
         records: int32 [RECORD_WORDS, S].
         row_of_slot: int32 [S].
-        bias_ids, bias_values: int32 and float32 [S, most biases].
-        banned_ids: int32 [S, most banned tokens].
+        bias_ids, bias_values: int32 and float32 [S, max biases].
+        banned_ids: int32 [S, max banned tokens].
     """
 
     tokens: torch.Tensor

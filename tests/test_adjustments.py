@@ -54,16 +54,16 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     torch.testing.assert_close(adjusted(logits, slots, [0], [6]), expected)
 
 
-def test_penalties_follow_the_chosen_tokens() -> None:
+def test_penalties_follow_the_sampled_tokens() -> None:
     """Flat logits and a frequency penalty: every token comes once before any comes twice."""
     slots = make_slots([SamplingParams(temperature=0, frequency_penalty=0.5)], 10)
-    chosen = []
+    sampled = []
     for position in range(1, 21):
         at = np.array([position], np.int32)
         tokens = sample_rows(torch.zeros(1, 10), slots, [0], [position]).tokens
         slots.append(np.zeros(1, np.int32), at, tokens)
-        chosen.append(int(tokens))
-    assert chosen == list(range(10)) * 2
+        sampled.append(int(tokens))
+    assert sampled == list(range(10)) * 2
 
 
 def test_rows_of_unequal_length_are_penalised_each_by_their_own_tokens() -> None:
@@ -97,13 +97,13 @@ def test_end_tokens_are_banned_until_min_tokens_counted_from_the_prompt() -> Non
         params, 10, [[0, 0, 0, 8, 8]], prompt_len=3, banned_until_min_tokens=(2, 5)
     )
     for slots in (fresh, resumed):
-        chosen = [
+        sampled = [
             int(sample_rows(logits, slots, [0], [position]).tokens) for position in range(3, 9)
         ]
-        assert chosen == [8, 8, 8, 8, 2, 2]
+        assert sampled == [8, 8, 8, 8, 2, 2]
 
 
-def test_nothing_is_chosen_where_everything_is_banned() -> None:
+def test_nothing_is_sampled_where_everything_is_banned() -> None:
     params = [SamplingParams(temperature=t, min_tokens=1) for t in (0.0, 1.0)]
     slots = make_slots(params, 3, banned_until_min_tokens=(0, 1, 2))
     assert sample_rows(torch.zeros(2, 3), slots, [0, 1], [1, 1]).tokens.tolist() == [-1, -1]

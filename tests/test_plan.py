@@ -176,7 +176,7 @@ def test_the_longest_admission_fits_the_ring_twice(block_size: int) -> None:
     ends."""
     ring = Ring(1)
     try:
-        assert ring.max_message_bytes > 1.25 * MAX_PLAN_BYTES
+        assert ring.max_message_bytes > 1.3 * MAX_PLAN_BYTES
         length = max_sequence_tokens(block_size)
         params = SamplingParams(
             min_tokens=1, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), logprobs=20

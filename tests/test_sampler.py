@@ -1,4 +1,4 @@
-"""The sampler: which token it chooses, from what, and that neither depends on who else is in the
+"""The sampler: which token it samples, from what, and that neither depends on who else is in the
 batch."""
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ def sample_one(logits: torch.Tensor, position: int = 1, **params: Any) -> int:
     return int(sample_rows(logits[None], slots, [0], [position]).tokens)
 
 
-def draws(logits: torch.Tensor, count: int, params: SamplingParams, seed: int = 3) -> np.ndarray:
-    """The tokens that one request draws from the same logits at `count` positions."""
+def sample_positions(
+    logits: torch.Tensor, count: int, params: SamplingParams, seed: int = 3
+) -> np.ndarray:
+    """The tokens of one request, sampled from the same logits at `count` positions."""
     slots = make_slots([params], len(logits), seed=seed)
     positions = np.arange(1, count + 1, dtype=np.int32)
     return sample(
@@ -67,13 +69,13 @@ def test_broken_logits_give_no_token_and_leave_the_others_alone() -> None:
     )
 
 
-# ---------------------------------------------------------------- the draw
+# ---------------------------------------------------------------- random sampling
 
 
-def test_draws_follow_softmax() -> None:
+def test_random_tokens_follow_softmax() -> None:
     torch.manual_seed(1)
     logits = torch.randn(30)
-    tokens = draws(logits, 8000, SamplingParams(temperature=0.8))
+    tokens = sample_positions(logits, 8000, SamplingParams(temperature=0.8))
     assert_fits(
         np.bincount(tokens, minlength=30), 8000 * (logits / 0.8).softmax(0).double().numpy()
     )
@@ -90,16 +92,16 @@ def test_draws_follow_softmax() -> None:
     ],
     ids=str,
 )
-def test_filtered_draws_follow_the_renormalised_softmax(params: SamplingParams) -> None:
+def test_filtered_tokens_follow_the_renormalised_softmax(params: SamplingParams) -> None:
     torch.manual_seed(2)
     logits = torch.randn(40)
-    tokens = draws(logits, 6000, params)
+    tokens = sample_positions(logits, 6000, params)
     expected = warped(logits / params.temperature, params).softmax(0).double().numpy()
     assert 0 < (expected == 0).sum() < 40
     assert_fits(np.bincount(tokens, minlength=40), 6000 * expected)
 
 
-def test_tokens_ruled_out_are_never_drawn_by_a_filter() -> None:
+def test_tokens_ruled_out_are_never_sampled_by_a_filter() -> None:
     logits = torch.full((20,), -math.inf)
     logits[[4, 11]] = 0.0
     for params in (
@@ -108,15 +110,15 @@ def test_tokens_ruled_out_are_never_drawn_by_a_filter() -> None:
         SamplingParams(top_p=0.999),
         SamplingParams(top_k=10, top_p=0.5),
     ):
-        assert set(draws(logits, 200, params).tolist()) == {4, 11}
+        assert set(sample_positions(logits, 200, params).tolist()) == {4, 11}
 
 
 def test_extreme_temperatures() -> None:
     logits = torch.linspace(-80, 80, 50)
     assert sample_one(logits, temperature=1e-5) == 49
-    # beyond float32: no token, and no warning
-    assert sample_one(logits * 1e36, temperature=2e-5) in (-1, 49)
-    assert len(set(draws(logits, 300, SamplingParams(temperature=100)).tolist())) > 25
+    # the quotient is beyond float32: no token, and no warning
+    assert sample_one(logits * 1e36, temperature=2e-5) == -1
+    assert len(set(sample_positions(logits, 300, SamplingParams(temperature=100)).tolist())) > 25
 
 
 def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
@@ -143,14 +145,18 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
     assert shuffled.tolist() == [together[i] for i in order]
 
 
-def test_the_draw_depends_on_seed_and_position() -> None:
+def test_the_token_depends_on_seed_and_position() -> None:
     logits = torch.zeros(1000)
     params = SamplingParams()
-    assert (draws(logits, 200, params, seed=1) != draws(logits, 200, params, seed=2)).mean() > 0.95
     assert (
-        draws(logits, 200, params, seed=1) != draws(logits, 200, params, seed=1 + 2**32)
+        sample_positions(logits, 200, params, seed=1)
+        != sample_positions(logits, 200, params, seed=2)
     ).mean() > 0.95
-    assert len(set(draws(logits, 200, params).tolist())) > 150
+    assert (
+        sample_positions(logits, 200, params, seed=1)
+        != sample_positions(logits, 200, params, seed=1 + 2**32)
+    ).mean() > 0.95
+    assert len(set(sample_positions(logits, 200, params).tolist())) > 150
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -189,5 +195,8 @@ def test_logprobs_of_a_broken_row_disturb_nobody() -> None:
 
 
 def test_more_logprobs_than_tokens() -> None:
-    result = sample_rows(torch.randn(1, 5), make_slots([SamplingParams(logprobs=20)], 5), [0], [1])
-    assert result.top_tokens.shape == (1, 5)
+    logits = torch.randn(1, 5)
+    result = sample_rows(logits, make_slots([SamplingParams(logprobs=20)], 5), [0], [1])
+    expected = logits[0].log_softmax(0).sort(descending=True)
+    assert result.top_tokens[0].tolist() == expected.indices.tolist()
+    torch.testing.assert_close(result.top_logprobs[0], expected.values)

@@ -375,7 +375,7 @@ def test_a_length_limit_is_never_overscheduled():
     assert [p.num_tokens for p in harness.plans] == [3, 1, 1, 1, 1]
 
 
-def test_priority_goes_first_and_is_preempted_last():
+def test_priority_goes_first():
     harness = Harness(by_priority=True, max_num_seqs=1)
     low, high = (
         make_request("low", [1, 2], 4, priority=5),
@@ -388,6 +388,19 @@ def test_priority_goes_first_and_is_preempted_last():
         harness.step()
         order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
     assert order == ["high", "middle", "low"]
+
+
+@pytest.mark.parametrize("low_first", [True, False])
+def test_low_priority_is_preempted_first_whoever_came_first(low_first):
+    harness = Harness(by_priority=True, num_blocks=12, prefix_caching=False)
+    low = make_request("low", [1] * 8, 30, priority=5)
+    high = make_request("high", [2] * 8, 30, priority=-1)
+    harness.add(*((low, high) if low_first else (high, low)))
+    harness.run()
+    assert low.num_preemptions > 0
+    assert high.num_preemptions == 0
+    for request in (low, high):
+        assert_complete(request)
 
 
 def test_priority_is_ignored_under_fcfs():

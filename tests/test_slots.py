@@ -207,6 +207,9 @@ def test_longer_lists_leave_those_of_others_alone() -> None:
     expected[1] += 1
     assert adjusted(slots, 0, 1).equal(expected)
     assert adjusted(slots, 1, 1).tolist() == [3.0] * 30 + [1.0] * 20
+    expected = torch.ones(VOCAB)
+    expected[3], expected[4] = 4.0, 5.0
+    assert adjusted(slots, 2, 1).equal(expected)
 
 
 def test_counts_are_kept_only_for_slots_that_ask_and_their_rows_are_used_again() -> None:

@@ -7,9 +7,9 @@ copies, and decoding is views. A request is described once, by a record among `A
 takes a slot; after that a row of four integers a step names it, and its block tables grow by (row,
 index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
 
-Bounds. A message may take a third of a ring. `MAX_PLAN_BYTES` is a quarter of one of the usual
-size, and no plan exceeds it: the scheduler counts the bytes of what it admits, and
-`max_sequence_tokens` says how long a single request may be.
+Bounds. No plan exceeds `MAX_PLAN_BYTES`, three quarters of the longest message of a ring of the
+usual size: the scheduler counts the bytes of what it admits, and `max_sequence_tokens` says how
+long a single request may be.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PLAN_HEADER = struct.Struct("=iiiiixxxxq")
 #: Version, rows, tokens a row, entries of `num_taken`, sections; step id, busy nanoseconds.
 _RESULT_HEADER = struct.Struct("=iiiiixxxxqq")
 
-#: A quarter of a ring of the usual size (64 MiB).
-MAX_PLAN_BYTES = 16 * 2**20
+#: Three quarters of the longest message (16 MiB) of a ring of the usual size.
+MAX_PLAN_BYTES = 12 * 2**20
 #: What of it the fixed part of a plan may take; the rest is for admissions.
-MAX_FIXED_BYTES = 4 * 2**20
+MAX_FIXED_BYTES = 2 * 2**20
 #: Bytes of a row, of an entry of a block table's growth, and of a copy of a block.
 ROW_BYTES, GROWTH_BYTES, COPY_BYTES = 16, 12, 12
 

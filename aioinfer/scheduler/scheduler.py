@@ -68,8 +68,8 @@ class SchedulerLimits:
         num_blocks: KV blocks of each group of layers.
         block_size: tokens a KV block.
         max_num_seqs: slots, each for a running request.
-        token_budget: the maximum of tokens of a step.
-        prefill_cap: the maximum of prefill tokens of a step that also decodes.
+        token_budget: how many tokens a step computes at most.
+        prefill_cap: how many prefill tokens a step computes at most that also decodes.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -284,7 +284,9 @@ class Scheduler:
         """
         for request in self._advanced:
             if request.slot >= 0:
-                self.kv_cache.free_behind_windows(request, request.num_computed)
+                # a row that takes no token is computed again, from its last token on
+                first = request.num_computed - (not request.plans_ahead)
+                self.kv_cache.free_behind_windows(request, first)
         self._advanced.clear()
 
     def _plan_running(self, builder: PlanBuilder) -> bool:
@@ -515,7 +517,8 @@ class Scheduler:
 
         What is beyond the first is computed by the next row, as all tokens are that are not in the
         cache; and if there is none, the last token is computed once more, since its logits are
-        needed again. A model whose layers keep a state takes at least one: the state has gone on.
+        needed again. (A state that has taken it up cannot do so twice: where layers keep a state,
+        every row takes a token.)
         """
         assert not request.plans_ahead, "the next row was planned for exactly one token"
         request.total += taken - 1

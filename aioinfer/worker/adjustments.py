@@ -60,7 +60,7 @@ def _add(
     counts: torch.Tensor,
     values: torch.Tensor | None = None,
 ) -> None:
-    """Adds `values`, or minus infinity, to the logits of the tokens `ids` (both [num_slots, most])
+    """Adds `values`, or minus infinity, to the logits of the tokens `ids` (both [num_slots, width])
     in `rows`, in place; of a slot's list the first `counts[slot]` entries count."""
     at = torch.from_numpy(slot_ids).to(logits.device)
     count = counts[at][:, None]

@@ -1,0 +1,98 @@
+"""Random admissions, applied to slots by kernels and by plain torch: for tests on both devices."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan, Vacated
+from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
+from aioinfer.worker.slots import Slots
+from aioinfer.worker.staging import Staging
+
+VOCAB = 1300
+NONE = np.empty(0, np.int32)
+
+
+def make_plan(*admissions: Admission, vacated: tuple[int, ...] = ()) -> StepPlan:
+    """A plan without rows, as a worker reads it from the ring."""
+    sections = [Vacated(np.array(vacated, np.int32)), Admissions.of(admissions)]
+    plan = StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, sections)
+    return StepPlan.decode(b"".join(plan.encode()))
+
+
+def apply_with_kernels(slots: Slots, plan: StepPlan, staging: Staging) -> None:
+    """What the GPU model runner does: one upload, behind other arrays of the step."""
+    staging.begin()
+    _, *staged = staging.upload([np.arange(7, dtype=np.int32), *slots.stage(plan)])
+    slots.apply_staged(plan, staged)
+
+
+def visible(slots: Slots) -> dict[str, torch.Tensor]:
+    """All that a step can read of the slots; lists as far as they count."""
+    found = {name: values for name, values in slots.params.items() if not name.startswith("first")}
+    found |= {"tokens": slots.tokens, "seeds": slots.seeds}
+    for slot in range(len(slots.tokens)):
+        biases, banned = (int(slots.params[name][slot]) for name in ("num_bias", "num_banned"))
+        found[f"bias ids {slot}"] = slots.bias_ids[slot, :biases]
+        found[f"bias values {slot}"] = slots.bias_values[slot, :biases]
+        found[f"banned {slot}"] = slots.banned_ids[slot, :banned]
+        row = int(slots.occurrences.host_rows[slot])
+        if row >= 0:
+            assert slots.occurrences.row_of_slot[slot] == row
+            found[f"occurrences {slot}"] = slots.occurrences.rows[row]
+    for name in ("sampling_flags", "num_logprobs", "_banned_until"):
+        found[name] = torch.from_numpy(getattr(slots, name))
+    return found
+
+
+def random_admission(slot: int, choice: random.Random) -> Admission:
+    fields: dict[str, Any] = {
+        "temperature": choice.choice([0.0, 0.7]),
+        "top_k": choice.choice([0, 5]),
+    }
+    if choice.random() < 0.5:
+        ids = choice.sample(range(VOCAB), choice.choice([1, 2, 65, MAX_LOGIT_BIAS]))
+        fields["logit_bias"] = {token: choice.uniform(-100, 100) for token in ids}
+    if choice.random() < 0.5:
+        fields |= {"repetition_penalty": 1.3, "presence_penalty": -0.5, "frequency_penalty": 2.0}
+    if choice.random() < 0.3:
+        fields["logprobs"] = choice.randint(0, 20)
+    banned: tuple[int, ...] = ()
+    if choice.random() < 0.5:
+        fields["min_tokens"] = choice.randint(1, 9)
+        banned = tuple(choice.sample(range(VOCAB), choice.choice([1, 3, MAX_END_TOKENS])))
+    tokens = np.array(
+        [choice.randrange(VOCAB) for _ in range(choice.choice([1, 30, 1500]))], np.int32
+    )
+    return Admission(
+        slot, tokens, choice.randint(1, len(tokens)), SamplingParams(**fields),
+        choice.getrandbits(64), banned,
+    )  # fmt: skip
+
+
+def kernels_agree(seed: int, device: torch.device) -> int:
+    """Applies four random plans in both ways, and checks that what a step can read is the same.
+
+    Returns how often the occurrences of a request were compared.
+    """
+    choice = random.Random(seed)
+    plain, ours = (Slots(5, 1600, 16, VOCAB, device) for _ in range(2))
+    staging, penalized = Staging(device), 0
+    for _ in range(4):
+        slots = choice.sample(range(5), choice.randint(0, 4))
+        plan = make_plan(
+            *(random_admission(slot, choice) for slot in slots),
+            vacated=tuple(choice.sample(range(5), 2)),
+        )
+        plain.apply(plan)
+        apply_with_kernels(ours, plan, staging)
+        expected, found = visible(plain), visible(ours)
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(found[name], values), name
+        penalized += sum(name.startswith("occurrences") for name in found)
+    return penalized
