@@ -94,7 +94,7 @@ class RequestOutput:
         params: SamplingParams,
         abort: Callable[[RequestOutput], None],
     ):
-        """`abort` is called with this object when the reader gives up the request."""
+        """`abort` is called with this object when the reader aborts the request."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
@@ -218,8 +218,8 @@ class OutputSequence:
         """Passes on a new token with its text. Returns the stop string that the text now ends in,
         if it does.
 
-        The reader is then told that the sequence has stopped, and the caller has to end the request
-        in the scheduler. Where the scheduler has ended it already, by its length or by an end token
+        The reader's last delta says that the sequence has stopped, and the caller has to end the
+        request in the scheduler. Where the scheduler has ended it already, by its length or by an end token
         in the same step, the stop string is the reason that counts, here and in the request.
         """
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
