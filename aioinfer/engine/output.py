@@ -219,8 +219,8 @@ class OutputSequence:
         if it does.
 
         The reader's last delta says that the sequence has stopped, and the caller has to end the
-        request in the scheduler. Where the scheduler has ended it already, by its length or by an end token
-        in the same step, the stop string is the reason that counts, here and in the request.
+        request in the scheduler. Where the scheduler has ended it in the same step, by its length
+        or by an end token, the stop string is the reason that counts, here and in the request.
         """
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
         if request.status is Status.FINISHED or detokenizer is None:
