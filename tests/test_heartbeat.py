@@ -1,5 +1,5 @@
-"""The heartbeat says what a rank of another process is doing, and for how long; the monitor, whether
-that process runs at all."""
+"""The heartbeat says what a rank of another process is doing, and for how long; the monitor says
+whether that process runs at all."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ HANGS_IN_A_CALL = """
 import os, sys
 os.mkfifo(sys.argv[1])
 print('up', flush=True)
-os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])
+open_fifo = (os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)
+os.posix_spawn('/bin/true', ['true'], {}, file_actions=[open_fifo])
 """
 CHECK_EVERY_S, STOPPED_AFTER_S = 0.05, 0.4
 
@@ -122,7 +123,7 @@ def watch(
     seconds: float,
     before_each_check: Callable[[], None] = lambda: None,
 ) -> dict[int, str]:
-    """Monitors processes for some time, and returns those that are found stopped, by their number."""
+    """Monitors processes for some time, and returns those that are found stopped, by number."""
     monitor = ProcessMonitor(CHECK_EVERY_S, STOPPED_AFTER_S)
     for process in processes:
         monitor.watch(process.pid)

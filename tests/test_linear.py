@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import Shard, Source, WeightShard
 from aioinfer.layers.formats.dense import DenseWeight, make_dense, pack_weight
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import Shard, Source, WeightShard
 
 CPU = torch.device("cpu")
 

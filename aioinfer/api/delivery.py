@@ -34,7 +34,8 @@ LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
 
 
 def new_envelope(request: web.Request, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
-    """Returns what all parts of a reply share; its id is the request's behind a prefix."""
+    """Returns the fields that all parts of a reply have in common; the id is the prefix and the
+    request's id."""
     name = request.app[FRONTEND].config.served_model_names[0]
     return Envelope(f"{prefix}-{request_id(request)}", kind, int(time.time()), name, include_usage)
 
@@ -107,7 +108,7 @@ class ChoiceEvents:
     def events(self, delta: Delta) -> bytes:
         """Returns the events that a delta causes.
 
-        A token whose text is held back has one too: clients see that it was made.
+        A token whose text is held back has one too, so that clients can count tokens.
         """
         data, self._opening = self._opening, b""
         if self.returns_token_ids:

@@ -61,7 +61,7 @@ def completion_logprobs(
 
 
 def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> dict[str, float]:
-    """Returns the likeliest tokens' log-probabilities by text, the chosen one's always among
+    """Returns the likeliest tokens' log-probabilities by text, the sampled one's always among
     them."""
     likely = [(_token_text(tokenizer, token_id)[0], logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}

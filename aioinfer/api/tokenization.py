@@ -11,16 +11,15 @@ from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.errors import json_response
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
 
-#: Texts of up to so many times the longest sequence are tokenized: clients ask for the length of
-#: texts that they are going to shorten.
-MAX_LENGTHS = 4
+#: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
+MAX_TOKENS = 2**20
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """Returns the token ids of a text or of a conversation."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, TokenizeRequest)
-    limit = MAX_LENGTHS * frontend.max_model_len
+    limit = max(MAX_TOKENS, frontend.max_model_len)
     if body.messages is not None:
         ids = await frontend.encode_chat(
             await template_messages(body), max_tokens=limit, **template_options(body)

@@ -1,12 +1,12 @@
-"""From prompts to token ids, in threads, so that nobody's prompt keeps the others waiting.
+"""Encodes prompts in threads, so that a long prompt does not delay the others.
 
 Encoding is the only work of the server that grows with what a client sends, before anything has
 been admitted: 15 MB of digits would take a thread half a minute and 6 GB. So:
 
 - a text that cannot fit the model is rejected by its bytes (`text.token_bound`), unencoded;
 - short texts and long ones have threads of their own (`EncodingThreads`);
-- long texts are encoded in pieces of about 20 ms, which take turns with those of other long texts,
-  and are given up at the piece with which they exceed the limit.
+- long texts are encoded in pieces of about 20 ms, in between those of other long texts, and are
+  rejected at the first piece with which they exceed the limit.
 
 `Frontend` owns the threads and the encoder, and is their only caller.
 """

@@ -13,7 +13,7 @@ nothing. `Frontend` owns the engines and routes requests to them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from aioinfer.config import Config
 from aioinfer.engine.metrics import EngineMetrics
@@ -221,21 +221,24 @@ class Engine:
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
-        stopped = False
+        stopped, num_more, several = False, 0, result.tokens.shape[1] > 1
         sequences, logprobs = self._sequences, result.logprobs
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1
         ):
             sequence = sequences.get(request)
             if sequence is None:
-                continue  # its request was aborted, or failed, earlier in this step
+                continue  # its request was aborted, failed, or stopped earlier in this step
             if token < 0:
                 self._fail(sequence.output, GenerationError("the model's logits held NaN"))
                 continue
+            if several:
+                num_more = _count_equal(output.requests, number)
             try:
                 stop = sequence.append(
                     token,
                     None if logprobs is None else _logprob(logprobs, row, token, request.params),
+                    num_more,
                 )
             except Exception as error:  # one request's text must not end the others
                 self._fail(
@@ -246,12 +249,20 @@ class Engine:
             if stop is not None:
                 self.scheduler.finish(request, "stop", stop)
                 stopped = True
-            if request.finish_reason is not None:
+            if request.finish_reason is not None and (stop is not None or not num_more):
                 self._forget(request, request.finish_reason)
             if number % _PORTION == 0:
                 yield
         if stopped:
             self._plan_soon()
+
+
+def _count_equal(requests: Sequence[Request], start: int) -> int:
+    """Returns how many of `requests` from `start` on are the one before."""
+    end = start
+    while end < len(requests) and requests[end] is requests[start - 1]:
+        end += 1
+    return end - start
 
 
 def _logprob(

@@ -316,23 +316,23 @@ class Frontend:
         Raises `RequestError` if it could never fit.
         """
         room = self.max_model_len - prompt_len
-        wanted = params.max_tokens
-        if wanted is None:  # a default must not refuse a request that did not ask for it
+        max_tokens = params.max_tokens
+        if max_tokens is None:  # a default must not refuse a request that did not ask for it
             default = self.defaults.max_tokens
-            wanted = room if default is None else min(room, max(default, params.min_tokens))
-        if wanted > room:
+            max_tokens = room if default is None else min(room, max(default, params.min_tokens))
+        if max_tokens > room:
             raise RequestError(
-                f"max_tokens is {wanted}, but beside the prompt's {prompt_len} tokens only {room} "
-                f"fit into {self.max_model_len}",
+                f"max_tokens is {max_tokens}, but beside the prompt's {prompt_len} tokens only "
+                f"{room} fit into {self.max_model_len}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if params.min_tokens > wanted:
+        if params.min_tokens > max_tokens:
             raise RequestError(
-                f"min_tokens is {params.min_tokens}, but at most {wanted} tokens fit",
+                f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens fit",
                 param="min_tokens",
             )
-        return prompt_len + wanted
+        return prompt_len + max_tokens
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name, ids in (

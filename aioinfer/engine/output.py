@@ -94,7 +94,7 @@ class RequestOutput:
         params: SamplingParams,
         abort: Callable[[RequestOutput], None],
     ):
-        """`abort` is called with this object when the reader gives up the request."""
+        """`abort` is called with this object when the reader aborts the request."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
@@ -214,27 +214,37 @@ class OutputSequence:
         params = request.params
         self._stops = StopStrings(params.stop, params.include_stop) if params.stop else None
 
-    def append(self, token: int, logprob: TokenLogprob | None) -> str | None:
+    def append(self, token: int, logprob: TokenLogprob | None, num_more: int = 0) -> str | None:
         """Passes on a new token with its text. Returns the stop string that the text now ends in,
         if it does.
 
-        The reader is then told that the sequence has stopped, and the caller has to end the request
-        in the scheduler. Where the scheduler has ended it already, by its length or by an end token
-        in the same step, the stop string is the reason that counts, here and in the request.
+        The reader's last delta says that the sequence has stopped, and the caller has to end the
+        request in the scheduler. Where the scheduler has ended it in the same step, by its length
+        or by an end token, the stop string is the reason that counts, here and in the request.
+
+        Args:
+            token: the next token of the sequence.
+            logprob: its log-probability, if the request asked for it.
+            num_more: how many tokens of the same step come after it.
         """
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
-        if request.status is Status.FINISHED or detokenizer is None:
-            return self._append_last(token, logprob)
+        if (request.status is Status.FINISHED and not num_more) or detokenizer is None:
+            return self._append_last(token, logprob, num_more)
         text, stop = detokenizer.next(token), None
-        if stops is not None and request.num_output >= request.params.min_tokens:
+        if stops is not None and request.num_output - num_more >= request.params.min_tokens:
             text, stop = stops.feed(text)
+            if stop is not None and request.status is Status.FINISHED:
+                request.finish_reason, request.stop_reason = "stop", stop
         self.output.push(self.index, text, token, logprob, None if stop is None else "stop", stop)
         return stop
 
-    def _append_last(self, token: int, logprob: TokenLogprob | None) -> str | None:
+    def _append_last(self, token: int, logprob: TokenLogprob | None, num_more: int) -> str | None:
         """Passes on the last token of a request that the scheduler has ended, or any token where
         there is no text."""
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
+        if num_more:
+            self.output.push(self.index, "", token, logprob, None, None)
+            return None
         text, stop = "", None
         if detokenizer is not None:
             if request.finish_reason != "stop" or request.params.include_stop:

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import NamedShards, WeightShard
 from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import NamedShards, WeightShard
 
 
 class Vocabulary:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import NamedShards, Shard, Source, WeightFormat, WeightShard
+from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 
 
 class ColumnParallelLinear:

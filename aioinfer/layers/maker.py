@@ -9,13 +9,13 @@ from typing import Any, Protocol
 from aioinfer.layers.attention import Attention, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.base import NamedShards, Shard, Source
 from aioinfer.layers.formats.dense import make_dense
 from aioinfer.layers.kv_cache import AttentionShape
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
+from aioinfer.layers.shards import NamedShards, Shard, Source
 
 
 class Loadable(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import NamedShards, Shard, WeightShard
+from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 
 
 class RMSNorm:

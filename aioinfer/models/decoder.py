@@ -17,12 +17,12 @@ from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.base import NamedShards
 from aioinfer.layers.kv_cache import KVCache
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.loader import load_weights

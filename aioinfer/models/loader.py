@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.formats.base import WeightShard
+from aioinfer.layers.shards import WeightShard
 
 #: Tensors that checkpoints carry and nobody needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)

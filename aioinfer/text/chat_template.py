@@ -149,7 +149,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from error
-        except Exception:  # the template compiles, but wants other messages than this one
+        except Exception:  # the template compiles, but needs other messages than this one
             return
 
 

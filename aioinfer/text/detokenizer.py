@@ -21,8 +21,7 @@ import tokenizers
 from aioinfer.errors import ConfigError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-#: A character's tail that a later token could complete is at most three bytes, hence within so many
-#: tokens.
+#: Tokens at the end of a prompt that may hold the beginning of a character: at most three bytes do.
 _PROMPT_TAIL = 8
 
 
@@ -240,8 +239,8 @@ class Detokenizer:
         return text
 
     def _join(self, data: bytes) -> bytes:
-        """Returns the bytes held back and the new ones, but not a prompt's half character that they
-        do not go on with."""
+        """Returns the bytes held back, followed by the new ones. Half a character at the end of the
+        prompt is dropped if the new bytes do not continue it."""
         if not self._prompt_tail or not data:
             return self._pending + data
         self._prompt_tail = False

@@ -6,8 +6,8 @@ no token of the vocabulary holds the two side by side. Such a tokenizer gives th
 the pieces of a text that is cut in front of such spaces. `TextPieces.of` returns None for all
 others, whose long texts are encoded in one go.
 
-`PromptEncoder` encodes long prompts piece by piece: short prompts are encoded in between, a prompt
-that turns out too long is given up early, and memory is that of one piece.
+`PromptEncoder` encodes long prompts piece by piece: other prompts are encoded in between, a prompt
+that is too long is rejected early, and memory is that of one piece.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stop strings: finds the first of several strings in a text that comes in pieces.
 
-One `StopStrings` belongs to one completion; the step loop feeds it what the detokenizer gives. The
-search is Aho and Corasick's automaton (1975): each character is looked at once, however many
+One `StopStrings` belongs to one sequence; the step loop feeds it the detokenizer's text. The search
+is Aho and Corasick's automaton (1975): each character is looked at once, however many
 strings there are.
 """
 

@@ -2,8 +2,8 @@
 
 `MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its shard of the model, is told by
 the parent how large the KV cache may be, and then sleeps in the kernel until plans come. It ends
-when the parent asks, and at once when the parent dies. Torch is imported late, by `_start`, so that a
-parent that dies meanwhile is noticed.
+when the parent asks, and at once when the parent dies. Torch is imported late, by `_start`, so that
+a parent that dies meanwhile is noticed.
 """
 
 from __future__ import annotations

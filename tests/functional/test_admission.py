@@ -110,7 +110,7 @@ async def test_a_full_queue_costs_no_encoding(
 ) -> None:
     settings("scheduler", max_waiting_requests=0)
     async with all_slots_taken(served):
-        monkeypatch.setattr(served.frontend, "_in_thread", None)
+        monkeypatch.setattr(served.frontend._threads, "run", None)
         for path, body in SHORT.items():
             await check_refused(served, path, body)
 
@@ -182,10 +182,7 @@ async def test_deadlines_hold_in_the_queue(served: Served) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_deadlines_hold_while_the_prompt_is_encoded(served: Served, path: str) -> None:
     frontend, release = served.frontend, threading.Event()
-    held = [
-        asyncio.get_running_loop().run_in_executor(frontend._threads, release.wait)
-        for _ in range(2)
-    ]
+    held = [asyncio.ensure_future(frontend._threads.run(release.wait)) for _ in range(2)]
     steps = frontend.stats()["steps"]
     reply = await served.post(path, 504, **SHORT[path] | {"timeout_s": 0.1})
     assert reply["error"]["code"] == "timeout"

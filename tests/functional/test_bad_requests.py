@@ -194,6 +194,23 @@ async def test_unknown_path(served: Served, path: str) -> None:
         check_error(await response.json(), None)
 
 
+@pytest.mark.parametrize("text", ["0123456789" * 90_000, "word " * 180_000])
+async def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(
+    served: Served, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = {
+        "prompt": (COMPLETIONS, {"prompt": text}),
+        "messages": (CHAT, {"messages": [{"role": "user", "content": text}]}),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(served.frontend.tokenizer, "encode", None)
+        for param, (path, body) in bodies.items():
+            reply = await served.post(path, 400, **body)
+            check_error(reply, param)
+            assert reply["error"]["code"] == "context_length_exceeded"
+    assert (await served.post("/tokenize", prompt=text))["count"] > 100_000
+
+
 async def test_a_large_body_is_refused_by_its_length(served: Served) -> None:
     """The answer comes although the 50 MB are only announced: nobody waits for them."""
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)

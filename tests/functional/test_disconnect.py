@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -98,29 +99,30 @@ async def test_while_queued(served: Served, stream: bool) -> None:
 async def test_while_the_prompt_is_encoded(
     served: Served, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
-    in_thread = served.frontend._in_thread
+    begun, ended, release = asyncio.Event(), asyncio.Event(), threading.Event()
+    run = served.frontend._threads.run
 
-    async def spy(work: Any) -> Any:
+    async def run_held(work: Callable[[], Any], **options: Any) -> Any:
+        """Encodes only when the test says so."""
         begun.set()
         try:
-            return await in_thread(work)
+            return await run(lambda: release.wait(10) and work(), **options)
         finally:
             ended.set()
 
-    monkeypatch.setattr(served.frontend, "_in_thread", spy)
+    monkeypatch.setattr(served.frontend._threads, "run", run_held)
     steps = served.frontend.stats()["steps"]
-    text = "word " * 150_000  # half a second of encoding
     body = (
-        {"prompt": text}
+        {"prompt": "word"}
         if path == "/v1/completions"
-        else {"messages": [{"role": "user", "content": text}]}
+        else {"messages": [{"role": "user", "content": "word"}]}
     )
     async with client(served, body, path):
         await asyncio.wait_for(begun.wait(), 10)
         assert not ended.is_set()
     await asyncio.wait_for(ended.wait(), 10)
-    await in_thread(lambda: None)  # the threads take work in order: what was encoding is done
+    release.set()
+    monkeypatch.undo()
     assert served.frontend.stats()["steps"] == steps
     await check_freed_at_once(served, steps)
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import NamedShards, Shard, Source, WeightShard
 from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and those serve prefill as well.

@@ -1,0 +1,79 @@
+"""Which part of a checkpoint a rank holds: shards of dimensions, modules and tensors.
+
+Layers and weight formats describe their weights in these terms, and the loader reads them
+(`models.loader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A range of a dimension.
+
+    Attributes:
+        start, size: the range.
+        total: the length of the dimension in the checkpoint.
+    """
+
+    start: int
+    size: int
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> Shard:
+        """Returns all of a dimension of length `total`."""
+        return cls(0, total, total)
+
+    @classmethod
+    def of_rank(cls, total: int, rank: int, size: int) -> Shard:
+        """Returns the part of rank `rank` of `size`, which divide the dimension evenly."""
+        return cls(rank * (total // size), total // size, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The rows (output features) of a checkpoint module that a rank has.
+
+    Attributes:
+        name: of the module, such as "model.layers.0.self_attn.q_proj".
+        rows: which of its output features.
+    """
+
+    name: str
+    rows: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """Where a part of a checkpoint tensor goes.
+
+    Attributes:
+        destination: a view of the parameter.
+        dim: the dimension of the checkpoint tensor along which a part is taken.
+        start: where the part begins; it is as long as the destination.
+        total: the length of the checkpoint tensor in that dimension, or None where the destination
+            takes all of it.
+    """
+
+    destination: torch.Tensor
+    dim: int = 0
+    start: int = 0
+    total: int | None = None
+
+    @property
+    def checkpoint_shape(self) -> list[int]:
+        """The shape that the checkpoint tensor must have."""
+        shape = list(self.destination.shape)
+        if self.total is not None:
+            shape[self.dim] = self.total
+        return shape
+
+
+#: Pairs of a checkpoint tensor's name and where a part of it goes. A name may occur several times.
+NamedShards = Iterator[tuple[str, WeightShard]]
