@@ -4,12 +4,14 @@ symbolic_worker)."""
 from __future__ import annotations
 
 from array import array
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.ipc import kv_spec
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
@@ -602,6 +604,12 @@ def test_random_traffic(data):
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
     groups = draw(GROUPS, "groups")
+    unit = draw(st.sampled_from([1, 8, kv_spec.WINDOW_UNIT]), "tokens freed together")
+    with mock.patch.object(kv_spec, "WINDOW_UNIT", unit):
+        _check_random_traffic(draw, block_size, budget, groups)
+
+
+def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGroup, ...]) -> None:
     minimum = [group.max_blocks(40, block_size, budget) for group in groups]
     harness = Harness(
         depth=draw(st.sampled_from([1, 2]), "depth"),
