@@ -87,6 +87,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     logits = PagedModel(model, 16).step(dict(enumerate(TEXTS)))
     assert_close([logits[number] for number in range(len(TEXTS))], expected)
     assert_close(PagedModel(model, 4).run_at_random(TEXTS, longest=12, seed=1), expected)
+    architecture = theirs.config.architectures[0]
+    assert model.describe(16).startswith(f"transformers' modules of {architecture}")
 
 
 def test_weights_are_counted_and_may_be_random(tmp_path: Path) -> None:

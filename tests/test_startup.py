@@ -23,6 +23,7 @@ def make_report(number: int, groups: tuple[KVGroup, ...], *num_blocks: int) -> W
         900 - number,
         "reason",
         [("load weights", 1.0 + number)],
+        model="Triton kernels",
     )
 
 
@@ -39,6 +40,7 @@ def test_the_table_shows_each_engine(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"engine 1 +│ 1.00 GiB a worker: 101 blocks of 16 tokens", shown)
     assert re.search(r"longest request +│ 899 tokens \(reason\)", shown)
     assert re.search(r"load weights +│ 2.00 s", shown), "the slowest counts"
+    assert re.search(r"model +│ Triton kernels", shown)
     shown = shown_for(reports[:1], capsys)
     assert "engine" not in shown
     assert "prefix cache" not in shown

@@ -82,6 +82,11 @@ class CausalLM(Protocol):
         model is bound."""
         ...
 
+    def describe(self, block_size: int) -> str:
+        """Returns what computes the model with KV blocks of `block_size` tokens, for the start-up
+        table."""
+        ...
+
     def warm_up(self) -> None:
         """Launches the kernels that the number of a step's tokens chooses among."""
         ...
@@ -114,6 +119,18 @@ class CausalLM(Protocol):
             out: [S, shard_size] in the model's dtype that may be written to.
         """
         ...
+
+
+def describe_attention(unsupported: Sequence[int], block_size: int) -> str:
+    """Returns whether kernels compute the attention of a model on a GPU, given the head sizes that
+    they lack with blocks of `block_size` tokens."""
+    if not unsupported:
+        return "Triton kernels"
+    sizes = ", ".join(map(str, unsupported))
+    return (
+        f"Triton kernels, but attention in plain torch: they lack head size {sizes} with blocks of "
+        f"{block_size} tokens"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +216,24 @@ class DecoderModel:
     ) -> AttentionPlans | None:
         """Returns the plans for attention by the kernels, or None if a layer's shape needs plain
         torch."""
-        if not self.backend.has_kernels:
+        if not self.backend.has_kernels or self._unsupported_head_sizes(block_size):
             return None
-        from aioinfer.layers.kernel_attention import AttentionPlans, supports
+        from aioinfer.layers.kernel_attention import AttentionPlans
 
-        shapes = (layer.attention.shape for layer in self.layers)
-        if not all(supports(shape, block_size) for shape in shapes):
-            return None
         return AttentionPlans(rows, tokens, programs)
+
+    def _unsupported_head_sizes(self, block_size: int) -> list[int]:
+        """Returns the head sizes that the attention kernels lack with such blocks, ascending."""
+        from aioinfer.layers.kernel_attention import supports
+
+        shapes = [layer.attention.shape for layer in self.layers]
+        return sorted({shape.head_size for shape in shapes if not supports(shape, block_size)})
+
+    def describe(self, block_size: int) -> str:
+        """See `CausalLM.describe`."""
+        if not self.backend.has_kernels:
+            return "plain torch"
+        return describe_attention(self._unsupported_head_sizes(block_size), block_size)
 
     @property
     def supports_graphs(self) -> bool:

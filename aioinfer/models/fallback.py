@@ -32,6 +32,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.config import read_dtype
+from aioinfer.models.decoder import describe_attention
 
 #: The name under which transformers finds our attention.
 _INTERFACE = "aioinfer_paged"
@@ -204,13 +205,26 @@ class FallbackModel:
                 self._attentions[layer].bind(cache, number, self._plans, self.backend)
 
     def _make_plans(self, block_size: int, rows: int, tokens: int) -> Any:
-        if not self.backend.has_kernels:
+        if not self.backend.has_kernels or self._unsupported_head_sizes(block_size):
             return None
-        from aioinfer.layers.kernel_attention import AttentionPlans, supports
+        from aioinfer.layers.kernel_attention import AttentionPlans
 
-        if not all(supports(attention.shape, block_size) for attention in self._attentions):
-            return None
         return AttentionPlans(rows, tokens)
+
+    def _unsupported_head_sizes(self, block_size: int) -> list[int]:
+        """Returns the head sizes that the attention kernels lack with such blocks, ascending."""
+        from aioinfer.layers.kernel_attention import supports
+
+        shapes = [attention.shape for attention in self._attentions]
+        return sorted({shape.head_size for shape in shapes if not supports(shape, block_size)})
+
+    def describe(self, block_size: int) -> str:
+        """See `CausalLM.describe`."""
+        modules = f"transformers' modules of {self._config.architecture}, step by step"
+        if not self.backend.has_kernels:
+            return f"{modules}; attention: plain torch"
+        attention = describe_attention(self._unsupported_head_sizes(block_size), block_size)
+        return f"{modules}; attention: {attention}"
 
     @property
     def supports_graphs(self) -> bool:

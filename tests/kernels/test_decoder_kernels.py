@@ -103,6 +103,19 @@ def test_what_graphs_hold(tmp_path: Path) -> None:
         assert_close(graph.kv[0], whole.kv[0])
 
 
+def test_head_sizes_that_the_kernels_lack_are_named(tmp_path: Path) -> None:
+    """Their attention is computed in plain torch, in the same model."""
+    heads = {"head_dim": 48, "num_attention_heads": 4}
+    tiny_model("qwen3", tmp_path, vocab_size=100, hidden_size=128, **heads)
+    over_kernels, plain = (Bound(tmp_path, kernels=use) for use in (True, False))
+    assert "lack head size 48 with blocks of 16 tokens" in over_kernels.model.describe(16)
+    assert not over_kernels.model.supports_graphs
+    for starts, lengths in (([0, 0, 0], [20, 5, 33]), ([20, 5, 33], [1, 1, 5])):
+        ids = random_ids(lengths)
+        expected = plain.run(plain.step(starts, lengths, ids))
+        assert_close(over_kernels.run(over_kernels.step(starts, lengths, ids)), expected)
+
+
 @torch.inference_mode()
 def rank_states(memory: SymmetricBuffer, folder: Path, pushed_rows: int) -> list[torch.Tensor]:
     """Returns the hidden states of a prefill and two mixed steps on this rank."""
