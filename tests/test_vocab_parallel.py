@@ -1,4 +1,4 @@
-"""Ranks that share the vocabulary choose what one rank with all logits chooses: over real
+"""Ranks that shard the vocabulary sample what one rank with all logits samples: over real
 processes, and for the candidates alone."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     logits: torch.Tensor  # [S, vocabulary]
     params: list[SamplingParams]  # of row i, whose slot is i
     # how many it takes with 2 and with 3 ranks, where that is to be tested
-    exchanges: tuple[int, int] | None = None
+    all_gathers: tuple[int, int] | None = None
 
 
 def spread(rows: int, scale: float, seed: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -42,7 +42,7 @@ def spread(rows: int, scale: float, seed: int, vocab: int = VOCAB) -> torch.Tens
 
 
 def broken(rows: int) -> torch.Tensor:
-    """Logits of rows that hold NaN, infinity or nothing, in different shares, and of one that is
+    """Logits of rows that hold NaN, infinity or nothing, in different shards, and of one that is
     sound."""
     logits = spread(rows, 1, 3)
     logits[0, 2999] = logits[1, 4] = math.nan
@@ -63,29 +63,49 @@ ADJUSTED = SamplingParams(
 )  # fmt: skip
 CASES: dict[str, Callable[[], Case]] = {
     "greedy": lambda: Case(spread(9, 3, 1), [GREEDY] * 9, (1, 1)),
-    "ties": lambda: Case(spread(9, 2, 2).round(), [GREEDY, SamplingParams(top_k=3), SamplingParams(top_p=0.2)] * 3),
-    "draws": lambda: Case(spread(20, 2, 3), [SamplingParams(temperature=0.2 + 0.1 * i) for i in range(20)], (1, 1)),
-    "few tokens": lambda: Case(spread(20, 4, 4), [SamplingParams(top_k=1 + 6 * i, top_p=0.9) for i in range(20)], (1, 1)),
+    "ties": lambda: Case(
+        spread(9, 2, 2).round(), [GREEDY, SamplingParams(top_k=3), SamplingParams(top_p=0.2)] * 3
+    ),
+    "draws": lambda: Case(
+        spread(20, 2, 3), [SamplingParams(temperature=0.2 + 0.1 * i) for i in range(20)], (1, 1)
+    ),
+    "few tokens": lambda: Case(
+        spread(20, 4, 4), [SamplingParams(top_k=1 + 6 * i, top_p=0.9) for i in range(20)], (1, 1)
+    ),
     "min-p": lambda: Case(spread(9, 4, 5), [SamplingParams(min_p=0.1 / 4**i) for i in range(9)]),
-    "many tokens": lambda: Case(spread(6, 1, 6), [SamplingParams(top_k=k, min_p=p) for k in (200, 700, 2999) for p in (0.0, 0.01)], (3, 3)),
-    "flat": lambda: Case(spread(8, 0.1, 7), [SamplingParams(top_p=0.05 + 0.135 * i) for i in range(8)], (3, 3)),
-    "all equal": lambda: Case(torch.zeros(2, VOCAB), [SamplingParams(top_p=0.5), SamplingParams(top_k=5)], (3, 3)),
+    "many tokens": lambda: Case(
+        spread(6, 1, 6),
+        [SamplingParams(top_k=k, min_p=p) for k in (200, 700, 2999) for p in (0.0, 0.01)],
+        (3, 3),
+    ),
+    "flat": lambda: Case(
+        spread(8, 0.1, 7), [SamplingParams(top_p=0.05 + 0.135 * i) for i in range(8)], (3, 3)
+    ),
+    "all equal": lambda: Case(
+        torch.zeros(2, VOCAB), [SamplingParams(top_p=0.5), SamplingParams(top_k=5)], (3, 3)
+    ),
     "mixed": lambda: Case(
         spread(4, 3, 8),
         [GREEDY, SamplingParams(top_k=9), SamplingParams(), SamplingParams(top_p=0.8, logprobs=20)],
-        (3, 3)
+        (3, 3),
     ),
-    "adjusted": lambda: Case(spread(6, 1, 9), [ADJUSTED, GREEDY, SamplingParams(temperature=0, frequency_penalty=-2.0, logprobs=0)] * 2),
+    "adjusted": lambda: Case(
+        spread(6, 1, 9),
+        [ADJUSTED, GREEDY, SamplingParams(temperature=0, frequency_penalty=-2.0, logprobs=0)] * 2,
+    ),
     "broken": lambda: Case(broken(6), [GREEDY] * 6),
     "broken draws": lambda: Case(broken(6), [SamplingParams()] * 6),
     "broken filtered": lambda: Case(broken(6), [SamplingParams(top_k=4, top_p=0.9)] * 6),
     "broken logprobs": lambda: Case(broken(6), [SamplingParams(logprobs=2)] * 6),
     "a rank without tokens": lambda: Case(
         few(0.0, 1.0, 0.5, -2.0),
-        [GREEDY, SamplingParams(logprobs=20, logit_bias={2: 9.0}), SamplingParams(top_p=0.7)]
+        [GREEDY, SamplingParams(logprobs=20, logit_bias={2: 9.0}), SamplingParams(top_p=0.7)],
     ),
-    "one token": lambda: Case(few(2.0), [GREEDY, SamplingParams(logprobs=1), SamplingParams(top_k=2, repetition_penalty=1.2)]),
-}  # fmt: skip
+    "one token": lambda: Case(
+        few(2.0),
+        [GREEDY, SamplingParams(logprobs=1), SamplingParams(top_k=2, repetition_penalty=1.2)],
+    ),
+}
 
 
 def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
@@ -103,7 +123,7 @@ def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
     return slots
 
 
-def choose(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]:
+def sample_case(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]:
     """Returns what is sampled, on a rank if a vocabulary is given."""
     rows, vocab_size = case.logits.shape
     slots = make_slots(case.params, vocab_size)
@@ -118,26 +138,29 @@ def choose(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]:
 
 
 class CountingGroup(ParallelGroup):
-    """Counts the exchanges."""
+    """Counts the all-gathers."""
 
-    exchanges = 0
+    all_gathers = 0
 
     def all_gather_last(self, values: torch.Tensor) -> torch.Tensor:
-        self.exchanges += 1
+        self.all_gathers += 1
         return super().all_gather_last(values)
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
-    """The body of a process: chooses in every case and saves what it got, and in how many
-    exchanges."""
+    """The body of a process: samples in every case and saves what it got, and in how many
+    all-gathers."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{size}"), size)
-    group = CountingGroup.connect(rank, size, store, torch.device("cpu"))
-    assert isinstance(group, CountingGroup)
+    ParallelGroup.connect(rank, size, store, torch.device("cpu"))
+    group = CountingGroup(rank, size)  # of all ranks of the world
     results = {}
     for name, make in CASES.items():
-        case, group.exchanges = make(), 0
-        results[name] = choose(case, Vocabulary(case.logits.shape[1], group)), group.exchanges
+        case, group.all_gathers = make(), 0
+        results[name] = (
+            sample_case(case, Vocabulary(case.logits.shape[1], group)),
+            group.all_gathers,
+        )
     torch.save(results, folder / f"rank-{rank}-of-{size}")
     dist.destroy_process_group()
 
@@ -151,11 +174,11 @@ def ranks(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_chooses_what_one_alone_chooses(ranks: list[dict[str, Any]], name: str) -> None:
+def test_every_rank_samples_what_one_alone_does(ranks: list[dict[str, Any]], name: str) -> None:
     case = CASES[name]()
-    expected = choose(case, None)
+    expected = sample_case(case, None)
     for results in ranks:
-        sampled, exchanges = results[name]
+        sampled, all_gathers = results[name]
         assert sampled[0].tolist() == expected[0].tolist()
         assert sampled[2].tolist() == expected[2].tolist()
         broken = (expected[0] < 0).tolist()
@@ -164,8 +187,8 @@ def test_every_rank_chooses_what_one_alone_chooses(ranks: list[dict[str, Any]], 
             torch.testing.assert_close(
                 ours[sound], theirs[sound], rtol=1e-5, atol=1e-5, equal_nan=True
             )
-        if case.exchanges is not None:
-            assert exchanges == case.exchanges[len(ranks) - 2]
+        if case.all_gathers is not None:
+            assert all_gathers == case.all_gathers[len(ranks) - 2]
     first = ranks[0][name][0]
     assert all(
         torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
@@ -174,7 +197,7 @@ def test_every_rank_chooses_what_one_alone_chooses(ranks: list[dict[str, Any]], 
     )
 
 
-def test_broken_rows_choose_nothing(ranks: list[dict[str, Any]]) -> None:
+def test_broken_rows_give_no_token(ranks: list[dict[str, Any]]) -> None:
     for kind in ("broken", "broken draws", "broken filtered"):
         tokens = ranks[0][kind][0][0].tolist()
         assert tokens[:5] == [-1, -1, -1, -1, 3000]
@@ -185,18 +208,18 @@ def test_broken_rows_choose_nothing(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("count", [1, 7, 60, 400])
 def test_candidates_keep_what_the_filters_keep_or_ask_for_more(scale: float, count: int) -> None:
     """With more and more candidates the first answer is right, and with all there is one."""
-    ranks, share, vocab = 3, 134, 400
+    ranks, shard, vocab = 3, 134, 400
     logits = spread(1, scale, 11, vocab)[0].numpy()
     if scale == 4.0:
         logits = logits.round()
-    complete = np.array([count >= len(logits[rank * share :][:share]) for rank in range(ranks)])
+    complete = np.array([count >= len(logits[rank * shard :][:shard]) for rank in range(ranks)])
     answered = 0
     for top_k in (0, 1, 20, 399, 400):
         for top_p in (1.0, 0.9, 0.5, 1e-6):
             for min_p in (0.0, 0.3, 1e-6):
-                found = Candidates.empty(ranks, min(count, share))
+                found = Candidates.empty(ranks, min(count, shard))
                 for rank in range(ranks):
-                    found.find(rank, logits[rank * share :][:share], rank * share, top_p)
+                    found.find(rank, logits[rank * shard :][:shard], rank * shard, top_p)
                 kept = keep_candidates(found, complete, vocab, top_k, top_p, min_p)
                 if kept is None:
                     assert not complete.all()
