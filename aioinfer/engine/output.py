@@ -200,7 +200,7 @@ class RequestOutput:
 class OutputSequence:
     """One sequence of a request's output: turns its tokens into text, and finds stop strings."""
 
-    __slots__ = ("_detokenizer", "_stops", "index", "output", "request")
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "index", "output", "request")
 
     def __init__(
         self, index: int, request: Request, output: RequestOutput, detokenizer: Detokenizer | None
@@ -212,6 +212,7 @@ class OutputSequence:
         self.output = output
         self._detokenizer = detokenizer
         params = request.params
+        self._min_tokens = params.min_tokens
         self._stops = StopStrings(params.stop, params.include_stop) if params.stop else None
 
     def append(self, token: int, logprob: TokenLogprob | None, num_more: int = 0) -> str | None:
@@ -231,7 +232,9 @@ class OutputSequence:
         if (request.status is Status.FINISHED and not num_more) or detokenizer is None:
             return self._append_last(token, logprob, num_more)
         text, stop = detokenizer.next(token), None
-        if stops is not None and request.num_output - num_more >= request.params.min_tokens:
+        if stops is not None and (
+            not self._min_tokens or request.num_output - num_more >= self._min_tokens
+        ):
             text, stop = stops.feed(text)
             if stop is not None and request.status is Status.FINISHED:
                 request.finish_reason, request.stop_reason = "stop", stop
@@ -250,7 +253,7 @@ class OutputSequence:
             if request.finish_reason != "stop" or request.params.include_stop:
                 text = detokenizer.next(token)
             text += detokenizer.flush()
-            if stops is not None and request.num_output >= request.params.min_tokens:
+            if stops is not None and request.num_output >= self._min_tokens:
                 text, stop = stops.feed(text)
                 text += stops.flush() if stop is None else ""
         if stop is not None:
