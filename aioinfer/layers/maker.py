@@ -151,18 +151,9 @@ class LayerMaker:
             len(queries), len(keys), head_size,
             head_size**-0.5 if scale is None else scale, window, soft_cap,
         )  # fmt: skip
-        by_head = whole = None
-        if head_norms:
-            by_head = (
-                self.norm(f"{name}.q_norm", head_size, unit_offset=unit_offset),
-                self.norm(f"{name}.k_norm", head_size, unit_offset=unit_offset),
-            )
-        elif projection_norms:
-            copies = max(1, backend.group.size // num_kv_heads)
-            whole = (
-                self._split_norm(f"{name}.q_norm", shards[0], 1),
-                self._split_norm(f"{name}.k_norm", shards[1], copies),
-            )
+        by_head = self._head_norms(name, head_size, unit_offset) if head_norms else None
+        copies = max(1, backend.group.size // num_kv_heads)
+        whole = self._projection_norms(name, shards, copies) if projection_norms else None
         attention = Attention(
             shape, qkv, output, self._rotary(rope, head_size), head_norms=by_head,
             projection_norms=whole, norm=norm, post_norm=post_norm,
@@ -213,8 +204,20 @@ class LayerMaker:
         self._layers.append(layer)
         return layer
 
-    def _split_norm(self, name: str, shard: Shard, copies: int) -> SplitRMSNorm:
-        return self._keep(SplitRMSNorm(name, shard, copies, self._norm_eps, self.backend))
+    def _head_norms(self, name: str, head_size: int, unit_offset: bool) -> tuple[RMSNorm, RMSNorm]:
+        """Returns the norms of queries and keys by head."""
+        query_norm = self.norm(f"{name}.q_norm", head_size, unit_offset=unit_offset)
+        return query_norm, self.norm(f"{name}.k_norm", head_size, unit_offset=unit_offset)
+
+    def _projection_norms(
+        self, name: str, shards: Sequence[Shard], copies: int
+    ) -> tuple[SplitRMSNorm, SplitRMSNorm]:
+        """Returns the norms of queries and keys over all heads, of which this rank has `shards`;
+        `copies` ranks have the same keys."""
+        eps, backend = self._norm_eps, self.backend
+        query_norm = SplitRMSNorm(f"{name}.q_norm", shards[0], 1, eps, backend)
+        key_norm = SplitRMSNorm(f"{name}.k_norm", shards[1], copies, eps, backend)
+        return self._keep(query_norm), self._keep(key_norm)
 
     @staticmethod
     def _sources(
