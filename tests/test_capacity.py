@@ -63,9 +63,9 @@ def test_a_cache_that_is_too_small_limits_the_length_and_says_so() -> None:
 def test_blocks_of_a_window_limit_the_length_only_if_one_step_needs_more() -> None:
     groups = (FULL, WINDOW)
     chunk = {"max_num_batched_tokens": 64}
-    assert settle_capacity(config(**chunk), [report(500, 12, groups=groups)]).max_model_len == 1000
-    capacity = settle_capacity(config(**chunk), [report(500, 11, groups=groups)])
-    assert capacity.max_model_len == 176
+    assert settle_capacity(config(**chunk), [report(500, 7, groups=groups)]).max_model_len == 1000
+    capacity = settle_capacity(config(**chunk), [report(500, 6, groups=groups)])
+    assert capacity.max_model_len == 96
 
 
 def test_configured_numbers_are_kept() -> None:

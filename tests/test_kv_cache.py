@@ -247,3 +247,33 @@ def test_the_integrity_check_notices_a_freed_block_that_is_read_and_a_lost_one()
     request.blocks[1][2] = NULL_BLOCK
     with pytest.raises(AssertionError, match="lacks a block that it reads"):
         cache.check_integrity([request])
+
+
+def test_entries_that_a_tile_reads_behind_the_window_name_a_block_of_the_request() -> None:
+    cache = make_cache(FULL, windowed(6))
+    request = make_request("one", 33)
+    compute(cache, request)
+    assert list(cache.take_stand_ins()) == [], "nothing is freed yet"
+    cache.free_behind_windows(request, 33)
+    owned = request.blocks[1][7]
+    assert request.blocks[1][:7] == [NULL_BLOCK] * 7
+    assert list(cache.take_stand_ins()) == [(request, 1, index, owned) for index in range(7)]
+    assert list(cache.take_stand_ins()) == [], "they are sent once"
+    again = make_request("again", 33)
+    compute(cache, again)
+    assert list(cache.take_stand_ins()) == [
+        (again, 1, index, again.blocks[1][6]) for index in range(6)
+    ]
+    assert cache.max_stand_ins == 15, "64 tokens are 16 blocks"
+
+
+def test_no_entry_stands_in_while_a_request_owns_no_block_of_the_window() -> None:
+    cache = make_cache(windowed(1))
+    request = make_request("one", 8)
+    compute(cache, request)
+    cache.free_behind_windows(request, 8)
+    assert request.blocks == [[NULL_BLOCK] * 2]
+    assert list(cache.take_stand_ins()) == []
+    cache.grow(request, 1)
+    block = request.blocks[0][2]
+    assert list(cache.take_stand_ins()) == [(request, 0, 0, block), (request, 0, 1, block)]

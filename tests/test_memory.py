@@ -58,7 +58,7 @@ def test_configured_blocks_are_those_of_layers_that_keep_all_tokens() -> None:
     config = make_config(num_blocks=500)
     groups = FULL, WINDOW, STATE
     # the windows of 4 requests, wherever in a block they begin, and a step of 64 tokens
-    assert count(config, *groups) == (500, (4 * (34 + 2 * 16 - 3) + 64) // 16, 4)
+    assert count(config, *groups) == (500, (4 * (33 + 2 * 16 - 1) + 64) // 16, 4)
     assert count(make_config(num_blocks=5), *groups) == (5, 5, 4)
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.ipc import kv_spec
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
+from aioinfer.scheduler import kv_cache
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request, Status
 from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -71,7 +71,24 @@ class Harness:
         self.plans.append(plan)
         self._check_owned(plan)
         self.worker.post(plan)
+        self._check_tiles(plan)
         return True
+
+    def _check_tiles(self, plan: StepPlan) -> None:
+        """Checks that the tiles of attention in which the windows of the rows begin hold nothing of
+        other requests."""
+        requests = {request.slot: request for request in self.scheduler.running}
+        size, slots = self.limits.block_size, self.limits.max_num_seqs
+        tile = self.scheduler.kv_cache._blocks_per_tile
+        for slot, start in zip(plan.slots, plan.starts, strict=True):
+            for number, group in enumerate(self.limits.groups):
+                if group.window is not None:
+                    first = max(0, start - group.window + 1) // size
+                    table = self.worker.tables[number * slots + slot]
+                    for index in range(first - first % tile, first):
+                        assert table[index] in requests[slot].blocks[number], (
+                            "attention reads along what another request may write"
+                        )
 
     def _check_owned(self, plan: StepPlan) -> None:
         """Checks that every row's request owns all blocks that the row reads: what the plan frees,
@@ -604,8 +621,8 @@ def test_random_traffic(data):
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
     groups = draw(GROUPS, "groups")
-    unit = draw(st.sampled_from([1, 8, kv_spec.WINDOW_UNIT]), "tokens freed together")
-    with mock.patch.object(kv_spec, "WINDOW_UNIT", unit):
+    tile = draw(st.sampled_from([1, 8, kv_cache.MAX_ATTENTION_TILE]), "tile of attention")
+    with mock.patch.object(kv_cache, "MAX_ATTENTION_TILE", tile):
         _check_random_traffic(draw, block_size, budget, groups)
 
 

@@ -78,10 +78,9 @@ class StateSpec:
         return f"a state of {self.nbytes} bytes a request"
 
 
-#: Blocks behind a window are freed in units of so many tokens. Attention kernels read tiles of up to
-#: so many tokens whole and mask what is behind the window, but a masked NaN of a later owner would
-#: still spoil the result.
-WINDOW_UNIT = 64
+#: Attention kernels read tiles of up to so many tokens whole, from a multiple of it on, and mask
+#: what is behind the window.
+MAX_ATTENTION_TILE = 64
 
 KVSpec = AttentionSpec | LatentSpec | StateSpec
 
@@ -111,9 +110,8 @@ class KVGroup:
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Returns how many blocks a request of `num_tokens` tokens owns at once at most.
 
-        With a window these are the blocks that hold the tokens of a step and `window` tokens before
-        them, wherever in a unit of `WINDOW_UNIT` the first of them lies: one token more than are
-        read, since a row that took no token is computed again.
+        With a window these are the blocks that hold the tokens of a step and the `window - 1`
+        before them, wherever in a block the first of them lies.
 
         Args:
             num_tokens: prompt and output together, at least 1.
@@ -125,9 +123,7 @@ class KVGroup:
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
-        unit = window_unit(block_size)
-        tokens = unit * block_size
-        return min(blocks, unit * ((self.window + max_chunk - 2 + tokens) // tokens + 1))
+        return min(blocks, (self.window + max_chunk - 3 + block_size) // block_size + 1)
 
     def max_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int | None:
         """Returns the length of the longest request for which `num_blocks` blocks suffice, or None
@@ -142,11 +138,6 @@ class KVGroup:
         if isinstance(self.spec, StateSpec):
             return len(self.layers) * self.spec.nbytes
         return len(self.layers) * block_size * self.spec.bytes_per_token(itemsize)
-
-
-def window_unit(block_size: int) -> int:
-    """Returns how many blocks behind a window are freed together."""
-    return max(1, WINDOW_UNIT // block_size)
 
 
 def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:

@@ -14,8 +14,7 @@ from s - window + 1 on, and so do all steps that are planned after it. Steps tha
 may read earlier keys, but workers execute plans in order, so that whoever gets a freed block writes
 to it only after these have read. Hence `free_behind_windows` is called while a step is planned,
 with the first position that it or a later one computes, and never with a position behind it: the
-tokens of one step are written together, before any of them is read. A row that took no token is
-computed again from one position earlier, so one token more than that is kept.
+tokens of one step are written together, before any of them is read.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
@@ -29,11 +28,12 @@ The scheduler is the only caller of what changes anything. Imports neither torch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from aioinfer.ipc.kv_spec import KVGroup, window_unit
+from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import NULL_BLOCK, Request
@@ -105,7 +105,10 @@ class KVCacheManager:
         self.pools = tuple(BlockPool(count) for _, count in zip(groups, num_blocks, strict=True))
         self._block_size = block_size
         self._max_chunk = max_chunk
-        self._window_unit = window_unit(block_size)
+        self._blocks_per_tile = max(1, MAX_ATTENTION_TILE // block_size)
+        # requests whose tables have lost blocks behind a window, or begin without, since the last
+        # plan
+        self._moved: dict[Request, None] = {}
         self._token_groups = [i for i, group in enumerate(groups) if group.keeps_tokens]
         self._state_groups = [i for i, group in enumerate(groups) if not group.keeps_tokens]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
@@ -145,6 +148,11 @@ class KVCacheManager:
     def has_windows(self) -> bool:
         """Whether any blocks can be freed while their request runs."""
         return bool(self._windows)
+
+    @property
+    def max_stand_ins(self) -> int:
+        """The maximum of entries that `take_stand_ins` yields for a request."""
+        return len(self._windows) * (self._blocks_per_tile - 1)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens could run if it were alone."""
@@ -191,6 +199,8 @@ class KVCacheManager:
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
         for group in self._state_groups:
             request.blocks[group] = self.pools[group].allocate(1)
+        if self._windows:
+            self._moved[request] = None
 
     def grow(self, request: Request, count: int) -> None:
         """Appends `count` new blocks to each block table. The caller has asked `can_grow`."""
@@ -207,13 +217,35 @@ class KVCacheManager:
         """
         for group, window in self._windows:
             table = request.blocks[group]
-            end = max(0, start - window) // self._block_size
-            first = end = end - end % self._window_unit
+            first = end = max(0, start - window + 1) // self._block_size
             while first and table[first - 1] != NULL_BLOCK:
                 first -= 1
             if first < end:
                 self.pools[group].release(table[first:end])
                 table[first:end] = [NULL_BLOCK] * (end - first)
+                self._moved[request] = None
+
+    def take_stand_ins(self) -> Iterator[tuple[Request, int, int, int]]:
+        """Yields (request, group, index, block) of the table entries before the first block that a
+        request owns behind a window, as far as attention may read them: once a plan, for the
+        requests in which they changed.
+
+        Kernels read whole tiles and mask what is behind the window. Yet a key or value that is NaN
+        spoils the result even if it is masked; so what they read there has to be the request's own,
+        not that of the next owner of a freed block.
+        """
+        moved, self._moved = self._moved, {}
+        if not self.max_stand_ins:
+            return  # what a tile reads is one block, which is owned
+        for request in moved:
+            for group, _ in self._windows if request.blocks else ():
+                table = request.blocks[group]
+                owned = bisect_left(table, True, key=_is_block)
+                if owned == len(table):  # it gets a block before it is planned again
+                    self._moved[request] = None
+                    continue
+                for index in range(owned - owned % self._blocks_per_tile, owned):
+                    yield request, group, index, table[owned]
 
     def free(self, request: Request) -> None:
         """Takes a request's block tables away; blocks without another owner become free."""
@@ -354,6 +386,10 @@ class KVCacheManager:
             if group.window is not None:
                 freed = max(0, request.num_computed - group.window + 1) // self._block_size
             assert NULL_BLOCK not in table[freed:], f"request {name} lacks a block that it reads"
+
+
+def _is_block(entry: int) -> bool:
+    return entry != NULL_BLOCK
 
 
 def _owned(table: Sequence[int]) -> Sequence[int]:

@@ -109,7 +109,7 @@ class PlanBuilder:
     def grow_tables(self, request: Request, first: int) -> None:
         """Sends the entries of a request's block tables from index `first` on.
 
-        Entries without a block are left out: no row reads them.
+        Entries without a block are left out: no row attends to them (see also `set_entry`).
         """
         row = request.slot
         for table in request.blocks:
@@ -117,6 +117,10 @@ class PlanBuilder:
                 if table[index] != NULL_BLOCK:
                     self._growth.append((row, index, table[index]))
             row += self._max_num_seqs
+
+    def set_entry(self, request: Request, group: int, index: int, block: int) -> None:
+        """Sends one entry of a request's block table in a group."""
+        self._growth.append((group * self._max_num_seqs + request.slot, index, block))
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Has the workers copy a KV block of a group before the step computes anything."""

@@ -210,6 +210,7 @@ class Scheduler:
         limits = self.limits
         tables = limits.max_num_seqs + limits.token_budget // limits.block_size
         growth = tables * len(limits.groups)
+        growth += limits.max_num_seqs * self.kv_cache.max_stand_ins
         rows = limits.max_num_seqs * (ROW_BYTES + COPY_BYTES * len(limits.groups))
         if rows + growth * GROWTH_BYTES > MAX_FIXED_BYTES:
             raise ConfigError(
@@ -263,6 +264,8 @@ class Scheduler:
             self._plan_waiting(builder)
         if builder.is_empty:
             return None
+        for request, group, table_index, block in self.kv_cache.take_stand_ins():
+            builder.set_entry(request, group, table_index, block)
         self._posted.append((self._step_id, builder.sampled_requests))
         self._step_id += 1
         self.stats.steps += 1
@@ -280,13 +283,12 @@ class Scheduler:
         """Frees what the prompt chunks of the last plan left behind their windows.
 
         A later plan may write to these blocks, the same one may not: its tokens are written before
-        any of them is read.
+        any of them is read. A row that may take no token has its last one computed again.
         """
         for request in self._advanced:
             if request.slot >= 0:
-                # a row that takes no token is computed again, from its last token on
-                first = request.num_computed - (not request.plans_ahead)
-                self.kv_cache.free_behind_windows(request, first)
+                start = request.num_computed - (not request.plans_ahead)
+                self.kv_cache.free_behind_windows(request, start)
         self._advanced.clear()
 
     def _plan_running(self, builder: PlanBuilder) -> bool:

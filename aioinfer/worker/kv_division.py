@@ -81,8 +81,8 @@ class CacheDemand:
         never exceed; None where all tokens are kept, since a prefix cache has use for any number.
 
         A request of which a step computes c tokens owns at most (window + c + 2 * block_size - 3)
-        / block_size blocks (see `KVGroup.max_blocks`), with c = 1 if it is in none. All c of a step
-        together are at most `max_chunk`.
+        / block_size blocks (see `KVGroup.max_blocks`), with c = 1 if it is in none, and where rows
+        may take no token, one token more is kept. All c of a step together are at most `max_chunk`.
         """
         seqs, size = self.max_num_seqs, self.block_size
         enough: list[int | None] = []
@@ -92,7 +92,7 @@ class CacheDemand:
             elif group.window is None:
                 enough.append(None)
             else:
-                tokens = seqs * (group.window + 1 + 2 * size - 3) + self.max_chunk
+                tokens = seqs * (group.window + 2 * size - 1) + self.max_chunk
                 enough.append(min(tokens // size, seqs * -(-num_tokens // size)))
         return enough
 
