@@ -142,6 +142,8 @@ class Worker:
             lambda: self._run_largest_step(model_config.max_len),
             self._captured_share(),
         )
+        if self.device.type != "cpu":
+            available -= self._growth_bytes()
         return LoadReport(
             device=device_name,
             dtype=dtype_text,
@@ -154,6 +156,12 @@ class Worker:
             vocab_size=model_config.vocab_size,
             model=self._model.describe(self.block_size),
         )
+
+    def _growth_bytes(self) -> int:
+        """Returns the memory that counts of tokens take while they grow to their full size, beyond
+        that size, which is part of the largest step."""
+        rows, words = self._config.scheduler.max_num_seqs, self._vocab_size
+        return Slots.max_sampling_bytes(rows, words) - rows * words * 4
 
     def _set_up_device(self) -> str:
         """Makes the device this process's own; returns its name for the start-up table."""
