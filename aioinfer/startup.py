@@ -51,7 +51,7 @@ class StartupDisplay:
         rows = {
             "device": reports[0].device,
             "arithmetic": reports[0].dtype,
-            "model": reports[0].model,
+            "model": reports[0].implementation,
             "weights": f"{_size(reports[0].weights_bytes)} a worker",
         }
         if len(reports) == 1:

@@ -23,7 +23,7 @@ def make_report(number: int, groups: tuple[KVGroup, ...], *num_blocks: int) -> W
         900 - number,
         "reason",
         [("load weights", 1.0 + number)],
-        model="Triton kernels",
+        implementation="Triton kernels",
     )
 
 

@@ -85,7 +85,7 @@ def test_loading_reports_sizes_and_progress(folder: Path) -> None:
     assert report.num_blocks == (int(0.01 * 2**30) // report.block_bytes[0],)
     assert report.model_max_len == 64
     assert report.vocab_size == VOCAB
-    assert report.model == "plain torch"
+    assert report.implementation == "plain torch"
 
 
 def test_dummy_weights_need_no_checkpoint(folder: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class WorkerReport:
         max_model_len_reason: why it is less than the model's own, or empty.
         phases: (name, seconds) of each phase of the start.
         graph_bytes: GPU memory of one rank's CUDA graphs.
-        model: what computes the model, such as `"Triton kernels"`.
+        implementation: what computes the model, such as `"Triton kernels"`.
     """
 
     device: str
@@ -46,7 +46,7 @@ class WorkerReport:
     max_model_len_reason: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)
     graph_bytes: int = 0
-    model: str = ""
+    implementation: str = ""
 
 
 #: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for

@@ -69,7 +69,7 @@ class InlineExecutor:
             capacity.reason,
             [("load weights", loaded - began), ("allocate, warm up", time.perf_counter() - loaded)],
             self._worker.graph_bytes,
-            report.model,
+            report.implementation,
         )
 
     def post(self, plan: StepPlan) -> None:

@@ -127,7 +127,7 @@ class MultiprocessExecutor:
             capacity.reason,
             [("spawn workers", spawned - began), *phases],
             graph_bytes,
-            first.model,
+            first.implementation,
         )
 
     def _spawn_all(self) -> None:

@@ -56,7 +56,7 @@ class LoadReport:
         num_blocks: KV blocks of each group that this rank can have.
         model_max_len: the longest sequence that the model was made for.
         vocab_size: of the model's logits.
-        model: what computes it, such as `"Triton kernels"`.
+        implementation: what computes the model, such as `"Triton kernels"`.
     """
 
     device: str
@@ -68,7 +68,7 @@ class LoadReport:
     num_blocks: tuple[int, ...]
     model_max_len: int
     vocab_size: int
-    model: str = ""
+    implementation: str = ""
 
 
 class Worker:
@@ -154,7 +154,7 @@ class Worker:
             num_blocks=count_blocks(config, self.device, demand, model_config.max_len, available),
             model_max_len=model_config.max_len,
             vocab_size=model_config.vocab_size,
-            model=self._model.describe(self.block_size),
+            implementation=self._model.describe(self.block_size),
         )
 
     def _growth_bytes(self) -> int:
