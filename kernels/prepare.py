@@ -233,7 +233,7 @@ def append_tokens(
     tokens: torch.Tensor,
     *,
     results: torch.Tensor | None = None,
-    turn: torch.Tensor | None = None,
+    buffer_index: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Writes tokens[slots[i], positions[i]] = sampled[i] where is_appended[i] is not 0; -1, a row
@@ -245,15 +245,19 @@ def append_tokens(
         positions: int32 [S], where the tokens are written: the seq_lens of the rows.
         is_appended: int32 [S], 0 for rows whose token is not kept.
         tokens: int32 [num_slots, max_len].
-        results, turn: int32 [N, >= S] and [1], both or neither: the result buffers and the index of
-            this step's buffer. Also writes results[turn, i] = sampled[i]; with N buffers the next
-            steps do not overwrite results that are still being copied to the host.
+        results, buffer_index: int32 [N, >= S] and [1], both or neither: the result buffers and the
+            index of this step's buffer. Also writes results[buffer_index, i] = sampled[i]; with N
+            buffers the next steps do not overwrite results that are still being copied to the host.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows = sampled.shape[0]
     if rows:
         grid = (triton.cdiv(rows, 128),)
-        kept, at = (sampled, sampled) if results is None or turn is None else (results, turn)
+        kept, at = (
+            (sampled, sampled)
+            if results is None or buffer_index is None
+            else (results, buffer_index)
+        )
         _append_kernel[grid](
             sampled, slots, positions, is_appended, tokens, kept, at, tokens.stride(0),
             kept.stride(0), rows,

@@ -430,7 +430,7 @@ def sample_tokens(
     positions: torch.Tensor,
     state: SamplingState,
     *,
-    share: VocabShard | None = None,
+    shard: VocabShard | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -443,7 +443,7 @@ def sample_tokens(
         slot_ids: int32 [S], the slot in `state` of each row.
         positions: int32 [S], the position of each sampled token, counted from the beginning of the
             prompt.
-        share: this rank's shard of the vocabulary; None if the rank has all of it.
+        shard: this rank's shard of the vocabulary; None if the rank has all of it.
         out: int32 [S] to write to; by default a new tensor.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later).
 
@@ -461,7 +461,7 @@ def sample_tokens(
     if rows == 0:
         return out
     first, vocab_size, buffers = (
-        (0, vocab, None) if share is None else (share.first, share.vocab_size, share.ll_buffers)
+        (0, vocab, None) if shard is None else (shard.first, shard.vocab_size, shard.ll_buffers)
     )
     if buffers is not None and rows > len(buffers.epochs):
         raise ValueError(f"{rows} rows of logits, but LL buffers for {len(buffers.epochs)}")

@@ -30,17 +30,17 @@ def disturbed(pids: Sequence[int], *, seed: int, longest_s: float) -> Iterator[l
 
     The list holds those that have been stopped so far.
     """
-    over, choice = threading.Event(), random.Random(seed)
+    over, rng = threading.Event(), random.Random(seed)
     stopped: list[int] = []
 
     def disturb() -> None:
         while not over.is_set():
-            pid = choice.choice(pids)
+            pid = rng.choice(pids)
             os.kill(pid, signal.SIGSTOP)
-            over.wait(choice.uniform(0.001, longest_s))
+            over.wait(rng.uniform(0.001, longest_s))
             os.kill(pid, signal.SIGCONT)
             stopped.append(pid)
-            over.wait(choice.uniform(0, longest_s / 2))
+            over.wait(rng.uniform(0, longest_s / 2))
 
     thread = threading.Thread(target=disturb)
     thread.start()

@@ -121,17 +121,15 @@ class PagedModel:
     ) -> list[torch.Tensor]:
         """Computes whole texts in chunks of 1 to `longest` tokens, some of them in each step;
         returns the logits of each text."""
-        choice = random.Random(seed)
+        rng = random.Random(seed)
         logits: dict[int, list[torch.Tensor]] = {name: [] for name in range(len(texts))}
         while unfinished := [
             name for name in logits if self.lengths.get(name, 0) < len(texts[name])
         ]:
             chunks = {}
-            for name in choice.sample(unfinished, choice.randint(1, len(unfinished))):
+            for name in rng.sample(unfinished, rng.randint(1, len(unfinished))):
                 start = self.lengths.get(name, 0)
-                chunks[name] = texts[name][
-                    start : start + choice.choice([1, choice.randint(1, longest)])
-                ]
+                chunks[name] = texts[name][start : start + rng.choice([1, rng.randint(1, longest)])]
             for name, part in self.step(chunks).items():
                 logits[name].append(part)
         return [torch.cat(parts) for parts in logits.values()]

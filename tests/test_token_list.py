@@ -15,8 +15,8 @@ from aioinfer.errors import RequestError
 
 
 def ids(count: int) -> list[int]:
-    choice = random.Random(count)
-    return [choice.randrange(0, 50_000) for _ in range(count)]
+    rng = random.Random(count)
+    return [rng.randrange(0, 50_000) for _ in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 1000, 30_000, 60_000])

@@ -118,15 +118,15 @@ def test_equals_the_reference(rows: list[tuple[int, int]], window: int | None, b
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(seed: int):
-    choice = random.Random(seed)
-    decodes = [(choice.randint(0, 60), 1) for _ in range(choice.randint(0, 6))]
+    rng = random.Random(seed)
+    decodes = [(rng.randint(0, 60), 1) for _ in range(rng.randint(0, 6))]
     others = [
-        (choice.choice([0, choice.randint(1, 30)]), choice.choice([1, choice.randint(2, 20)]))
-        for _ in range(choice.randint(1, 4))
+        (rng.choice([0, rng.randint(1, 30)]), rng.choice([1, rng.randint(2, 20)]))
+        for _ in range(rng.randint(1, 4))
     ]
     rows = decodes + sorted(others, key=lambda row: row[1] == 1)
-    batch = Batch(rows, choice.choice([4, 8, 16]), seed=seed)
-    window = choice.choice([None, 6, 25])
+    batch = Batch(rows, rng.choice([4, 8, 16]), seed=seed)
+    window = rng.choice([None, 6, 25])
     torch.testing.assert_close(
         batch.attend(window).double(), batch.reference(window), rtol=1e-5, atol=1e-5
     )
@@ -199,8 +199,8 @@ def test_blocks_before_the_window_are_not_gathered():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_decodes_that_go_together_waste_at_most_half(seed: int):
-    choice = random.Random(seed)
-    lengths = [choice.choice([choice.randint(1, 20), choice.randint(100, 300)]) for _ in range(40)]
+    rng = random.Random(seed)
+    lengths = [rng.choice([rng.randint(1, 20), rng.randint(100, 300)]) for _ in range(40)]
     tables = torch.zeros(len(lengths), 75, dtype=torch.int32)
     host = HostRows([1] * len(lengths), lengths)
     gathers = plan_gathers(host, tables, torch.empty(1, 4, 1, 16), None)

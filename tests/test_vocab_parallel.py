@@ -66,7 +66,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ties": lambda: Case(
         spread(9, 2, 2).round(), [GREEDY, SamplingParams(top_k=3), SamplingParams(top_p=0.2)] * 3
     ),
-    "draws": lambda: Case(
+    "temperatures": lambda: Case(
         spread(20, 2, 3), [SamplingParams(temperature=0.2 + 0.1 * i) for i in range(20)], (1, 1)
     ),
     "few tokens": lambda: Case(
@@ -94,7 +94,7 @@ CASES: dict[str, Callable[[], Case]] = {
         [ADJUSTED, GREEDY, SamplingParams(temperature=0, frequency_penalty=-2.0, logprobs=0)] * 2,
     ),
     "broken": lambda: Case(broken(6), [GREEDY] * 6),
-    "broken draws": lambda: Case(broken(6), [SamplingParams()] * 6),
+    "broken random": lambda: Case(broken(6), [SamplingParams()] * 6),
     "broken filtered": lambda: Case(broken(6), [SamplingParams(top_k=4, top_p=0.9)] * 6),
     "broken logprobs": lambda: Case(broken(6), [SamplingParams(logprobs=2)] * 6),
     "a rank without tokens": lambda: Case(
@@ -198,7 +198,7 @@ def test_every_rank_samples_what_one_alone_does(ranks: list[dict[str, Any]], nam
 
 
 def test_broken_rows_give_no_token(ranks: list[dict[str, Any]]) -> None:
-    for kind in ("broken", "broken draws", "broken filtered"):
+    for kind in ("broken", "broken random", "broken filtered"):
         tokens = ranks[0][kind][0][0].tolist()
         assert tokens[:5] == [-1, -1, -1, -1, 3000]
         assert tokens[5] >= 0

@@ -23,7 +23,10 @@ from aioinfer.worker.worker import LoadReport, Worker, select_device, select_dty
 
 CPU = torch.device("cpu")
 VOCAB = 120
-ONE_TOO_LARGE = "parallel.tensor_parallel_size = 4 takes 4 GPUs, and torch finds 2: lower parallel.tensor_parallel_size"
+ONE_TOO_LARGE = (
+    "parallel.tensor_parallel_size = 4 takes 4 GPUs, and torch finds 2: "
+    "lower parallel.tensor_parallel_size"
+)
 BOTH_TOO_LARGE = (
     "parallel.tensor_parallel_size = 2 times parallel.data_parallel_size = 4 takes 8 GPUs, and "
     "torch finds 6: "

@@ -1,5 +1,5 @@
-"""Models without a file of ours: the modules of transformers over our paged attention, scheduler and
-sampler.
+"""Models without a file of ours: the modules of transformers over our paged attention, scheduler
+and sampler.
 
 Attention is replaced through transformers' attention interface, so it serves every decoder whose
 attention modules go through that. Steps are computed module by module, without CUDA graphs. Over
@@ -232,7 +232,7 @@ class FallbackModel:
         return False
 
     def warm_up(self) -> None:
-        """See `CausalLM.warm_up`; there is nothing to choose among."""
+        """See `CausalLM.warm_up`; no kernel has several configurations here."""
 
     def plan(self, step: Step) -> None:
         """See `CausalLM.plan`."""

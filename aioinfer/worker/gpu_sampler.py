@@ -24,7 +24,7 @@ from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots
 from aioinfer.worker.staging import NUM_BUFFERS
 from aioinfer.worker.vocab_parallel import merge_logprobs
 
-#: What rows ask for that a graph of a decode step does not hold.
+#: Sampling flags of rows that a graph of a decode step does not serve.
 ADJUSTED = BIASED | BANNED | PENALIZED
 
 
@@ -82,7 +82,7 @@ class GpuSampler:
         return self._results[index, :count], self._host_results[index, :count]
 
     def needs_resampling(self, slot_ids: I32, positions: I32) -> bool:
-        """Whether any of the rows asks for more than `sample_plain` does."""
+        """Whether any of the rows needs more than `sample_plain` does."""
         flags = self._slots.current_flags(slot_ids, positions)
         return bool(flags.max() & (ADJUSTED | LOGPROBS))
 
@@ -95,24 +95,24 @@ class GpuSampler:
         buffer_index: torch.Tensor,
     ) -> torch.Tensor:
         """Samples a token (int32 [S]) for each row of logits [S, local_size], by temperature and
-        filters, and enters it in its slot and in the results. A graph may hold it.
+        filters, and enters it in its slot and in the results. It can be captured in a CUDA graph.
 
         Args:
             slots, positions, is_real: int32 [S], as in `SamplingRows`.
             buffer_index: int32 [1], which result buffer to write.
         """
-        tokens = sample_tokens(logits, slots, positions, self._state, share=self._shard)
+        tokens = sample_tokens(logits, slots, positions, self._state, shard=self._shard)
         append_tokens(
             tokens, slots, positions, is_real, self._slots.tokens,
-            results=self._results, turn=buffer_index,
+            results=self._results, buffer_index=buffer_index,
         )  # fmt: skip
         return tokens
 
     def sample(
         self, logits: torch.Tensor, rows: SamplingRows, buffer_index: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Samples a token for each row of logits [S, local_size] as its request asks, and enters it
-        in its slot and in the results.
+        """Samples a token for each row of logits [S, local_size] by the parameters of its request,
+        and enters it in its slot and in the results.
 
         Returns:
             Log-probabilities, or nothing if no row asks for them: those of the model, before any
@@ -120,21 +120,21 @@ class GpuSampler:
         """
         slots = self._slots
         flags = slots.current_flags(rows.host_slots, rows.host_positions)
-        asked = int(np.bitwise_or.reduce(flags, initial=0))
+        flags_of_all = int(np.bitwise_or.reduce(flags, initial=0))
         adjusted = logits
-        if asked & ADJUSTED:
+        if flags_of_all & ADJUSTED:
             adjusted = logits.to(torch.float32, copy=True)
-            self._adjust(adjusted, rows, asked)
+            self._adjust(adjusted, rows, flags_of_all)
         tokens = self.sample_plain(adjusted, rows.slots, rows.positions, rows.is_real, buffer_index)
-        if asked & PENALIZED:
+        if flags_of_all & PENALIZED:
             add_occurrences(
                 tokens, rows.slots, slots.occurrences.row_of_slot, slots.occurrences.rows
             )
-        if not asked & LOGPROBS:
+        if not flags_of_all & LOGPROBS:
             return ()
         asking = (slots.params["logprobs"].index_select(0, rows.slots) >= 0).int()
-        most = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
-        return self._logprobs(logits, tokens, asking, most)
+        num_top = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
+        return self._logprobs(logits, tokens, asking, num_top)
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, asking: torch.Tensor, count: int
@@ -148,18 +148,18 @@ class GpuSampler:
             own, top_tokens, top_logprobs = merge_logprobs(self._vocabulary, found, top)
         return own, top_tokens[:, :count].contiguous(), top_logprobs[:, :count].contiguous()
 
-    def _adjust(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> None:
+    def _adjust(self, logits: torch.Tensor, rows: SamplingRows, flags_of_all: int) -> None:
         """Applies biases, bans and penalties to logits [S, local_size], in place."""
         slots, first, size = self._slots, self._vocabulary.start, self._vocabulary.local_size
-        if asked & BIASED:
+        if flags_of_all & BIASED:
             biases = slots.bias_ids, slots.bias_values, slots.params["num_bias"]
             add_biases(logits, rows.slots, *biases, first=first)
-        if asked & BANNED:
+        if flags_of_all & BANNED:
             ban_tokens(
                 logits, rows.slots, slots.banned_ids, slots.params["num_banned"],
                 positions=rows.positions, until=slots.params["banned_until"], first=first,
             )  # fmt: skip
-        if asked & PENALIZED:
+        if flags_of_all & PENALIZED:
             counts, kinds = slots.occurrences, ("repetition", "presence", "frequency")
             apply_penalties(
                 logits, rows.slots, counts.row_of_slot, counts.rows[:, first : first + size],

@@ -1,9 +1,8 @@
-"""What the ranks tell each other where each has the logits of its own share of the vocabulary. The
-samplers call it.
+"""Sampling where each rank has the logits of its own shard of the vocabulary. The samplers call it.
 
-Full logits never cross. A filtered row needs each rank's largest logits, the candidates; from them
-every rank decides alike which tokens min-p, top-k and top-p keep, or that more candidates are
-needed.
+Full logits are never gathered. A row with filters needs the largest logits of each rank, the
+candidates: from these every rank computes which tokens min-p, top-k and top-p keep, or that more
+candidates are needed. All ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Candidates:
         values: float32 [R, C], in any order, padded with minus infinity.
         tokens: int32 [R, C], their ids.
         largest: float32 [R]; NaN or infinity if a logit is.
-        mass: float64 [R], the sum of exp(value - largest) of all values; 0 where top-p does not
-            ask.
+        mass: float64 [R], the sum of exp(value - largest) of all values; 0 where top-p is 1.
     """
 
     values: F32
@@ -57,8 +55,8 @@ class Candidates:
         )
 
     def find(self, row: int, scaled: F32, first: int, top_p: float) -> None:
-        """Enters those of one row: `scaled` float32 [held] are its logits over temperature, of the
-        token ids from `first` on."""
+        """Enters those of one row: `scaled` float32 [local_size] are its logits over temperature,
+        of the token ids from `first` on."""
         largest = scaled.max(initial=-np.inf)
         self.largest[row] = largest
         if not math.isfinite(largest):
@@ -85,24 +83,24 @@ def keep_candidates(
     min_p: float,
 ) -> tuple[F32, I32] | None:
     """Returns the values and the tokens of one row that the filters keep, by the rules of
-    `sampler.filter_tokens`, or None if more candidates are needed to tell.
+    `sampler.filter_tokens`, or None if it takes more candidates to know them.
 
     Args:
         candidates: of the row, with the ranks as rows; the largest of all is finite.
         complete: bool [ranks], whether a rank has sent all that it has.
     """
     largest = float(candidates.largest.max())
-    least = np.where(complete, -np.inf, candidates.values.min(axis=1))
-    floor = float(least.max())  # all that lies above is known
+    lowest_sent = np.where(complete, -np.inf, candidates.values.min(axis=1))
+    floor = float(lowest_sent.max())  # all that lies above is known
     known = candidates.values > floor
     values, tokens = candidates.values[known], candidates.tokens[known]
-    falling = np.sort(values)[::-1]
+    descending = np.sort(values)[::-1]
     border = float(np.float32(largest + math.log(min_p))) if min_p > 0 else -math.inf
     limits_k = 0 < top_k < vocab_size
-    if limits_k and len(falling) >= top_k:
-        border = max(border, float(falling[top_k - 1]))
+    if limits_k and len(descending) >= top_k:
+        border = max(border, float(descending[top_k - 1]))
     if top_p < 1:
-        kept = np.exp(falling[falling >= border] - largest)
+        kept = np.exp(descending[descending >= border] - largest)
         if border > floor or floor == -math.inf:
             mass = float(kept.sum(dtype=np.float64))
         elif min_p > 0 or limits_k:
@@ -113,7 +111,7 @@ def keep_candidates(
             )
         reached = int(np.searchsorted(np.cumsum(kept, dtype=np.float64), top_p * mass))
         if reached < len(kept):
-            border = max(border, float(falling[reached]))
+            border = max(border, float(descending[reached]))
     if border <= floor and floor > -math.inf:
         return None
     keep = values >= border
@@ -123,7 +121,8 @@ def keep_candidates(
 def gather(
     group: ParallelGroup, device: torch.device, *arrays: npt.NDArray[Any]
 ) -> list[npt.NDArray[Any]]:
-    """Returns every rank's arrays, each [ranks, ...], in one exchange through tensors on `device`.
+    """Returns every rank's arrays, each [ranks, ...], in one all-gather through tensors on
+    `device`.
 
     The arrays' shapes and dtypes have to be the same on every rank.
     """
@@ -149,15 +148,15 @@ def merge_logprobs(
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     top: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns log-probabilities over the whole vocabulary, from what each rank finds in its share,
-    in one exchange. R rows.
+    """Returns log-probabilities over the whole vocabulary, from those of each rank's shard, in
+    one all-gather. R rows.
 
     Args:
-        vocabulary: which token ids the ranks hold.
+        vocabulary: which token ids are in which shard.
         found: float32 [R], the logarithm of the sum of exp(logit) of the rank's tokens; float32
-            [R], the chosen token's logit, minus infinity where another rank holds it; float32 and
+            [R], the sampled token's logit, minus infinity where it is out of shard; float32 and
             int32 [R, K], the rank's largest logits, largest first, and their ids, K at least the
-            smaller of `top` and what the rank holds.
+            smaller of `top` and the shard's size.
         top: how many of the likeliest tokens are wanted, at most the vocabulary.
 
     Returns:

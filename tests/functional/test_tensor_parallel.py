@@ -45,10 +45,8 @@ def test_ranks_that_are_out_of_step_choose_the_same_tokens(tmp_path: Path, size:
         num_key_value_heads=1,
         eos_token_id=None,
     )
-    choice = random.Random(size)
-    prompts = [
-        [choice.randrange(3, VOCAB_SIZE) for _ in range(choice.randint(1, 60))] for _ in range(6)
-    ]
+    rng = random.Random(size)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 60))] for _ in range(6)]
     sampling_flags = [
         {"temperature": 0.0},
         {

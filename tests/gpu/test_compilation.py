@@ -23,11 +23,11 @@ def _left_out(x):  # type: ignore[no-untyped-def]
     tl.store(x, 1.0)
 
 
-def random_params(choice: random.Random) -> SamplingParams:
+def random_params(rng: random.Random) -> SamplingParams:
     fields: dict[str, Any] = {
-        "max_tokens": choice.randint(1, 20),
+        "max_tokens": rng.randint(1, 20),
         "ignore_eos": True,
-        "temperature": choice.choice([0.0, 0.8]),
+        "temperature": rng.choice([0.0, 0.8]),
     }
     extras = [
         {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
@@ -35,7 +35,7 @@ def random_params(choice: random.Random) -> SamplingParams:
         {"logit_bias": {5: 2.0, 7: -100.0}}, {"min_tokens": 1, "ignore_eos": False},
         {"logprobs": 5}, {"n": 3}, {"seed": 3},
     ]  # fmt: skip
-    for extra in choice.sample(extras, choice.randint(0, 3)):
+    for extra in rng.sample(extras, rng.randint(0, 3)):
         fields |= extra
     return SamplingParams(**fields)
 
@@ -49,19 +49,17 @@ def test_no_kernel_is_compiled_while_serving(max_num_seqs: int, tmp_path: Path) 
         "scheduler.max_num_seqs": max_num_seqs,
         "cache.num_blocks": 400,
     }
-    choice = random.Random(0)
-    lengths = [1, 2, 3, 15, 16, 17, 127, 128, 129, 300] + [
-        choice.randint(1, 200) for _ in range(400)
-    ]
-    prompts = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    rng = random.Random(0)
+    lengths = [1, 2, 3, 15, 16, 17, 127, 128, 129, 300] + [rng.randint(1, 200) for _ in range(400)]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
         executor = llm.frontend.engines[0]._executor
         assert isinstance(executor, InlineExecutor)
         watch = executor._worker.compilations
         assert watch is not None
         for alone in prompts[:10]:
-            llm.generate([alone], random_params(choice))
-        llm.generate(prompts, [random_params(choice) for _ in prompts])
+            llm.generate([alone], random_params(rng))
+        llm.generate(prompts, [random_params(rng) for _ in prompts])
         # under 0 where others gave memory back meanwhile
         assert llm.frontend.engines[0].report.graph_bytes != 0
         assert watch.names == [], watch.names

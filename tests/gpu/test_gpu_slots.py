@@ -24,9 +24,9 @@ def test_kernels_leave_the_slots_as_plain_torch_does(seed: int) -> None:
 
 def test_admissions_do_not_wait_for_the_gpu() -> None:
     """After the kernels are compiled, and while the counts grow and shrink."""
-    choice, slots, staging = random.Random(7), Slots(16, 1600, 16, VOCAB, GPU), Staging(GPU)
+    rng, slots, staging = random.Random(7), Slots(16, 1600, 16, VOCAB, GPU), Staging(GPU)
     plans = [
-        make_plan(*(random_admission(slot, choice) for slot in range(16)), vacated=tuple(range(16)))
+        make_plan(*(random_admission(slot, rng) for slot in range(16)), vacated=tuple(range(16)))
         for _ in range(3)
     ]
     for plan in plans:
@@ -43,9 +43,9 @@ def test_admissions_do_not_wait_for_the_gpu() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_adjusted_logits_are_those_of_plain_torch(seed: int) -> None:
-    choice = random.Random(seed)
+    rng = random.Random(seed)
     slots = Slots(8, 1600, 16, VOCAB, GPU)
-    plan = make_plan(*(random_admission(slot, choice) for slot in range(8)))
+    plan = make_plan(*(random_admission(slot, rng) for slot in range(8)))
     slots.apply(plan)
     slot_ids = np.arange(8, dtype=np.int32)
     positions = plan.admissions.records["num_tokens"].astype(np.int32)

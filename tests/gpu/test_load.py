@@ -25,7 +25,7 @@ REQUESTS = 10_000
 ROUNDS = 10
 CLIENTS = 100
 VOCAB_SIZE = 512
-#: The share of requests that are to be aborted. Some end before their time comes: about a third
+#: The fraction of requests that are to be aborted. Some end before their time comes: about a third
 #: are.
 DOOMED = 0.45
 #: Each delta that any client gets ends a doomed request with a chance of one in so many. Requests
@@ -34,7 +34,7 @@ PATIENCE = 3000
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Job:
     """A request, and whether it is to be aborted."""
 
     prompt: list[int]
@@ -43,7 +43,7 @@ class Wish:
 
 
 #: The same request now and then, whose text must not depend on what goes on around it.
-CANARY = Wish(
+CANARY = Job(
     list(range(10, 90)),
     SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     doomed=False,
@@ -87,37 +87,37 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def random_wishes(count: int, rng: random.Random) -> list[Wish]:
+def random_jobs(count: int, rng: random.Random) -> list[Job]:
     """Returns requests of which some begin alike, every fiftieth the canary."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(100)] for _ in range(20)]
-    sampling_flags = []
+    jobs = []
     for index in range(count):
         length = rng.randint(1, 200)
         stem = rng.choice(stems) if rng.random() < 0.3 else []
         prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
-        sampling_flags.append(
-            Wish(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
+        jobs.append(
+            Job(prompt, random_params(rng), rng.random() < DOOMED) if index % 50 else CANARY
         )
-    return sampling_flags
+    return jobs
 
 
 async def run_clients(
-    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
+    frontend: Frontend, jobs: list[Job], rng: random.Random
 ) -> list[RequestOutput]:
-    """Serves the sampling_flags to `CLIENTS` clients and returns the outputs, all ended.
+    """Serves the jobs to `CLIENTS` clients and returns the outputs, all ended.
 
     With each delta that any of them gets, one of the doomed may be aborted: while it waits, in the
     middle of its prompt, between two tokens, or after a preemption.
     """
-    queue = iter(sampling_flags)
+    queue = iter(jobs)
     outputs: list[RequestOutput] = []
     doomed: list[RequestOutput] = []
 
     async def client() -> None:
-        for wish in queue:
-            output = await frontend.submit(wish.prompt, wish.params)
+        for job in queue:
+            output = await frontend.submit(job.prompt, job.params)
             outputs.append(output)
-            if wish.doomed:
+            if job.doomed:
                 doomed.append(output)
             async for _ in output:
                 if rng.random() < len(doomed) / PATIENCE:
@@ -138,7 +138,7 @@ async def come_to_rest(frontend: Frontend) -> None:
     assert frontend.engines[0].scheduler.is_idle
     assert await frontend.drain(0)
     async with asyncio.timeout(30):
-        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - nobody is told of rows that were wasted
+        while frontend.engines[0].scheduler.num_in_flight:  # noqa: ASYNC110 - wasted rows wake nobody
             await asyncio.sleep(0.001)
     frontend.engines[0].scheduler.check_integrity()
     assert frontend.engines[0].scheduler.kv_cache.num_free == sum(
@@ -147,8 +147,8 @@ async def come_to_rest(frontend: Frontend) -> None:
 
 
 def check_ends(outputs: list[RequestOutput]) -> Counter[str]:
-    """Checks how the requests ended and counts the reasons; "abort" and "abort early" tell those
-    with tokens from those without."""
+    """Checks how the requests ended and counts the reasons; "abort" and "abort early"
+    are those with tokens and those without."""
     reasons: Counter[str] = Counter()
     for output in outputs:
         assert output.is_finished
@@ -164,7 +164,7 @@ def check_ends(outputs: list[RequestOutput]) -> Counter[str]:
 
 
 async def measure_round(
-    frontend: Frontend, sampling_flags: list[Wish], rng: random.Random
+    frontend: Frontend, jobs: list[Job], rng: random.Random
 ) -> tuple[Counter[str], set[tuple[int, ...]], int]:
     """Serves a round. Returns how its requests ended, the canary's texts, and the bytes of GPU
     memory in use when it is over, apart from `bytes_by_demand`.
@@ -172,7 +172,7 @@ async def measure_round(
     The canary goes last and alone, so that what the worker keeps of its last step is the same after
     every round.
     """
-    outputs = await run_clients(frontend, sampling_flags, rng)
+    outputs = await run_clients(frontend, jobs, rng)
     await come_to_rest(frontend)
     outputs += await run_clients(frontend, [CANARY], rng)
     await come_to_rest(frontend)
@@ -192,8 +192,8 @@ def bytes_by_demand(frontend: Frontend) -> int:
 async def serve_load(
     folder: Path, device: str, dtype: str, requests: int = REQUESTS, first_measured_step: int = 2000
 ) -> None:
-    """Serves the load and checks the books after every round, and the memory from the given step
-    on."""
+    """Serves the load and checks the scheduler's integrity after every round, and the memory
+    from the given step on."""
     settings = {
         "model.path": str(folder),
         "model.dtype": dtype,
@@ -205,7 +205,7 @@ async def serve_load(
         "scheduler.max_num_batched_tokens": 512,
     }
     rng = random.Random(dtype)
-    sampling_flags = random_wishes(requests, rng)
+    jobs = random_jobs(requests, rng)
     frontend = await Frontend.launch(load_config(None, settings))
     try:
         reasons: Counter[str] = Counter()
@@ -213,7 +213,7 @@ async def serve_load(
         memory: list[int] = []
         for first in range(0, requests, requests // ROUNDS):
             counted, seen, used = await measure_round(
-                frontend, sampling_flags[first : first + requests // ROUNDS], rng
+                frontend, jobs[first : first + requests // ROUNDS], rng
             )
             reasons += counted
             texts |= seen

@@ -40,14 +40,14 @@ def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
     return worker, runner
 
 
-def admit(worker: Worker, choice: random.Random) -> None:
+def admit(worker: Worker, rng: random.Random) -> None:
     """Gives every slot a prompt and its KV blocks; nothing is computed yet."""
     blocks = -(-LONGEST // worker.block_size)
     slots = np.repeat(np.arange(SLOTS, dtype=np.int32), blocks)
     admissions = [
         Admission(
             slot,
-            np.array([choice.randrange(3, VOCAB_SIZE) for _ in range(LONGEST - 1)], np.int32),
+            np.array([rng.randrange(3, VOCAB_SIZE) for _ in range(LONGEST - 1)], np.int32),
             5,
             SamplingParams(temperature=0),
             0,
@@ -65,17 +65,17 @@ def admit(worker: Worker, choice: random.Random) -> None:
     ).wait()
 
 
-def random_plan(step: int, choice: random.Random, computed: list[int]) -> StepPlan:
-    """Returns a step of some decodes before some chunks of prompts, of which some choose a
+def random_plan(step: int, rng: random.Random, computed: list[int]) -> StepPlan:
+    """Returns a step of some decodes before some chunks of prompts, of which some sample a
     token."""
-    slots = choice.sample(range(SLOTS), choice.randint(1, SLOTS))
-    lengths = [1 if choice.random() < 0.6 else choice.randint(1, 130) for _ in slots]
+    slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
+    lengths = [1 if rng.random() < 0.6 else rng.randint(1, 130) for _ in slots]
     lengths = [
         min(length, LONGEST - 2 - computed[slot])
         for slot, length in zip(slots, lengths, strict=True)
     ]
     rows = [
-        (slot, computed[slot], length, int(length == 1 or choice.random() < 0.5))
+        (slot, computed[slot], length, int(length == 1 or rng.random() < 0.5))
         for slot, length in zip(slots, lengths, strict=True)
     ]
     rows = sorted((row for row in rows if row[2] > 0), key=lambda row: row[2] != 1)
@@ -99,11 +99,11 @@ def test_graphs_compute_what_launches_do(
     random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=head_dim, num_hidden_layers=3)
     worker, runner = start(tmp_path, dtype)
     graphs, none = runner._mixed_graphs, CudaGraphs()
-    choice = random.Random(0)
-    admit(worker, choice)
+    rng = random.Random(0)
+    admit(worker, rng)
     computed, sizes = [0] * SLOTS, set()
     for step in range(1, 40):
-        plan = random_plan(step, choice, computed)
+        plan = random_plan(step, rng, computed)
         if not len(plan.slots):
             break
         (runner_kv,) = runner.kv.tensors

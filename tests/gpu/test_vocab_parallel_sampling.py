@@ -50,11 +50,11 @@ def sample_together(rank: int, size: int, folder: Path) -> None:
     logits[5, VOCAB_SIZE - 1] = logits[7, 0] = float("nan")
     mine = logits[:, vocabulary.start : vocabulary.start + vocabulary.local_size]
     together, alone = (torch.zeros(ROWS, dtype=torch.int32, device="cuda") for _ in range(2))
-    sample_tokens(mine, slots, positions, state, share=shard, out=together)
+    sample_tokens(mine, slots, positions, state, shard=shard, out=together)
     sample_tokens(logits, slots, positions, state, out=alone)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample_tokens(mine, slots, positions, state, share=shard, out=together)
+        sample_tokens(mine, slots, positions, state, shard=shard, out=together)
     waits = random.Random(rank)
     surely_equal = state.top_p[slots.long()] == 1
     wrong, different = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
@@ -68,7 +68,7 @@ def sample_together(rank: int, size: int, folder: Path) -> None:
             for begin in range(0, ROWS, 75):
                 rows = slice(begin, begin + 75)
                 sample_tokens(
-                    mine[rows], slots[rows], positions[rows], state, share=shard, out=together[rows]
+                    mine[rows], slots[rows], positions[rows], state, shard=shard, out=together[rows]
                 )
         sample_tokens(logits, slots, positions, state, out=alone)
         wrong += ((together != alone) & surely_equal).sum()

@@ -49,28 +49,26 @@ def visible(slots: Slots) -> dict[str, torch.Tensor]:
     return found
 
 
-def random_admission(slot: int, choice: random.Random) -> Admission:
+def random_admission(slot: int, rng: random.Random) -> Admission:
     fields: dict[str, Any] = {
-        "temperature": choice.choice([0.0, 0.7]),
-        "top_k": choice.choice([0, 5]),
+        "temperature": rng.choice([0.0, 0.7]),
+        "top_k": rng.choice([0, 5]),
     }
-    if choice.random() < 0.5:
-        ids = choice.sample(range(VOCAB), choice.choice([1, 2, 65, MAX_LOGIT_BIAS]))
-        fields["logit_bias"] = {token: choice.uniform(-100, 100) for token in ids}
-    if choice.random() < 0.5:
+    if rng.random() < 0.5:
+        ids = rng.sample(range(VOCAB), rng.choice([1, 2, 65, MAX_LOGIT_BIAS]))
+        fields["logit_bias"] = {token: rng.uniform(-100, 100) for token in ids}
+    if rng.random() < 0.5:
         fields |= {"repetition_penalty": 1.3, "presence_penalty": -0.5, "frequency_penalty": 2.0}
-    if choice.random() < 0.3:
-        fields["logprobs"] = choice.randint(0, 20)
+    if rng.random() < 0.3:
+        fields["logprobs"] = rng.randint(0, 20)
     banned: tuple[int, ...] = ()
-    if choice.random() < 0.5:
-        fields["min_tokens"] = choice.randint(1, 9)
-        banned = tuple(choice.sample(range(VOCAB), choice.choice([1, 3, MAX_END_TOKENS])))
-    tokens = np.array(
-        [choice.randrange(VOCAB) for _ in range(choice.choice([1, 30, 1500]))], np.int32
-    )
+    if rng.random() < 0.5:
+        fields["min_tokens"] = rng.randint(1, 9)
+        banned = tuple(rng.sample(range(VOCAB), rng.choice([1, 3, MAX_END_TOKENS])))
+    tokens = np.array([rng.randrange(VOCAB) for _ in range(rng.choice([1, 30, 1500]))], np.int32)
     return Admission(
-        slot, tokens, choice.randint(1, len(tokens)), SamplingParams(**fields),
-        choice.getrandbits(64), banned,
+        slot, tokens, rng.randint(1, len(tokens)), SamplingParams(**fields),
+        rng.getrandbits(64), banned,
     )  # fmt: skip
 
 
@@ -79,14 +77,14 @@ def kernels_agree(seed: int, device: torch.device) -> int:
 
     Returns how often the occurrences of a request were compared.
     """
-    choice = random.Random(seed)
+    rng = random.Random(seed)
     plain, ours = (Slots(5, 1600, 16, VOCAB, device) for _ in range(2))
     staging, penalized = Staging(device), 0
     for _ in range(4):
-        slots = choice.sample(range(5), choice.randint(0, 4))
+        slots = rng.sample(range(5), rng.randint(0, 4))
         plan = make_plan(
-            *(random_admission(slot, choice) for slot in slots),
-            vacated=tuple(choice.sample(range(5), 2)),
+            *(random_admission(slot, rng) for slot in slots),
+            vacated=tuple(rng.sample(range(5), 2)),
         )
         plain.apply(plan)
         apply_with_kernels(ours, plan, staging)

@@ -76,7 +76,7 @@ def sample_all(
         time.sleep(rng.choice([0, 0, 0.05]))
         results.append(
             sample_tokens(
-                mine, slots, positions, state, share=VocabShard(first, vocab_size, ll_buffers)
+                mine, slots, positions, state, shard=VocabShard(first, vocab_size, ll_buffers)
             ).tolist()
         )
     return results
@@ -165,11 +165,11 @@ def test_ll_buffers_are_reused_when_epochs_wrap_around() -> None:
 
 def test_more_rows_than_ll_buffers_are_rejected() -> None:
     memory = torch.zeros(LLBuffers.nbytes(2, 2), dtype=torch.uint8)
-    share = VocabShard(
+    shard = VocabShard(
         0, 20, LLBuffers(SymmetricBuffer(memory, torch.tensor([memory.data_ptr()] * 2), 0, 2))
     )
     with pytest.raises(ValueError, match="3 rows of logits, but LL buffers for 2"):
-        sample_tokens(*make_call(10, 4, rows=3), make_state(4, "cpu"), share=share)
+        sample_tokens(*make_call(10, 4, rows=3), make_state(4, "cpu"), shard=shard)
 
 
 def test_merged_log_probabilities_of_shards_are_those_of_the_whole_vocabulary() -> None:
