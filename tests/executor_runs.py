@@ -1,4 +1,4 @@
-"""A tiny random Llama, hand-made plans, and a record of what an executor tells: for the tests of
+"""A tiny random Llama, hand-made plans, and a record of what an executor reports: for the tests of
 both executors."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT = [5, 3, 17, 60, 2, 41]
 _NONE = np.empty(0, np.int32)
 
 
-def tiny_llama(folder: Path, *, inner: int = 64) -> Path:
+def tiny_llama(folder: Path, *, inner: int = 64, seed: int = 0) -> Path:
     """Writes a Llama of one layer with random weights, and `inner` channels in its MLP."""
     vocab, hidden, heads, kv_heads = 64, 32, 4, 2
     description = {
@@ -48,7 +48,7 @@ def tiny_llama(folder: Path, *, inner: int = 64) -> Path:
         "model.norm.weight": (hidden,),
         "lm_head.weight": (vocab, hidden),
     }
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(shape, generator=noise) * 0.5 for name, shape in shapes.items()}
     (folder / "config.json").write_text(json.dumps(description))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -76,7 +76,7 @@ def tiny_config(
 
 
 class Run:
-    """An executor and all that it told."""
+    """An executor and all that it reported."""
 
     def __init__(self, executor: Executor):
         self.executor = executor
@@ -84,7 +84,7 @@ class Run:
         self.failures: list[Exception] = []
         self.progress: list[tuple[str, int, int]] = []
         self.threads: set[int] = set()
-        self._told = asyncio.Event()
+        self._reported = asyncio.Event()
 
     async def start(self) -> WorkerReport:
         return await self.executor.start(
@@ -94,25 +94,25 @@ class Run:
     def _take(self, result: StepResult) -> None:
         self.threads.add(threading.get_ident())
         self.results.append(result)
-        self._told.set()
+        self._reported.set()
 
     def _fail(self, error: Exception) -> None:
         self.threads.add(threading.get_ident())
         self.failures.append(error)
-        self._told.set()
+        self._reported.set()
 
     async def wait_for_results(self, count: int) -> None:
         async with asyncio.timeout(30):
             while len(self.results) < count:
                 assert not self.failures, self.failures
-                self._told.clear()
-                await self._told.wait()
+                self._reported.clear()
+                await self._reported.wait()
 
     async def wait_for_failure(self) -> str:
         async with asyncio.timeout(30):
             while not self.failures:
-                self._told.clear()
-                await self._told.wait()
+                self._reported.clear()
+                await self._reported.wait()
         return str(self.failures[0])
 
 

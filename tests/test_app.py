@@ -37,10 +37,18 @@ async def test_a_signal_while_loading_ends_the_server(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-async def test_a_failure_to_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_to_load_is_raised_and_signals_are_handled_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers, while_loading = (signal.SIGTERM, signal.SIGINT), []
+
     async def launch(*_: Any) -> None:
+        while_loading.extend(map(signal.getsignal, numbers))
         raise ConfigError("there is no such model")
 
     monkeypatch.setattr(Frontend, "launch", launch)
+    before = list(map(signal.getsignal, numbers))
     with pytest.raises(ConfigError, match="no such model"):
         await app.serve(CONFIG)
+    assert while_loading != before
+    assert list(map(signal.getsignal, numbers)) == before

@@ -105,10 +105,15 @@ def test_derived_values() -> None:
     )
 
 
-def test_a_configuration_does_not_change() -> None:
+def test_fields_cannot_be_assigned() -> None:
     config = load_config(overrides=[MODEL])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.model.path = "other"  # type: ignore[misc]
+    for section in (config, config.model, config.sampling, config.server):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(section, dataclasses.fields(section)[0].name, "other")
+
+
+def test_configurations_do_not_share_their_default_lists() -> None:
+    config = load_config(overrides=[MODEL])
     config.server.served_model_names.append("x")
     assert load_config(overrides=[MODEL]).server.served_model_names == []
 
@@ -116,7 +121,7 @@ def test_a_configuration_does_not_change() -> None:
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda file: file.name
 )
-def test_the_examples_load(file: Path) -> None:
+def test_every_example_loads_with_a_served_name_and_the_default_block_size(file: Path) -> None:
     config = load_config(file)
     assert config.server.served_model_names
     assert config.cache.block_size is None, "the default suits the kernels of each device"

@@ -83,14 +83,14 @@ async def test_the_times_of_a_request() -> None:
 
 
 async def test_steps_of_any_requests_count_as_if_each_token_were_looked_at() -> None:
-    metrics, choose = EngineMetrics(), random.Random(1)
+    metrics, rng = EngineMetrics(), random.Random(1)
     requests = begun(metrics, 12)
     last: dict[Request, float] = {}
     naive: Counter[int] = Counter()
     total, now = 0.0, 0.0
     for _ in range(200):
-        now += choose.choice([0.001, 0.004, 0.0045, 0.3, 90.0])
-        sampled = choose.sample(requests, choose.randint(0, len(requests)))
+        now += rng.choice([0.001, 0.004, 0.0045, 0.3, 90.0])
+        sampled = rng.sample(requests, rng.randint(0, len(requests)))
         for request in sampled:
             if request in last:
                 naive[bisect_left(metrics.inter_token_latency.bounds, now - last[request])] += 1
@@ -174,7 +174,7 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
     lag.watch()
     time.sleep(0.15)  # noqa: ASYNC251  # what must be noticed
     async with asyncio.timeout(5):
-        while not lag.seconds.count:  # noqa: ASYNC110  # the timer tells nobody
+        while not lag.seconds.count:  # noqa: ASYNC110  # the timer sets no event
             await asyncio.sleep(0.001)
         assert lag.seconds.count == 1, "one timer, however many ask for it"
         assert 0.09 < lag.seconds.sum < 1
@@ -204,7 +204,7 @@ def test_the_phases_of_a_step() -> None:
 
 
 async def scrape(*metrics: EngineMetrics) -> list[Metric]:
-    """Returns what a server says about engines that have no workers."""
+    """Returns the metrics of a server with engines that have no workers."""
     config = load_config(
         None,
         {
@@ -323,9 +323,9 @@ async def test_the_dashboard_queries_all_metrics_and_no_others() -> None:
         if variable["type"] == "query"
     ]
     queries = [target["expr"] for panel in panels() for target in panel["targets"]]
-    asked = {name for query in [*queries, *variables] for name in re.findall(r"\w+:\w+", query)}
-    assert asked - names.keys() == set(), "the dashboard asks for what /metrics does not have"
-    assert {names[name] for name in asked} == {metric.name for metric in metrics}, (
+    queried = {name for query in [*queries, *variables] for name in re.findall(r"\w+:\w+", query)}
+    assert queried - names.keys() == set(), "the dashboard queries what /metrics does not have"
+    assert {names[name] for name in queried} == {metric.name for metric in metrics}, (
         "no panel shows this"
     )
     labels = {label for metric in metrics for sample in metric.samples for label in sample.labels}

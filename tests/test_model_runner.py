@@ -206,8 +206,8 @@ def test_a_mixed_batch_equals_each_alone(model: Model) -> None:
         Row(2, 3, 1, False),
         Row(5, 7, len(prompts[5]) - 7), Row(0, 0, len(prompts[0])),
     ]  # fmt: skip
-    chosen = steps.tokens(*mixed)
-    assert chosen == [
+    sampled = steps.tokens(*mixed)
+    assert sampled == [
         expected[1][1],
         expected[4][1],
         expected[3][0],

@@ -1,5 +1,5 @@
-"""Worker processes with a real, tiny model: what they answer, how their end is told, and that
-nothing of them is left."""
+"""Worker processes with a real, tiny model: what they answer, how their end is reported, and
+that nothing of them is left."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def keep_the_loop_until_ended(*processes: psutil.Process) -> None:
-    """Returns when processes have told the executor what they had to tell, and are zombies; it gets
-    all of it at once."""
+    """Returns when processes have sent the executor all their messages, and are zombies; it
+    receives all of it at once."""
     deadline = time.monotonic() + 10
     while any(process.status() != psutil.STATUS_ZOMBIE for process in processes):
         assert time.monotonic() < deadline
@@ -186,7 +186,7 @@ async def test_a_step_that_fails_ends_all(run: Run) -> None:
     assert len(run.failures) == 1
 
 
-async def test_a_killed_worker_is_told_at_once(run: Run) -> None:
+async def test_a_killed_worker_is_reported_at_once(run: Run) -> None:
     await run.start()
     rank_0, rank_1 = workers()
     await greedy(run, 2)
@@ -372,7 +372,7 @@ async def test_errors_of_the_start_arrive_as_they_are(folder: Path) -> None:
     assert run.failures == []
 
 
-async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_start_reports_why(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     os.truncate(folder / "model.safetensors", 5000)
     with pytest.raises((EngineDeadError, ConfigError), match=r"(?i)safetensor"):
@@ -416,15 +416,26 @@ async def test_no_descriptor_is_left(folder: Path) -> None:
     assert after == [after[0]] * 3
 
 
-async def test_two_executors_do_not_meet(folder: Path) -> None:
+async def test_two_executors_at_a_time_keep_to_their_own_ranks(tmp_path: Path) -> None:
+    """Their models differ, so that a message to the wrong ranks would give other tokens."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        tiny_llama(folder, seed=seed)
+    alone = []
+    for folder in folders:
+        run = Run(InlineExecutor(tiny_config(folder), folder))
+        await run.start()
+        alone.append(await greedy(run, 8))
+        await run.executor.shutdown()
     runs = [
         Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
-        for _ in range(2)
+        for folder in folders
     ]
     try:
         await asyncio.gather(*(run.start() for run in runs))
-        first, second = [await greedy(run, 4) for run in runs]
-        assert first == second
+        assert await asyncio.gather(*(greedy(run, 8) for run in runs)) == alone
+        assert alone[0] != alone[1]
     finally:
         await asyncio.gather(*(run.executor.shutdown() for run in runs))
 
@@ -509,7 +520,7 @@ def test_executors_that_spawn_together_put_the_main_module_back() -> None:
         sys.modules["__main__"] = main
 
 
-async def test_a_plan_that_is_too_long_is_a_failure_that_is_told(run: Run) -> None:
+async def test_a_plan_that_is_too_long_is_reported_as_a_failure(run: Run) -> None:
     await run.start()
     plan = prefill_plan(0)
     plan.sections = [replace(plan.admissions, tokens=np.zeros(6_000_000, np.int32))]
@@ -520,7 +531,7 @@ async def test_a_plan_that_is_too_long_is_a_failure_that_is_told(run: Run) -> No
     )
 
 
-async def test_an_error_in_taking_a_result_is_told_and_ends_the_results(run: Run) -> None:
+async def test_an_error_in_taking_a_result_is_reported_and_ends_the_results(run: Run) -> None:
     """Both results lie there before the first is taken."""
     await run.start()
     taken = []

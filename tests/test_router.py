@@ -40,12 +40,12 @@ class Fleet:
         extend_hashes(hashes, make_request("", prompt, 1).tokens, self.block_size, root_hash())
         return hashes
 
-    def ask(self, prompt: list[int], n: int = 1) -> Route:
+    def route(self, prompt: list[int], n: int = 1) -> Route:
         return self.router.route(len(prompt), self.hashes(prompt), n)
 
     def submit(self, prompt: list[int], new: int = 8, n: int = 1) -> tuple[int, Request]:
         """Queues a request as the frontend does; returns its engine, too."""
-        route = self.ask(prompt, n)
+        route = self.route(prompt, n)
         request = make_request(
             "", prompt, new, block_hashes=self.hashes(prompt), num_expected=route.num_tokens
         )
@@ -68,14 +68,14 @@ def tokens(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=length)
 
 
-def test_one_engine_has_nothing_to_choose() -> None:
+def test_with_one_engine_all_requests_go_to_it() -> None:
     fleet = Fleet(1)
     assert fleet.submit(tokens(64, 1))[0] == 0
-    assert fleet.ask(tokens(64, 1)) == Route(0)
+    assert fleet.route(tokens(64, 1)) == Route(0)
     assert not fleet.router._promises[0]._owners
 
 
-def test_equals_take_turns() -> None:
+def test_equal_engines_are_used_round_robin() -> None:
     fleet = Fleet(3)
     engines = []
     for seed in range(7):
@@ -97,7 +97,7 @@ def test_of_equal_costs_the_fewest_requests_win() -> None:
     fleet.engines[0].post()
     fleet.put(1, tokens(REQUEST_COST, 9))
     assert [scheduler.num_prefill_tokens for scheduler in fleet.schedulers] == [0, REQUEST_COST]
-    assert fleet.ask(tokens(20, 5)).engine == 1
+    assert fleet.route(tokens(20, 5)).engine == 1
 
 
 def test_what_is_yet_to_prefill_counts_until_it_is_planned() -> None:
@@ -110,7 +110,7 @@ def test_what_is_yet_to_prefill_counts_until_it_is_planned() -> None:
     assert scheduler.num_prefill_tokens == 4000 - 1024
     fleet.engines[0].run()
     assert scheduler.num_prefill_tokens == 0
-    assert fleet.ask(tokens(500, 9)).engine == 0
+    assert fleet.route(tokens(500, 9)).engine == 0
 
 
 def test_a_prefix_is_followed_to_its_cache() -> None:
@@ -121,9 +121,9 @@ def test_a_prefix_is_followed_to_its_cache() -> None:
         homes.append(fleet.submit(prompt)[0])
         fleet.run()
     assert homes == [0, 1, 2]
-    for turn in range(4):
-        for number in random.Random(turn).sample(range(3), 3):
-            conversations[number] += tokens(25, 100 * turn + number)
+    for round_number in range(4):
+        for number in random.Random(round_number).sample(range(3), 3):
+            conversations[number] += tokens(25, 100 * round_number + number)
             engine, request = fleet.submit(conversations[number])
             assert engine == homes[number]
             expected = request.num_expected
@@ -138,7 +138,7 @@ def test_the_longer_prefix_wins() -> None:
     fleet.put(0, whole[:100])
     fleet.put(1, whole[:200])
     fleet.run()
-    route = fleet.ask(whole)
+    route = fleet.route(whole)
     assert (route.engine, route.num_blocks, route.num_tokens) == (
         1,
         200 // BLOCK,
@@ -151,7 +151,7 @@ def test_a_prompt_that_is_cached_to_its_end_has_one_token_left() -> None:
     prompt = tokens(10 * BLOCK, 1)
     fleet.put(1, prompt)
     fleet.run()
-    assert fleet.ask(prompt) == Route(1, 10, 10 * BLOCK - 1)
+    assert fleet.route(prompt) == Route(1, 10, 10 * BLOCK - 1)
 
 
 @pytest.mark.parametrize(("prefix", "stays"), [(64 * BLOCK, True), (16 * BLOCK, False)])
@@ -164,9 +164,9 @@ def test_load_is_weighed_against_the_prefix(prefix: int, stays: bool) -> None:
     fleet.engines[0].step()
     assert all(request.slot >= 0 for request in busy)
     assert (2 * prefix > 3 * REQUEST_COST) is stays
-    assert fleet.ask([*prompt, 1]).engine == (0 if stays else 1)
+    assert fleet.route([*prompt, 1]).engine == (0 if stays else 1)
     fleet.run()
-    assert fleet.ask([*prompt, 1]).engine == 0
+    assert fleet.route([*prompt, 1]).engine == 0
 
 
 # ---------------------------------------------------------------- bursts
@@ -203,9 +203,9 @@ def test_a_promise_that_is_broken_counts_no_more() -> None:
     fleet = Fleet(2)
     prompt = tokens(1000, 1)
     engine, request = fleet.submit(prompt)
-    assert fleet.ask(prompt).num_blocks == 1000 // BLOCK
+    assert fleet.route(prompt).num_blocks == 1000 // BLOCK
     fleet.schedulers[engine].finish(request, "abort")
-    assert fleet.ask(prompt) == Route(1 - engine)
+    assert fleet.route(prompt) == Route(1 - engine)
 
 
 def test_a_promise_that_was_kept_leaves_the_word_to_the_cache() -> None:
@@ -242,16 +242,16 @@ def test_a_free_slot_goes_before_a_prefix() -> None:
     prompt = tokens(2000, 1)
     fleet.put(0, prompt)
     fleet.run()
-    assert fleet.ask(prompt).engine == 0
+    assert fleet.route(prompt).engine == 0
     for seed in range(3):
         fleet.put(0, tokens(20, seed), 100)
-    assert fleet.ask(prompt).engine == 0
-    assert fleet.ask(prompt, n=2).engine == 1
+    assert fleet.route(prompt).engine == 0
+    assert fleet.route(prompt, n=2).engine == 1
     fleet.put(0, tokens(20, 9), 100)
-    assert fleet.ask(prompt).engine == 1
+    assert fleet.route(prompt).engine == 1
     for seed in range(4):
         fleet.put(1, tokens(20, seed), 100)
-    assert fleet.ask(prompt).engine == 0, "where all are full, the cost counts"
+    assert fleet.route(prompt).engine == 0, "where all are full, the cost counts"
 
 
 def test_free_blocks_go_before_a_prefix() -> None:
@@ -259,11 +259,11 @@ def test_free_blocks_go_before_a_prefix() -> None:
     prompt = tokens(60 * BLOCK, 1)
     fleet.put(0, prompt[: 30 * BLOCK])
     fleet.run()
-    assert fleet.ask(prompt).engine == 0
+    assert fleet.route(prompt).engine == 0
     fleet.put(0, tokens(50 * BLOCK, 2), 100)
-    assert fleet.ask(prompt).engine == 1, "waiting requests need their blocks, too"
+    assert fleet.route(prompt).engine == 1, "waiting requests need their blocks, too"
     fleet.engines[0].step()
-    assert fleet.ask(prompt).engine == 1
+    assert fleet.route(prompt).engine == 1
 
 
 def test_without_prefix_caching_the_load_decides() -> None:
@@ -273,17 +273,23 @@ def test_without_prefix_caching_the_load_decides() -> None:
     assert fleet.router.route(len(prompt), []) == Route(1)
 
 
-def test_asking_changes_nothing_in_the_pool() -> None:
+def test_routing_changes_nothing_in_the_pool() -> None:
     fleet = Fleet(2, num_blocks=64)
     prompts = [tokens(5 * BLOCK, seed) for seed in range(4)]
     for prompt in prompts:
         fleet.put(0, prompt)
     fleet.run()
     (pool,) = fleet.schedulers[0].kv_cache.pools
-    before = list(pool._free), list(pool._references)
+
+    def state() -> tuple[object, ...]:
+        lists = list(pool._free), list(pool._references), list(pool._hash_of)
+        return *lists, list(pool._cached.items()), pool.num_free_cached
+
+    before = state()
+    assert pool._cached
     for prompt in prompts:
-        fleet.ask(prompt)
-    assert (list(pool._free), list(pool._references)) == before
+        assert fleet.route(prompt).num_tokens > 0
+    assert state() == before
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

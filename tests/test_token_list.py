@@ -89,6 +89,6 @@ def test_the_same_bytes_elsewhere():
     assert decode_large(raw, CompletionRequest) == decode(raw, CompletionRequest)
 
 
-def test_other_bodies():
+def test_a_large_body_without_a_token_list_is_decoded_as_usual():
     raw = json.dumps({"prompt": "word " * 60_000}).encode()
     assert decode_large(raw, TokenizeRequest) == decode(raw, TokenizeRequest)

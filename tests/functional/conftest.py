@@ -51,6 +51,7 @@ class Served:
     """A server and a client of it. `engine` is the only one, or the first."""
 
     frontend: Frontend
+    server: HttpServer
     url: str
     http: aiohttp.ClientSession
 
@@ -106,7 +107,7 @@ async def serve(**settings: Any) -> AsyncIterator[Served]:
     server = HttpServer(frontend)
     url = await server.start()
     async with aiohttp.ClientSession(url) as http:
-        yield Served(frontend, url, http)
+        yield Served(frontend, server, url, http)
     await server.close()
     await frontend.close()
 

@@ -54,7 +54,7 @@ class TestCompletions:
             prompt_tokens + 8,
         )
 
-    async def test_a_stream_says_the_same_in_pieces(self, served: Served) -> None:
+    async def test_a_stream_gives_the_same_text_in_pieces(self, served: Served) -> None:
         reply = await served.complete(prompt=PROMPT, **GREEDY)
         events = await served.stream("/v1/completions", prompt=PROMPT, **GREEDY)
         assert text_of(events) == reply["text"]
@@ -110,7 +110,7 @@ class TestCompletions:
         ]
         assert sorted(finished) == [0, 1, 2, 3]
 
-    async def test_sixteen_tokens_unless_told_otherwise(self, served: Served) -> None:
+    async def test_max_tokens_is_sixteen_by_default(self, served: Served) -> None:
         reply = await served.post("/v1/completions", prompt=PROMPT, ignore_eos=True)
         assert reply["usage"]["completion_tokens"] == 16
 
@@ -211,7 +211,12 @@ class TestCompletions:
         ] == "smollm2"
 
     async def test_nul_bytes_are_text(self, served: Served) -> None:
-        await served.post("/v1/completions", prompt="a\0b", max_tokens=1)
+        counts = {}
+        for text in ("a\0b", "ab"):
+            reply = await served.post("/v1/completions", prompt=text, max_tokens=1)
+            counts[text] = reply["usage"]["prompt_tokens"]
+            assert counts[text] == len(await served.frontend.encode(text))
+        assert counts["a\0b"] > counts["ab"]
 
     async def test_many_at_once(self, served: Served) -> None:
         alone = await served.complete(prompt=PROMPT, **GREEDY)

@@ -252,12 +252,17 @@ async def test_bytes_that_are_not_http(served: Served) -> None:
 
 
 async def test_a_body_that_never_ends(served: Served) -> None:
-    """A client that goes away in the middle of its body leaves nothing behind."""
+    """A client that goes away in the middle of its body leaves no handler behind."""
     _, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
     writer.write(
         f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: "
         f"application/json\r\nContent-Length: 99\r\n\r\n{{".encode()
     )
     await writer.drain()
-    writer.close()
-    await writer.wait_closed()
+    async with asyncio.timeout(10):
+        while not served.server._num_handling:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.001)
+        writer.close()
+        await writer.wait_closed()
+        while served.server._num_handling:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.001)

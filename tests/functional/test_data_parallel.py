@@ -1,4 +1,4 @@
-"""Two engines behind one loop: the same texts, requests where they belong, and both in the books.
+"""Two engines behind one loop: the same texts, requests where they belong, and the metrics of both.
 
 That two give the texts of one is in `test_llm`, that they end together in `test_lifecycle`.
 """
@@ -82,9 +82,9 @@ async def test_a_shared_prefix_sticks(pair: Served) -> None:
     stem = prompt(100, 2)
     hits = [engine.scheduler.stats.prefix_hit for engine in pair.frontend.engines]
     home = (await complete_on(pair, {"prompt": stem})).index(1)
-    for turn in range(4):
-        assert (await complete_on(pair, {"prompt": stem + prompt(5, 10 + turn)}))[home] == 1
-        await complete_on(pair, {"prompt": prompt(30, 20 + turn)})  # something else in between
+    for number in range(4):
+        assert (await complete_on(pair, {"prompt": stem + prompt(5, 10 + number)}))[home] == 1
+        await complete_on(pair, {"prompt": prompt(30, 20 + number)})  # something else in between
     gained = [
         engine.scheduler.stats.prefix_hit - before
         for engine, before in zip(pair.frontend.engines, hits, strict=True)
@@ -141,7 +141,7 @@ async def test_drain_waits_for_both(pair: Served) -> None:
     assert await pair.frontend.drain(0)
 
 
-async def test_the_books_show_both(pair: Served) -> None:
+async def test_metrics_and_page_show_both_engines(pair: Served) -> None:
     await complete_on(pair, {"prompt": prompt(20, 60)}, {"prompt": prompt(20, 61)})
     async with pair.http.get("/metrics") as response:
         lines = (await response.text()).splitlines()

@@ -58,7 +58,7 @@ def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
 
 @contextmanager
 def running(**settings: Any) -> Iterator[LLM]:
-    """A small engine; its books are checked when it has come to rest."""
+    """A small engine; its scheduler is checked when it has come to rest."""
     defaults = {
         "parallel__executor": "inline",
         "parallel__cpu_threads": 1,
@@ -88,7 +88,7 @@ def loaded() -> Iterator[LLM]:
 
 @pytest.fixture
 def usual(loaded: LLM) -> Iterator[LLM]:
-    """An engine at rest that knows no prefix; its books are checked when it has come to rest
+    """An engine at rest that knows no prefix; its scheduler is checked when it has come to rest
     again."""
     scheduler = loaded.frontend.engines[0].scheduler
     while scheduler.num_in_flight:  # steps that were planned ahead of an end
@@ -129,7 +129,7 @@ def test_texts_in_and_out(usual, expected, reference):
 
 def test_over_http(usual, prompts, expected, reference):
     """Through the socket, streamed, eight at a time."""
-    chosen = [*range(6), *range(20, 26)]
+    indices = [*range(6), *range(20, 26)]
 
     def complete(url: str, prompt: list[int]) -> str:
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -139,9 +139,9 @@ def test_over_http(usual, prompts, expected, reference):
             return "".join(chunk.choices[0].text for chunk in chunks)
 
     with serving(usual) as url, ThreadPoolExecutor(8) as threads:
-        texts = list(threads.map(lambda index: complete(url, prompts[index]), chosen))
+        texts = list(threads.map(lambda index: complete(url, prompts[index]), indices))
     assert texts == [
-        reference.tokenizer.decode(expected[index], skip_special_tokens=True) for index in chosen
+        reference.tokenizer.decode(expected[index], skip_special_tokens=True) for index in indices
     ]
 
 
@@ -185,20 +185,20 @@ def test_block_sizes(prompts, expected, block_size):
 
 
 def test_prefix_cache_hits(usual, prompts, expected):
-    chosen = slice(17, 26)
-    first = usual.generate(prompts[chosen], GREEDY)
-    again = usual.generate(prompts[chosen], GREEDY)
-    assert tokens_of(first) == tokens_of(again) == expected[chosen]
+    indices = slice(17, 26)
+    first = usual.generate(prompts[indices], GREEDY)
+    again = usual.generate(prompts[indices], GREEDY)
+    assert tokens_of(first) == tokens_of(again) == expected[indices]
     assert all(o.num_cached_tokens >= 16 for o in again if len(o.prompt_token_ids) > 16)
     assert sum(o.num_cached_tokens > 0 for o in again) >= 7
 
 
 def test_preemption(prompts, expected):
-    chosen = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
+    indices = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
     with running(cache__num_blocks=40, model__max_model_len=256) as llm:
-        outputs = llm.generate([prompts[i] for i in chosen], GREEDY)
+        outputs = llm.generate([prompts[i] for i in indices], GREEDY)
         assert llm.frontend.stats()["preemptions"] >= 5
-    assert tokens_of(outputs) == [expected[i] for i in chosen]
+    assert tokens_of(outputs) == [expected[i] for i in indices]
     assert sum(o.completions[0].num_preemptions > 0 for o in outputs) >= 3
 
 

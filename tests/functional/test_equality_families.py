@@ -2,7 +2,7 @@
 tokenizers.
 
 Random weights make greedy text that depends on every layer and every position, so that a wrong
-head, a wrong rank's share or a wrong position shows at once; the tests assert that outputs differ
+head, a wrong rank's shard or a wrong position shows at once; the tests assert that outputs differ
 between prompts.
 """
 
@@ -86,15 +86,15 @@ def test_every_way(family, way):
     }[way]
     assert generate(family, family.prompts, **settings) == family.expected
     assert len({tuple(tokens) for tokens in family.expected}) > 15, (
-        "the model says the same to every prompt"
+        "the model gives the same output for every prompt"
     )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_tensor_parallel(family, ranks):
-    chosen = slice(0, 8)
+    subset = slice(0, 8)
     settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks}
-    assert generate(family, family.prompts[chosen], **settings) == family.expected[chosen]
+    assert generate(family, family.prompts[subset], **settings) == family.expected[subset]
 
 
 def test_text_matches_the_tokenizer(family):

@@ -1,4 +1,4 @@
-"""The offline door: order, parameters for each, errors, and what a request asks of its sampling."""
+"""The offline entry point: order, parameters for each prompt, errors, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -194,9 +194,14 @@ def test_the_longest_request_that_fits_runs(llm):
 
 
 def test_inside_a_running_event_loop(llm, nothing_blocks):
-    nothing_blocks.deactivate()  # a notebook's own loop waits, as the notebook asked
+    nothing_blocks.deactivate()  # the notebook's own loop is blocked by its call, as it has to be
 
-    async def notebook() -> str:
+    def generate() -> str:
         return llm.generate("Water boils at", SamplingParams(temperature=0, max_tokens=3))[0].text
 
-    assert asyncio.run(notebook())
+    async def notebook() -> str:
+        return generate()
+
+    expected = generate()
+    assert expected
+    assert asyncio.run(notebook()) == expected

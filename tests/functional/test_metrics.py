@@ -134,7 +134,7 @@ async def test_steps(served: Served) -> None:
     moved = await change.now()
     wall = time.perf_counter() - begin
     assert moved["steps_total"] == 6, (
-        "the prompt and five tokens; the last token is chosen, not computed"
+        "the prompt and five tokens; the last token is sampled, not computed"
     )
     for phase in ("result", "update", "plan", "post", "emit"):
         assert moved[f"step_phase_seconds_count/{phase}"] == 6

@@ -1,4 +1,4 @@
-"""The official `openai` client as the judge of what the server says."""
+"""The official `openai` client as the judge of what the server replies."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ async def test_a_failure_of_a_plain_reply(
     submit = served.frontend.submit
 
     async def submit_and_fail(*args: object, **options: object) -> object:
-        generation = await submit(*args, **options)
-        served.engine._fail(generation, error)
-        return generation
+        output = await submit(*args, **options)
+        served.engine._fail(output, error)
+        return output
 
     monkeypatch.setattr(served.frontend, "submit", submit_and_fail)
     with pytest.raises(openai.InternalServerError, match=str(error)) as caught:

@@ -58,7 +58,9 @@ async def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch, delay_s:
         assert await complete_all(delay_s) == whole
 
 
-async def test_the_loop_has_its_turn_between_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_runs_other_callbacks_between_portions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """While a step's tokens are emitted, what was ready before goes first."""
     monkeypatch.setattr(engine_module, "_PORTION", 4)
     frontend = await make_frontend(STREAMS, 0.02)

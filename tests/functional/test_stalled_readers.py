@@ -21,7 +21,7 @@ from bench_loop import make_frontend
 FAST, STALLED, TOKENS = 200, 50, 500
 NAME = "m" * 2000
 #: Bytes that the server holds for a connection at most: the handler's writes wait above 64 KiB.
-MOST_WAITING = 128 * 1024
+MAX_WAITING = 128 * 1024
 
 
 async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -89,7 +89,7 @@ async def serve() -> None:
         if handler.transport is not None
     ]
     assert len(waiting) >= STALLED
-    assert 0 < max(waiting) < MOST_WAITING < TOKENS * len(NAME)
+    assert 0 < max(waiting) < MAX_WAITING < TOKENS * len(NAME)
     late = await asyncio.wait_for(asyncio.gather(*(read_all(reader) for reader, _ in stalled)), 60)
     lengths = {len(frontend.tokenizer.encode(text, False)) for text, _ in late}
     assert min(lengths) > 0.9 * TOKENS

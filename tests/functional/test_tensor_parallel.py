@@ -35,7 +35,7 @@ def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_are_out_of_step_choose_the_same_tokens(tmp_path: Path, size: int) -> None:
+def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size: int) -> None:
     """Each rank takes the next step's inputs from what it chose itself: greedily, and by seed under
     every adjustment."""
     random_model(

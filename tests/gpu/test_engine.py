@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.scheduler.scheduler import Scheduler
 from tests.functional.reference import Reference
 from tests.tiny_models import tiny_model
 
@@ -62,8 +64,20 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     ids=["inline", "process", "chunks", "preempted", "not ahead"],
 )
 def test_every_way(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    schedule, in_flight = Scheduler.schedule, []
+
+    def counted(scheduler: Scheduler) -> StepPlan | None:
+        plan = schedule(scheduler)
+        in_flight.append(scheduler.num_in_flight)
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
     torch.backends.cuda.matmul.allow_tf32 = False
     defaults = {
         "parallel.device": "cuda",
@@ -77,6 +91,10 @@ def test_every_way(
         outputs = llm.generate(prompts, GREEDY)
         if settings.get("cache.num_blocks"):
             assert llm.frontend.stats()["preemptions"] >= 2
+        if "scheduler.max_num_batched_tokens" in settings:
+            long = [output for output in outputs if len(output.prompt_token_ids) > 16]
+            assert min(output.num_prefill_steps for output in long) > 1
+        assert max(in_flight) == (2 if settings.get("scheduler.plan_ahead", True) else 1)
         assert "cpu" not in llm.frontend.engines[0].report.device
         llm.frontend.engines[0].scheduler.check_integrity()
     assert [output.token_ids for output in outputs] == expected
