@@ -116,6 +116,12 @@ async def test_descriptors_stay_bounded() -> None:
     assert await num_descriptors() <= before
 
 
+async def send_without_end(sock: socket.socket) -> None:
+    while True:
+        await asyncio.get_running_loop().sock_sendall(sock, b"x")
+        await asyncio.sleep(0.01)
+
+
 async def test_rejected_clients_that_do_not_read_the_reply_are_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,9 +140,7 @@ async def test_rejected_clients_that_do_not_read_the_reply_are_cut_off(
                     await asyncio.sleep(0)
             # what is sent to a closed socket is answered with a reset
             with pytest.raises((ConnectionResetError, BrokenPipeError)):
-                while True:
-                    await loop.sock_sendall(rejected, b"x")
-                    await asyncio.sleep(0.01)
+                await send_without_end(rejected)
     await close(served)
     await server.close()
 
