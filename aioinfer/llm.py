@@ -37,7 +37,7 @@ class Completion:
 
     Attributes:
         text, token_ids: what was generated; an end token is part of the tokens only.
-        logprobs: one for each token, if they were asked for.
+        logprobs: one for each token, if they were requested.
         finish_reason: "stop", "length" or "abort".
         stop_reason: the token id or the string that ended the text.
         num_preemptions: how often its KV blocks were taken away and computed anew.

@@ -77,7 +77,7 @@ class StartupDisplay:
 
 
 def _cache_text(report: WorkerReport) -> str:
-    """Says how large a worker's KV cache is and, where layers keep different things, what each
+    """Describes how large a worker's KV cache is and, where layers keep different things, what each
     group of them keeps: a line a group."""
     counts = [
         f"{count} blocks of {report.block_size} tokens"

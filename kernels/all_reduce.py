@@ -28,8 +28,8 @@ import triton.language as tl
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: The most rows that two ranks all-reduce with `_push_kernel`, which moves twice the bytes of
-#: `_two_shot_kernel` at half its latency; more ranks take proportionally fewer rows.
+#: The maximum number of rows that two ranks all-reduce with `_push_kernel`, which moves twice
+#: the bytes of `_two_shot_kernel` at half its latency; more ranks take proportionally fewer rows.
 PUSHED_ROWS = 64
 #: Programs of the two-shot kernel: enough rows in flight to fill the link, few enough to be
 #: resident on the GPU together.
@@ -47,9 +47,9 @@ class AllReduceLayout:
     """Offsets into a rank's symmetric memory, in bytes. The same on every rank.
 
     Attributes:
-        max_rows: the most rows of an all-reduce.
-        pushed_rows: the most rows of an all-reduce by `_push_kernel`.
-        programs: the most programs of `_two_shot_kernel`.
+        max_rows: the maximum number of rows of an all-reduce.
+        pushed_rows: the maximum number of rows of an all-reduce by `_push_kernel`.
+        programs: the maximum number of programs of `_two_shot_kernel`.
         words: offset of `_push_kernel`'s LL buffers, [pushed_rows, 2, size] rows of 8-byte words.
         flags: offset of `_two_shot_kernel`'s flags, int32 [programs, 2, size].
         partial, sums: offsets of the partial products and of the sums, [max_rows, hidden] each, of
@@ -322,9 +322,9 @@ def _two_shot_kernel(
     """Sums groups of SIZE rows, distributed round-robin over the programs; rank i sums row i of a
     group.
 
-    The first flag says that a rank's partial products are written, and that it has read the sums of
-    the all-reduce before (whose kernel has ended). The second flag says that this rank's sums are
-    written, and that it has read the partial products. So a partial product may be overwritten once
+    The first flag states that a rank's partial products are written, and that it has read the sums
+    of the all-reduce before (whose kernel has ended). The second flag states that this rank's sums
+    are written, and that it has read the partial products. So a partial product may be overwritten once
     this kernel has ended, and a sum after the first flag of the next all-reduce.
     """
     columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)

@@ -81,8 +81,8 @@ def paged_attention(
         query_starts: int32 [R + 1], the first token of each row.
         seq_lens: int32 [R], the number of keys of each row; 0 is padding (a row without tokens or,
             among the decodes, with one).
-        num_decodes: how many of the first rows have exactly one token. None: the plans say so on
-            the GPU, and both kernels are launched; a CUDA graph can then be replayed for any
+        num_decodes: how many of the first rows have exactly one token. None: the plans on the GPU
+            have it, and both kernels are launched; a CUDA graph can then be replayed for any
             number.
         workspace: from `DecodeWorkspace.create`, for the layer's sliding window. Unless there are
             no decodes, `plan_decode` has been called for this step's `seq_lens[:num_decodes]`.

@@ -15,7 +15,7 @@ import triton.language as tl
 
 CHUNK = 2048
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
-#: The bit of an occurrence that says that the token is in the prompt; the bits below count the
+#: The bit of an occurrence that is set if the token is in the prompt; the bits below count the
 #: output.
 IN_PROMPT = 1 << 30
 _IN_PROMPT = tl.constexpr(IN_PROMPT)

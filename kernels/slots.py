@@ -20,7 +20,7 @@ from aioinfer.ipc.request_record import RECORD_WORDS, WORD
 TOKENS_PER_PROGRAM = 1024
 _WORDS = tl.constexpr(RECORD_WORDS)
 _WORDS_PAD = tl.constexpr(triton.next_power_of_2(RECORD_WORDS))
-# where a record says what: see `ipc.request_record.RECORD`
+# the words of a record: see `ipc.request_record.RECORD`
 _SLOT = tl.constexpr(WORD["slot"])
 _FIRST_TOKEN, _NUM_TOKENS = tl.constexpr(WORD["first_token"]), tl.constexpr(WORD["num_tokens"])
 _FIRST_BIAS, _NUM_BIAS = tl.constexpr(WORD["first_bias"]), tl.constexpr(WORD["num_bias"])

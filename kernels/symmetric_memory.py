@@ -1,5 +1,5 @@
 """Symmetric memory, which all ranks of a host can read and write, and LL buffers in it, with which
-running kernels of several ranks exchange numbers.
+running kernels of several ranks send each other numbers.
 
 With an LL buffer the programs of one row, one on each rank, all-gather a few numbers in the middle
 of a kernel: see `all_gather`. `sampling` uses it; `all_reduce` has buffers of its own, for whole

@@ -17,7 +17,7 @@ takes half the CPU time. docs/benchmarking.md describes the options.
 What the figures mean (only requests that succeeded count, failed ones are reported apart):
     output tokens    the server's `usage`; chunks are counted apart, since a chunk may contain
                      several tokens, or a token no text. Without `usage`, chunks are counted as
-                     tokens, and the report says so.
+                     tokens, and the report shows it.
     output tokens/s  output tokens over the time from the first request's sending to the last
                      reply's end.
     TTFT             time to first token: from sending a request, connection included, to its first
@@ -158,7 +158,7 @@ async def find_model(url: str, headers: dict[str, str], timeout_s: float) -> str
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Sends what the options say, and prints and writes its figures.
+    """Sends the load of the options, and prints and writes its figures.
 
     Returns the exit status. Raises as `main` catches.
     """

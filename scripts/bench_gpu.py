@@ -176,7 +176,7 @@ def run_offline(options: argparse.Namespace, model: Model, config: Config, rows:
 def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[str, Any]:
     """Returns the medians of a case.
 
-    Raises `RuntimeError` if a request returned another number of tokens than it was asked for.
+    Raises `RuntimeError` if a request returned another number of tokens than it requested.
     """
     run_batch(llm, case, case.prompts(0, vocab_size), WARMUP_OUTPUT_LEN)
     timed = [run_batch(llm, case, case.prompts(1 + number, vocab_size)) for number in range(rounds)]
@@ -237,7 +237,7 @@ class HttpLoader:
         """Sends a round.
 
         Raises `RuntimeError` if a request failed or returned another number of tokens than it was
-        asked for.
+        requested.
         """
         return self._send(case, round_number, [output for _, output in case.lengths()])
 
@@ -333,7 +333,8 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def _require_counts(found: Sequence[int | None], wanted: Sequence[int]) -> None:
-    wrong = [f"{got} for {asked}" for got, asked in zip(found, wanted, strict=True) if got != asked]
+    pairs = zip(found, wanted, strict=True)
+    wrong = [f"{got} for {expected}" for got, expected in pairs if got != expected]
     if wrong:
         raise RuntimeError(
             f"{len(wrong)} of {len(wanted)} requests returned another number of "

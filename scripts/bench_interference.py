@@ -76,7 +76,7 @@ class Latencies:
 
 
 class Watch:
-    """The watching process: keeps streams running and asks for `/health`, and notes how long both
+    """The watching process: keeps streams running and requests `/health`, and notes how long both
     take in each part of the run."""
 
     def __init__(self, url: str, num_parts: int, part: Any):
@@ -200,7 +200,7 @@ def disturbances(tokens: int) -> dict[str, Disturbance]:
 
 
 async def open_idle(url: str, number: int) -> list[asyncio.StreamWriter]:
-    """Opens so many connections; each asks once for `/health` and stays."""
+    """Opens so many connections; each requests `/health` once and stays."""
     address = URL(url)
     writers: list[asyncio.StreamWriter] = []
 

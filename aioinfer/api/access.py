@@ -111,14 +111,14 @@ class Cors:
 
     @web.middleware
     async def answer_preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers the question that a browser asks before it sends another site's request; it
+        """Answers the preflight request that a browser sends before another site's request; it
         carries no key."""
-        asks = (
+        is_preflight = (
             request.method == "OPTIONS"
             and "Origin" in request.headers
             and "Access-Control-Request-Method" in request.headers
         )
-        if not asks or self._allowed(request) is None:
+        if not is_preflight or self._allowed(request) is None:
             return await handler(request)
         headers = {
             "Access-Control-Allow-Methods": "GET, POST",
@@ -130,7 +130,7 @@ class Cors:
         return web.Response(status=204, headers=headers)
 
     async def mark_response(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Says in a response's headers whose pages may read it."""
+        """Sets the headers of a response that name whose pages may read it."""
         if not self._origins:
             return
         if (origin := self._allowed(request)) is not None:

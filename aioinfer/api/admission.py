@@ -1,7 +1,7 @@
 """Which requests are admitted, and for how long: the bound of the waiting queue, and deadlines.
 
 The bound is one for all clients, so a request beyond it is answered 503 with `Retry-After` (429
-would say that this client asks too much). It is a matter of the HTTP server and not of the
+would mean that this client sends too much). It is a matter of the HTTP server and not of the
 frontend: `LLM` submits all of its prompts at once.
 """
 

@@ -104,7 +104,7 @@ async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT as events: the first asks for a graceful shutdown, the second for an
+    """SIGTERM and SIGINT as events: the first requests a graceful shutdown, the second for an
     immediate one."""
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class ChoiceEvents:
             opening: events that go out with the first delta.
             format_logprobs: makes the JSON of log-probabilities.
             returns_token_ids: whether events hold the ids of their tokens.
-            prompt_token_ids: what the first event says that the prompt is, under
+            prompt_token_ids: the prompt as the first event returns it, under
                 `returns_token_ids`.
         """
         self.returns_token_ids = returns_token_ids
@@ -201,7 +201,7 @@ async def _send(
         elif (
             response.headers.get("Transfer-Encoding") == "chunked"
             and request.transport is not None
-            and not choices[0].returns_token_ids  # a sink is not told the ids
+            and not choices[0].returns_token_ids  # a sink does not get the ids
         ):
             sink = DirectSink(request.transport, choices)
             output.attach(sink)

@@ -1,4 +1,4 @@
-"""What the server says about itself: `/v1/models`, `/v1/models/{id}`, `/health`, `/version`."""
+"""What the server reports about itself: `/v1/models`, `/v1/models/{id}`, `/health`, `/version`."""
 
 from __future__ import annotations
 

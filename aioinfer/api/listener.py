@@ -28,7 +28,7 @@ from aioinfer.errors import ConfigError
 
 #: Connections that may wait to be accepted: clients that arrive together must not be rejected.
 _BACKLOG = 1024
-#: Connections that are accepted at a time, before the event loop turns to other work.
+#: Connections that are accepted at a time, before the event loop does other work.
 _MAX_ACCEPTS = 64
 #: Descriptors for all else: workers, rings, files, connections that are being rejected.
 _OTHER_DESCRIPTORS = 256

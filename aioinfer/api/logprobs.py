@@ -25,7 +25,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -
 
 
 def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]:
-    """Returns a token's text and bytes; without a tokenizer the text says the id, in vLLM's form
+    """Returns a token's text and bytes; without a tokenizer the text names the id, in vLLM's form
     (`return_tokens_as_token_ids`)."""
     return (f"token_id:{token_id}", b"") if tokenizer is None else tokenizer.token_text(token_id)
 

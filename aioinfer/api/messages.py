@@ -23,7 +23,7 @@ class ContentPart(Struct, kw_only=True):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """The call that a model asked for; `arguments` is an object, or JSON text of one as OpenAI has
+    """The call that a model requested; `arguments` is an object, or JSON text of one as OpenAI has
     it."""
 
     name: str
@@ -73,7 +73,7 @@ class Message(Struct, kw_only=True):
 
         Text parts are joined by newlines and missing content is empty. The developer's role becomes
         the system's, whose newer name it is: templates do not know it, and some drop what they do
-        not know. Arguments of tool calls are objects, as transformers asks of messages.
+        not know. Arguments of tool calls are objects, as transformers requires in messages.
         """
         text = (
             self.content

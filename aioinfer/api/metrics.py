@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: reads the engines' metrics when asked, and keeps none of its own.
+"""`/metrics` for Prometheus: reads the engines' metrics for each scrape, and keeps none of its own.
 
 What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is
 named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed here

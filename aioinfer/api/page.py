@@ -4,7 +4,7 @@ Its files are in `aioinfer/page` and are sent as they are; `aioinfer/page/vendor
 others, with its licences. `GET /page/info` returns what the page needs for a chat, and
 `GET /page/live` streams the state of the engines for as long as the page is visible. `server` adds
 the routes and ends the streams; `access` serves the files without a key, since a browser has none
-before the page has asked for it.
+before the page has asked the user for it.
 """
 
 from __future__ import annotations

@@ -38,17 +38,17 @@ class Body(Struct, kw_only=True):
     model: str | None = None
 
     def check(self) -> None:
-        """Checks what types cannot say. Raises `RequestError` naming the field."""
+        """Checks what types cannot express. Raises `RequestError` naming the field."""
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`include_usage` asks for a last event that holds the usage."""
+    """`include_usage` adds a last event that holds the usage."""
 
     include_usage: bool | None = None
 
 
 class SamplingBody(Body, kw_only=True):
-    """The fields of completions and chat completions that say how tokens are sampled and
+    """The fields of completions and chat completions that define how tokens are sampled and
     delivered."""
 
     n: Int32 | None = None

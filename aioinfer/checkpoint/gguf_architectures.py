@@ -62,7 +62,7 @@ _LLAMA3 = {
 
 
 class GgufFields:
-    """The metadata of a file under its architecture's name, with errors that say what is missing.
+    """The metadata of a file under its architecture's name, with errors that name what is missing.
 
     Attributes:
         file: the file.
@@ -239,8 +239,8 @@ def _layer_types(fields: GgufFields, pattern: int) -> dict[str, Any]:
 
 
 def _gemma_query_scale(fields: GgufFields, layers_of_largest: int) -> int:
-    """Returns `query_pre_attn_scalar`: the head size, but for the largest model of a generation,
-    which llama.cpp's loader tells by its layers."""
+    """Returns `query_pre_attn_scalar`: the head size, except in the largest model of a generation,
+    which llama.cpp's loader recognizes by its number of layers."""
     if fields.need("block_count") == layers_of_largest:
         return fields.need("embedding_length") // fields.need("attention.head_count")
     return fields.head_size

@@ -27,7 +27,7 @@ def resolve_model(config: ModelConfig) -> Path:
     """Returns the folder of `config.path`, after downloading or converting what is not there yet.
 
     Raises:
-        ConfigError: there is no such model; the message says where it was looked for.
+        ConfigError: there is no such model; the message names the places that were searched.
     """
     name = config.path
     path = (

@@ -37,7 +37,7 @@ class Engine:
     Attributes:
         number: which of the engines it is, from 0 on.
         metrics: its counts and times.
-        scheduler, report: set once `start` has returned; `report` says what the workers can hold.
+        scheduler, report: set once `start` has returned; `report` has the sizes of the workers.
         dead_reason: why it serves no more requests, or None.
     """
 
@@ -154,7 +154,7 @@ class Engine:
         """Handles the result of step N-1 while the workers execute step N.
 
         take    the executor has read the result from the ring; text of step N-2 that is not emitted
-                yet goes out now, since `update` changes what its requests say of themselves
+                yet goes out now, since `update` changes the state of its requests
         update  the scheduler appends the tokens and ends requests: blocks and slots become free
         plan    step N+1 is made of what remains and of new requests
         post    it goes to the workers before anything else is done: they never wait for text

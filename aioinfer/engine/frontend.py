@@ -42,7 +42,7 @@ class Frontend:
     Attributes:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
-        defaults, vocab_size: what the model's files say.
+        defaults, vocab_size: from the model's files.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
@@ -170,7 +170,7 @@ class Frontend:
         return self.dead_reason is None
 
     async def wait_dead(self) -> None:
-        """Returns when a worker has died or hung; `dead_reason` says which and how."""
+        """Returns when a worker has died or hung; `dead_reason` describes it."""
         await self._dead.wait()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -317,7 +317,7 @@ class Frontend:
         """
         room = self.max_model_len - prompt_len
         max_tokens = params.max_tokens
-        if max_tokens is None:  # a default must not refuse a request that did not ask for it
+        if max_tokens is None:  # a default must not cause the rejection of a request
             default = self.defaults.max_tokens
             max_tokens = room if default is None else min(room, max(default, params.min_tokens))
         if max_tokens > room:

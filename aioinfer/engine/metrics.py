@@ -1,7 +1,7 @@
 """Metrics: counts and times of requests, tokens and steps, and the lag of the event loop.
 
-Each engine has an `EngineMetrics`, which `api.metrics` reads when it is asked. All tokens of a step
-share one time stamp, and most of them follow a token of the step before: these all fall into one
+Each engine has an `EngineMetrics`, which `api.metrics` reads for each scrape. All tokens of a step
+share one time stamp, and most of them follow a token of the former step: these all fall into one
 bucket of the histogram, which is incremented once a step. So a streamed token costs a dictionary
 look-up and a comparison here, and nothing is kept of it.
 """
@@ -304,7 +304,7 @@ class LoopLag:
     """
 
     def __init__(self, is_busy: Callable[[], bool]):
-        """`is_busy` tells whether there are requests: an idle loop is left alone."""
+        """`is_busy` returns whether there are requests: an idle loop is left alone."""
         self.seconds = Histogram(_LAG_BOUNDS)
         self.is_watched = False
         self._is_busy = is_busy

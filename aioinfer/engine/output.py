@@ -41,7 +41,7 @@ class Delta:
         text: new text. It may be empty: half a character and what may become a stop string are
             held back.
         token_ids: the new tokens, an end token included.
-        logprobs: one for each new token, if the request asked for them.
+        logprobs: one for each new token, if the request has `logprobs`.
         finish_reason: "stop", "length", "abort" or "error" in the last delta, else None.
         stop_reason: the token id or the string that ended the text.
     """
@@ -219,13 +219,13 @@ class OutputSequence:
         """Passes on a new token with its text. Returns the stop string that the text now ends in,
         if it does.
 
-        The reader's last delta says that the sequence has stopped, and the caller has to end the
+        The reader's last delta has the finish reason, and the caller has to end the
         request in the scheduler. Where the scheduler has ended it in the same step, by its length
         or by an end token, the stop string is the reason that counts, here and in the request.
 
         Args:
             token: the next token of the sequence.
-            logprob: its log-probability, if the request asked for it.
+            logprob: its log-probability, if the request has `logprobs`.
             num_more: how many tokens of the same step come after it.
         """
         request, detokenizer, stops = self.request, self._detokenizer, self._stops

@@ -1,7 +1,7 @@
 """Routes a request to the engine on which it costs the least, by prefix cache and load.
 
-All schedulers live in this process, so nothing is guessed: each KV cache says how much of the
-prompt it holds, and each scheduler how much it has to compute. What remains is to weigh the one
+All schedulers live in this process, so nothing is guessed: each KV cache reports how much of the
+prompt is cached, and each scheduler how much it has to compute. What remains is to weigh the one
 against the other. SGLang's cache-aware router follows the longest prefix until the loads are out of
 balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of both. Here, too,
 there is one cost, in tokens of prefill:

@@ -22,7 +22,7 @@ class Capacity:
     Attributes:
         num_blocks: KV blocks of each group of layers.
         kv_cache_bytes: what they take, of one rank.
-        max_model_len: the most tokens of a request, prompt and output together.
+        max_model_len: the maximum number of tokens of a request, prompt and output together.
         reason: why requests may not be as long as the model allows, or empty.
     """
 
@@ -36,7 +36,7 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
     """Returns what all ranks can hold: of each group as many blocks as the rank with the fewest.
 
     Raises:
-        ConfigError: `model.max_model_len` cannot be kept; the message says what to set it to.
+        ConfigError: `model.max_model_len` cannot be kept; the message states what to set it to.
     """
     first = reports[0]
     num_blocks = tuple(map(min, *(report.num_blocks for report in reports), first.num_blocks))

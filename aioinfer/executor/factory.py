@@ -1,4 +1,4 @@
-"""Chooses the executor that the configuration asks for."""
+"""Makes the executor that the configuration names."""
 
 from __future__ import annotations
 

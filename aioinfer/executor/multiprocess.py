@@ -357,7 +357,7 @@ class MultiprocessExecutor:
     def _end_all(self) -> None:
         self._at_exit.cancel()
         for control in self._controls:
-            control.close()  # which tells the worker to end
+            control.close()  # at which the worker ends
         deadline = time.monotonic() + (
             _JOIN_TIMEOUT_S if self._started and self._failure is None else 0
         )

@@ -2,8 +2,8 @@
 that hung.
 
 Each rank writes what it is doing into anonymous shared memory (`Heartbeat`). Whether its process
-runs is asked of the kernel (`ProcessMonitor`), which also knows it of a process that is stopped or
-in a long call into a library. So no rank is woken only to show that it lives, and
+runs is read from the kernel (`ProcessMonitor`), which knows it even of a process that is stopped
+or in a long call into a library. So no rank is woken only to show that it lives, and
 `MultiprocessExecutor` checks only while it waits for an answer.
 """
 
@@ -117,7 +117,7 @@ class _Process:
 
 
 class ProcessMonitor:
-    """Whether processes run at all, by what the kernel says of each one's main thread
+    """Whether processes run at all, by the kernel's record of each one's main thread
     (proc_pid_status(5)).
 
     A process that is stopped or in an uninterruptible call, and whose thread was not switched

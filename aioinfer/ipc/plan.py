@@ -8,7 +8,7 @@ takes a slot; after that a row of four integers a step names it, and its block t
 index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
 
 Bounds. No plan exceeds `MAX_PLAN_BYTES`, three quarters of the longest message of a ring of the
-usual size: the scheduler counts the bytes of what it admits, and `max_sequence_tokens` says how
+usual size: the scheduler counts the bytes of what it admits, and `max_sequence_tokens` limits how
 long a single request may be.
 """
 
@@ -56,7 +56,7 @@ def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:
 
 
 def max_sequence_tokens(block_size: int, num_groups: int = 1) -> int:
-    """Returns how long a sequence may be so that a plan can admit it, whatever else it asks for.
+    """Returns how long a sequence may be so that a plan can admit it, whatever its parameters are.
 
     Args:
         block_size: tokens a KV block; a prompt found in the cache brings its whole block tables.
@@ -162,9 +162,9 @@ class Logprobs(Section):
     at `[row, i]` of the result is number `row * k + i`.
 
     Attributes:
-        sampled: float32 [sampled * k], of the sampled tokens; NaN where not asked for.
-        top_tokens: int32 [sampled * k, K] the likeliest tokens, likeliest first, -1 where not asked
-            for; K may be 0.
+        sampled: float32 [sampled * k], of the sampled tokens; NaN where not requested.
+        top_tokens: int32 [sampled * k, K] the likeliest tokens, likeliest first, -1 where not
+            requested; K may be 0.
         top_logprobs: float32 [sampled * k, K], theirs.
     """
 
@@ -207,7 +207,7 @@ class StepResult:
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """The log-probabilities, if any row asked for them."""
+        """The log-probabilities, if any row has them."""
         return find_section(self.sections, Logprobs)
 
     def section(self, kind: type[S]) -> S | None:

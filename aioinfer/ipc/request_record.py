@@ -4,8 +4,8 @@ A request is sent whole once, when it is admitted. Its record is the same bytes 
 step's upload to the GPU and, field by field, in the tensors of the slots (`worker.slots`); its
 layout is derived from the declarations in `sampling_params`, so a new parameter of the sampler is
 one line there. Lists (tokens, logit biases, tokens that are banned until `min_tokens`) lie one
-behind the other in packed arrays, and records say where. The n sequences of one request share the
-places of what they have in common.
+behind the other in packed arrays, and records have their places. The n sequences of one request
+share the places of what they have in common.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """What `Admissions` say of one request; arrays are views.
+    """What `Admissions` contain of one request; arrays are views.
 
     Attributes:
         slot: the slot.

@@ -56,7 +56,7 @@ class Section:
     """An optional part of a message.
 
     Attributes:
-        kind: tells the sections of a message apart; never used for another one again.
+        kind: the number of the section in a message; never used for another one again.
     """
 
     kind: ClassVar[int]

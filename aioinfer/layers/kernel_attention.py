@@ -72,7 +72,7 @@ class AttentionPlans:
                 plan_prefill(prefill, starts, lens, num_decodes, tokens)
 
     def clear_prefills(self) -> None:
-        """Makes the plans say that there is no prefill."""
+        """Sets the plans to no prefill."""
         for prefill in self._prefills.values():
             prefill.tiles.zero_()
 

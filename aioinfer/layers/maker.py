@@ -1,4 +1,4 @@
-"""Makes the layers of a model for one rank, so that a model's file says what the model is and
+"""Makes the layers of a model for one rank, so that a model's file defines what the model is and
 nothing of devices, ranks, weight formats or loading."""
 
 from __future__ import annotations

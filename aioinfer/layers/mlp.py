@@ -71,7 +71,7 @@ class GatedMLP:
             self.gate_up.reorder_rows(interleave(torch.arange(2 * self._channels)))
 
     def warm_up(self) -> None:
-        """Launches the fused products in every configuration that the number of rows chooses."""
+        """Launches the fused products in every configuration that the number of rows selects."""
         if self._is_fused:
             self.gate_up.weight.warm_up_gated()
 

@@ -187,6 +187,6 @@ def _init_world(spec: RankSpec, device: torch.device, store: dist.Store) -> None
         return
     if spec.is_local:
         # gloo would take the address of the host's name, which may not be reachable; this variable
-        # is the only way to choose the interface
+        # is the only way to select the interface
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)

@@ -43,7 +43,7 @@ class RopeConfig:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells tables apart."""
+        """Equal for variants that have the same table."""
         scaling = sorted((name, repr(value)) for name, value in (self.scaling or {}).items())
         return self.theta, self.kind, tuple(scaling), self.rotary_size, self.interleaved
 

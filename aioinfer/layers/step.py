@@ -84,7 +84,7 @@ class Step:
     Attributes:
         inputs: the rows.
         num_decodes: how many of the first rows have exactly one token and are sampled. None: the
-            attention plans on the GPU say it, so that a graph may be replayed for any number.
+            attention plans on the GPU have it, so that a graph may be replayed for any number.
         sampled: if given, the step's hidden states are wanted for the last tokens of these rows
             alone; else for all tokens.
         host: the rows' lengths; None inside a graph.

@@ -1,4 +1,4 @@
-"""What all decoder models say of themselves in `config.json`, and how it is read.
+"""The fields of `config.json` that all decoder models have, and how they are read.
 
 A family's file has a subclass of `DecoderConfig` with the fields that it alone has. The parent
 process reads the configuration to check sizes before it spawns anything; the worker builds the

@@ -88,7 +88,7 @@ class CausalLM(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Launches the kernels that the number of a step's tokens chooses among."""
+        """Launches the kernels that the number of a step's tokens selects among."""
         ...
 
     def plan(self, step: Step) -> None:

@@ -3,7 +3,7 @@ and sampler.
 
 Attention is replaced through transformers' attention interface, so it serves every decoder whose
 attention modules go through that. Steps are computed module by module, without CUDA graphs. Over
-several ranks, linear layers are split as the model's own `tp_plan` says. What cannot run raises
+several ranks, linear layers are split by the model's own `tp_plan`. What cannot run raises
 `ConfigError` at the start.
 """
 
@@ -51,7 +51,7 @@ class FallbackConfig:
         vocab_size, hidden_size, num_layers: of the model.
         max_len: the longest sequence that the model was made for.
         dtype: of the checkpoint.
-        has_tp_plan: whether transformers says how ranks share it.
+        has_tp_plan: whether transformers has a `tp_plan` for it.
     """
 
     architecture: str
@@ -160,7 +160,7 @@ class FallbackModel:
 
     @torch.inference_mode()
     def _find_attentions(self) -> None:
-        """Runs two tokens through the model to see which attention each layer asks for.
+        """Runs two tokens through the model to see which attention each layer uses.
 
         Raises:
             ConfigError: a layer computes something else than causal attention over keys and values.
@@ -378,7 +378,7 @@ class _Split(nn.Module):
 
 
 def _split(model: Any, group: ParallelGroup) -> None:
-    """Splits the linear layers of a model as its `tp_plan` says. Embedding and head stay whole.
+    """Splits the linear layers of a model by its `tp_plan`. Embedding and head stay whole.
 
     Raises:
         ConfigError: the plan has another style than colwise and rowwise, or does not divide.

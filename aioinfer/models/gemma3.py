@@ -43,4 +43,4 @@ class Gemma3Config(Gemma2Config):
 
 
 class Gemma3Model(Gemma2Model):
-    """Gemma 2's layers, of which the configuration says the rest."""
+    """Gemma 2's layers; all differences are in the configuration."""

@@ -36,7 +36,7 @@ class Qwen2Config(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Heads are 128 wide unless the configuration says otherwise."""
+    """Heads are 128 wide where the configuration gives no `head_dim`."""
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ export function keepKey(key) {
 
 /**
  * Fetches `path` with the key, if there is one. Throws `ApiError`, or `AbortError` when `signal`
- * says so.
+ * is aborted.
  */
 export async function request(path, { body, signal } = {}) {
   const headers = {};

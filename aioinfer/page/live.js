@@ -1,5 +1,5 @@
 // The live view of the engines: one stream of events, open only while the page can be seen, and the
-// charts of what it tells.
+// charts of what it reports.
 
 import { drawBar, drawCells, drawColumns, drawSparkline } from "./charts.js";
 import { readEvents, request } from "./api.js";
@@ -209,7 +209,7 @@ class EngineView {
     this.#describe(steps, selected);
   }
 
-  /** Says in words what the timeline shows of the selected step, or of all. */
+  /** Describes in words what the timeline shows of the selected step, or of all. */
   #describe(steps, selected) {
     const timeline = this.#root.querySelector(".timeline");
     const shown = selected < 0 ? steps : [steps[selected]];

@@ -30,7 +30,7 @@ const ELEMENTS = {
   td: "td",
 };
 const PROTOCOLS = ["http:", "https:", "mailto:"]; // of links
-const COPIED_MS = 1500; // how long a button says that it has copied
+const COPIED_MS = 1500; // how long a button shows that it has copied
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
 

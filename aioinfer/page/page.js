@@ -1,4 +1,4 @@
-// The page: asks what is served, asks for a key if one is needed, and then opens the chat and the
+// The page: requests what is served, asks the user for a key if needed, and then opens the chat and the
 // live view.
 
 import { keepKey, request } from "./api.js";
@@ -21,7 +21,7 @@ function showModels(models) {
   document.title = `${models[0].id} · aioinfer`;
 }
 
-/** Says why nothing can be done yet, and offers what helps: a key, or another try. */
+/** Shows why nothing can be done yet, and offers what helps: a key, or another try. */
 function showNotice(error) {
   const needsKey = error.status === 401;
   $("notice-text").textContent = needsKey

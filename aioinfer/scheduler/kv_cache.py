@@ -19,7 +19,7 @@ tokens of one step are written together, before any of them is read.
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
 `window - 1` tokens before the hit's end. The hit is the longest that every group can serve. A state
-at one position says nothing of the state at another, and there is no copy of it at block
+at one position does not give the state at another, and there is no copy of it at block
 boundaries; so a model with such a group has no prefix cache, and its requests with n > 1 compute
 their prompt n times.
 
@@ -190,7 +190,7 @@ class KVCacheManager:
 
     def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> None:
         """Gives a request its block tables: the blocks of `prefix`, and new ones up to `num_tokens`
-        tokens. The caller has asked `can_admit`."""
+        tokens. The caller has checked `can_admit`."""
         for pool, shared in zip(self.pools, prefix.blocks, strict=True):
             pool.share(_owned(shared))
         request.blocks = [list(shared) for shared in prefix.blocks]
@@ -203,7 +203,7 @@ class KVCacheManager:
             self._moved[request] = None
 
     def grow(self, request: Request, count: int) -> None:
-        """Appends `count` new blocks to each block table. The caller has asked `can_grow`."""
+        """Appends `count` new blocks to each block table. The caller has checked `can_grow`."""
         for group in self._token_groups:
             request.blocks[group] += self.pools[group].allocate(count)
         request.num_blocks += count
@@ -212,7 +212,7 @@ class KVCacheManager:
         """Frees the blocks that no step reads which computes tokens of the request from position
         `start` on. See the module's docstring for when this is safe.
 
-        Where a table grows by one token a step, it suffices to ask when it needs a new block: a
+        Where a table grows by one token a step, it suffices to check when it needs a new block: a
         block ends up behind the window at most once in `block_size` steps.
         """
         for group, window in self._windows:
@@ -318,7 +318,7 @@ class KVCacheManager:
         """Returns the greatest number of leading blocks that every group can serve.
 
         Each group shortens the hit to the longest that it can serve. With a window that may be at
-        any earlier place, so the others are asked again until all agree.
+        any earlier place, so the others are searched again until all agree.
         """
         length = len(hashes)
         for group in self._token_groups:

@@ -1,4 +1,4 @@
-"""A step plan while it is being drawn up: the budget that is left, and the rows as plain lists.
+"""A step plan while it is being built: the budget that is left, and the rows as plain lists.
 
 The scheduler makes one for every step. Nothing of a plan grows without being counted: tokens by the
 budget, the bytes of admissions by `admitted_bytes`.
@@ -87,7 +87,7 @@ class PlanBuilder:
         return size if shared else size + 4 * len(request.tokens)
 
     def admit(self, request: Request, size: int) -> None:
-        """Describes a request that takes its slot in this step; `size` as `admission_bytes` said.
+        """Describes a request that takes its slot in this step; `size` from `admission_bytes`.
 
         Siblings share the prompt in the plan, too.
         """

@@ -135,7 +135,7 @@ class DecodeRules:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id, worked out when first asked for: a table of 150 000 would slow
+    """The bytes of each token id, computed at first use: a table of 150 000 would slow
     the start.
 
     An id outside of the vocabulary has no bytes (embeddings often have more rows than the tokenizer
@@ -195,7 +195,7 @@ class Detokenizer:
     __slots__ = ("_bytes", "_pending", "_prompt_tail", "_rules", "_strip_left", "_texts")
 
     def __init__(self, rules: DecodeRules, table: TokenBytes, prompt_ids: Sequence[int] = ()):
-        """Begins behind a prompt; `table` says whether special tokens have a text."""
+        """Begins behind a prompt; `table` determines whether special tokens have a text."""
         self._rules = rules
         self._bytes = table
         self._texts = self._bytes.texts

@@ -30,8 +30,8 @@ class _PreTokenizer:
         split: the pattern whose matches are encoded one by one; None is GPT-2's, which `tokenizers`
             knows.
         digits_apart: each digit is encoded by itself, before the pattern is looked for.
-        ignore_merges: a match that is a token as a whole is that token, whatever the merges say.
-        adds_bos: where the file does not say whether encoding puts BOS first.
+        ignore_merges: a match that is a token as a whole is that token, regardless of merges.
+        adds_bos: whether encoding puts BOS first, where the file has no field for it.
         nfc: text is brought to Unicode's composed form first.
     """
 
@@ -93,7 +93,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
 
     Raises:
         ConfigError: the file has no tokenizer, or one of a kind that is not known here; the message
-            says which, and that `model.tokenizer` can name a folder to use in its place.
+            names it, and states that `model.tokenizer` can name a folder to use in its place.
     """
     fields = _Fields(metadata)
     model = fields.get("ggml.model")
@@ -141,7 +141,7 @@ class _Fields:
         return value
 
     def error(self, problem: str) -> ConfigError:
-        """Returns an error that says that `model.tokenizer` can name another tokenizer."""
+        """Returns an error that recommends to name another tokenizer in `model.tokenizer`."""
         return ConfigError(
             f"the GGUF file's tokenizer cannot be read: {problem}. Let model.tokenizer name the "
             f"original model's folder or id"

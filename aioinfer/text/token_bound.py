@@ -105,7 +105,7 @@ class TokenBound:
         for piece, has_clean_start in self._slices(text):
             # half a surrogate pair is an error that encoding reports
             data = piece.encode("utf-8", "replace")
-            # Python's tables tell ten times faster than the tokenizer's whether there is work to do
+            # Python's tables show ten times faster than the tokenizer's whether text changes
             if not all(unicodedata.is_normalized(form, piece) for form in self._forms):
                 data = self._normalize(data.decode()).encode()
                 if not has_clean_start:

@@ -1,6 +1,6 @@
 """Logit biases, bans and penalties on the host: what is done to a row's logits before sampling.
 
-The sampler calls `adjust_logits` for the rows whose requests ask for any of it. The kernels that do
+The sampler calls `adjust_logits` for the rows whose requests have any of it. The kernels that do
 the same on a GPU are in `kernels.penalties`.
 """
 
@@ -32,7 +32,7 @@ def adjust_logits(
     Args:
         logits: float32 [S, V], of the token ids from `first` on; other ids are left to the ranks
             whose shards hold them.
-        slots: what each request asks for.
+        slots: with the parameters of each request.
         sampling_flags: uint8 [S], which of it bears on these positions.
         slot_ids, positions: int32 [S].
         first: the token id of the first column.

@@ -33,9 +33,9 @@ class CudaGraphs:
         Args:
             sizes: ascending.
             pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it
-                are never replayed side by side.
+                are never replayed at the same time.
             run_each: launch each size once before; else the largest alone. What is launched for the
-                first time may ask for what cannot be captured: a kernel's compilation, cublasLt's
+                first time may need what cannot be captured: a kernel's compilation, cublasLt's
                 choice.
         """
         for size in reversed(sizes):

@@ -288,8 +288,8 @@ class GpuModelRunner:
         """Captures decode steps, and the layers of steps with prompts.
 
         For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's,
-        for thousands it is slower. Where a process prefers it from the start (it cannot be asked
-        for later without a warning), that ends here.
+        for thousands it is slower. Where a process prefers it from the start (it cannot be set
+        later without a warning), that ends here.
         """
         if self._use_graphs:
             before = torch.cuda.mem_get_info(self.slots.device)[0]
@@ -315,8 +315,8 @@ class GpuModelRunner:
         self.model.plan(Step(self._views(self._max_tokens, self._plan.rows), 0))
 
     def _begin_mixed(self, tokens: int) -> None:
-        """Launches all layers but the last for `tokens` tokens, as the plans on the GPU say: what a
-        graph holds."""
+        """Launches all layers but the last for `tokens` tokens, as the plans on the GPU
+        describe them: the body of a graph."""
         step = Step(self._views(tokens, self._plan.rows), None)
         _ = self.model.begin(step, self._stream[:tokens]).hidden  # reduced over the ranks
 
@@ -340,7 +340,7 @@ class GpuModelRunner:
                 self._mix(there, tokens, rows // 2, (section, section), longest=1)
 
     def _decode(self, rows: int) -> None:
-        """Launches a decode step of `rows` rows from the plan buffer: what a graph holds."""
+        """Launches a decode step of `rows` rows from the plan buffer: the body of a graph."""
         buffer, slots = self._plan, self.slots
         grow_tables(*buffer.growth_sections(), slots.block_tables)
         there = [buffer.row_section(number, rows) for number in range(3)]

@@ -29,7 +29,7 @@ from aioinfer.ipc.kv_spec import KVGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheDemand:
-    """What the scheduler may ask of the KV cache.
+    """What the scheduler may need from the KV cache.
 
     Attributes:
         groups: the groups of layers.
@@ -113,7 +113,7 @@ def divide_memory(demand: CacheDemand, available: int, min_len: int, max_len: in
     """Returns the number of blocks of each group. See the module's docstring for the rule.
 
     Args:
-        demand: what the scheduler may ask for.
+        demand: what the scheduler may need.
         available: bytes. One request of `min_len` tokens fits.
         min_len: the length of a request that must fit.
         max_len: the length that no request exceeds, at least `min_len`.

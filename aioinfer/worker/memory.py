@@ -53,7 +53,7 @@ def available_bytes(
 def count_blocks(
     config: Config, device: torch.device, demand: CacheDemand, model_max_len: int, available: int
 ) -> tuple[int, ...]:
-    """Returns how many KV blocks of each group this rank can have: as `cache.num_blocks` says, or
+    """Returns how many KV blocks of each group this rank can have: `cache.num_blocks` of them, or
     what fits into `available` bytes.
 
     Args:
@@ -65,7 +65,7 @@ def count_blocks(
 
     Raises:
         ConfigError: there is not one block, or too few for `model.max_model_len`, or on a GPU
-            `cache.num_blocks` do not fit. The message says what to change, and to what.
+            `cache.num_blocks` do not fit. The message states what to change, and to what.
     """
     longest, configured = config.model.max_model_len, config.cache.num_blocks
     max_len = longest or model_max_len
@@ -136,15 +136,15 @@ def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def _memory_remedy(config: Config, device: torch.device, missing: int) -> str:
-    """Says which setting would give the cache `missing` bytes more."""
+    """Returns which setting would give the cache `missing` bytes more."""
     if device.type == "cpu":
         gib = _round_up(config.cache.cpu_memory_gib + missing / GIB)
         return f"cache.cpu_memory_gib to at least {gib}"
-    share = _round_up(
+    fraction = _round_up(
         config.cache.gpu_memory_utilization + missing / torch.cuda.mem_get_info(device)[1]
     )
-    if share < 1:
-        return f"cache.gpu_memory_utilization to at least {share}"
+    if fraction < 1:
+        return f"cache.gpu_memory_utilization to at least {fraction}"
     return "scheduler.max_num_batched_tokens lower, or parallel.tensor_parallel_size higher"
 
 

@@ -16,7 +16,7 @@ import heapq
 import numpy as np
 import torch
 
-#: The bit of an occurrence that says that the token is in the prompt; the bits below count the
+#: The bit of an occurrence that is set if the token is in the prompt; the bits below count the
 #: output. `kernels.penalties` has the same.
 IN_PROMPT = 1 << 30
 _MIN_ROWS = 4
@@ -27,7 +27,7 @@ class Occurrences:
     have penalties.
 
     Attributes:
-        rows: int32 [capacity, vocab_size] on the device; the bit `IN_PROMPT` says that the token is
+        rows: int32 [capacity, vocab_size] on the device; the bit `IN_PROMPT` is set if the token is
             in the prompt, the bits below it count it in the output.
         row_of_slot: int32 [max_num_seqs] on the device, the row of each slot, or -1. Written by
             `Slots` from `host_rows`.

@@ -13,8 +13,8 @@ class PlanBuffer:
     result buffer.
 
     Args:
-        rows: the most rows of a step.
-        growth: the most entries by which block tables grow.
+        rows: the maximum number of rows of a step.
+        growth: the maximum number of entries by which block tables grow.
         device: of the worker.
 
     Attributes:

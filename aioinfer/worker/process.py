@@ -1,9 +1,9 @@
 """A worker process: one rank between two rings.
 
-`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its shard of the model, is told by
-the parent how large the KV cache may be, and then sleeps in the kernel until plans come. It ends
-when the parent asks, and at once when the parent dies. Torch is imported late, by `_start`, so that
-a parent that dies meanwhile is noticed.
+`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its shard of the model, receives
+the size of the KV cache from the parent, and then sleeps in the kernel until plans come. It ends
+when the parent closes the connection, and at once when the parent dies. Torch is imported late, by
+`_start`, so that a parent that dies meanwhile is noticed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FailureReport:
 def main(spec: WorkerSpec) -> None:
     """The body of the process.
 
-    Errors travel to the parent; the exit status says that there was one.
+    Errors travel to the parent; the exit status is not 0 then.
     """
     # terminals and service managers send these to the whole process group; the parent lets running
     # requests finish, and then ends its workers

@@ -2,7 +2,7 @@
 log-probabilities.
 
 The model runner calls `sample` once a step. A row's logits pass these stations, in vLLM's order,
-each only where the request asks for it: logit bias; minus infinity for tokens banned before
+each only where the request has it: logit bias; minus infinity for tokens banned before
 min_tokens; penalties (`adjustments`); temperature; min-p; top-k; top-p (`filters`); Gumbel noise
 and the argmax (`gumbel`). Log-probabilities are those of the model, before any of that. What can
 be is computed in numpy: its argmax takes a tenth of the time of torch's.
@@ -44,9 +44,10 @@ class Sampled:
 
     Attributes:
         tokens: int32 [S], -1 where the logits held NaN or infinity, or every token was banned.
-        logprobs: float32 [S] of the sampled tokens, NaN where not asked for; [0] if no row asked.
-        top_tokens: int32 [S, K], the likeliest tokens, likeliest first, -1 where not asked for; K
-            is the largest number that a row asked for.
+        logprobs: float32 [S] of the sampled tokens, NaN where not requested; [0] if no row requests
+            them.
+        top_tokens: int32 [S, K], the likeliest tokens, likeliest first, -1 where not requested; K
+            is the largest number that a row requests.
         top_logprobs: float32 [S, K], theirs.
     """
 
@@ -284,18 +285,18 @@ def _with_logprobs(
     `asking`."""
     device = logits.device
     rows = torch.from_numpy(asking).to(device)
-    asked = logits[rows]
+    of_rows = logits[rows]
     ids = tokens[rows].long().clamp(min=0)
     if sharded is None:
-        total = asked.logsumexp(dim=-1, keepdim=True)
-        best = asked.topk(min(num_top, logits.shape[1]), dim=-1)
+        total = of_rows.logsumexp(dim=-1, keepdim=True)
+        best = of_rows.topk(min(num_top, logits.shape[1]), dim=-1)
         own, top_tokens, top_logprobs = (
-            (asked.gather(1, ids[:, None]) - total)[:, 0],
+            (of_rows.gather(1, ids[:, None]) - total)[:, 0],
             best.indices.int(),
             best.values - total,
         )
     else:
-        own, top_tokens, top_logprobs = _sharded_logprobs(asked, ids, num_top, sharded)
+        own, top_tokens, top_logprobs = _sharded_logprobs(of_rows, ids, num_top, sharded)
     sampled = Sampled(
         tokens,
         torch.full((len(tokens),), math.nan, device=device),

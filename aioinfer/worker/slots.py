@@ -28,7 +28,7 @@ from aioinfer.ipc.request_record import RECORD, RECORD_WORDS, WORD, Admissions, 
 from aioinfer.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
 from aioinfer.worker.occurrences import Occurrences
 
-# What a request asks of the sampler beyond the likeliest token; bits of `Slots.sampling_flags`.
+# What a request needs from the sampler beyond the likeliest token; bits of `Slots.sampling_flags`.
 RANDOM = 1  # a temperature above 0
 FILTERED = 2  # top-k, top-p or min-p, at a temperature above 0
 BIASED = 4  # a logit bias

@@ -48,7 +48,7 @@ class LoadReport:
 
     Attributes:
         device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
-        dtype: of the weights and the arithmetic, with the reason if it was chosen.
+        dtype: of the weights and the arithmetic, with the reason if it was selected.
         weights_bytes: of this rank.
         block_size: tokens a KV block.
         groups: the layers by what they keep in the KV cache.
@@ -91,7 +91,7 @@ class Worker:
             engine: the number of the engine that they belong to.
 
         Raises:
-            ConfigError: `parallel.device` asks for GPUs that are not there.
+            ConfigError: `parallel.device` needs GPUs that are not there.
         """
         self._config = config
         self._folder = folder
@@ -180,7 +180,7 @@ class Worker:
 
         Args:
             num_blocks: KV blocks of each group, the same on every rank.
-            max_model_len: the most tokens of a request, prompt and output together.
+            max_model_len: the maximum number of tokens of a request, prompt and output together.
         """
         self._runner = self._make_runner(
             num_blocks, self._config.scheduler.max_num_seqs, max_model_len
@@ -207,8 +207,8 @@ class Worker:
         self.compilations = CompilationWatch()
 
     def _run_warm_up_steps(self) -> None:
-        """Executes a prefill and a decode step in which requests ask for everything, and forgets
-        them."""
+        """Executes a prefill and a decode step in which requests use all of the sampler, and
+        forgets them."""
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), *(len(kv[0, 0]) for kv in runner.kv.tensors))
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
@@ -281,7 +281,7 @@ class Worker:
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and samples as many, as a step may, with a cache that is just
-        large enough. Every request asks for all that sampling can take: float32 logits, counts of
+        large enough. Every request uses all of the sampler: float32 logits, counts of
         tokens, log-probabilities."""
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
@@ -305,7 +305,7 @@ class Worker:
         runner.step(plan).wait()
 
 
-#: A request that asks for all that sampling can do.
+#: A request that uses all of the sampler.
 _EVERYTHING = SamplingParams(
     top_k=5,
     top_p=0.9,
@@ -381,7 +381,7 @@ def select_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tupl
     """Returns the dtype of weights and arithmetic, and how to call it in the start-up table.
 
     Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as
-    long: on a CPU it is float32, unless the configuration says otherwise.
+    long: on a CPU it is float32, unless the configuration names another.
 
     Args:
         wanted: the configured dtype, or "auto".

@@ -52,11 +52,11 @@ class Record:
         gaps: the times between chunks that hold output.
         chunks: how many of those came.
         max_tokens: the maximum of output tokens that was requested.
-        prompt_tokens, output_tokens: what the server's `usage` says; None without it.
-        cached_tokens: the prompt tokens that the server says it found in its cache; None if it does
-            not say.
+        prompt_tokens, output_tokens: from the server's `usage`; None without it.
+        cached_tokens: the prompt tokens that the server reports as found in its cache; None if it
+            does not.
         turn: the number of the request in its conversation, from 1; 0 outside of one.
-        text: the reply's text, if it was asked for.
+        text: the reply's text, if it was requested.
         error: the kind of failure; None for a request that succeeded.
         example: the failure's text.
     """
@@ -107,7 +107,7 @@ class Client:
         self._headers = {"Content-Type": "application/json", **(headers or {})}
 
     async def __aenter__(self) -> Client:
-        # no limit of connections: the load's shape says how many there are; no session timeout:
+        # no limit of connections: the load's shape limits how many there are; no session timeout:
         # `send` has its own
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),

@@ -19,7 +19,7 @@ from benchlib.workload import Call, Calls, RequestShape, Workload
 END_TIMEOUT_S = 10.0
 #: All processes begin so long after the last of them is ready, by which time each has heard of it.
 START_DELAY_S = 0.05
-#: How often a process tells of its progress.
+#: How often a process reports its progress.
 PROGRESS_S = 0.25
 
 
@@ -212,17 +212,17 @@ async def _send_share(share: Share, connection: Connection) -> Run:
 
 
 class _Progress:
-    """Tells the parent of the requests that have ended, not more often than it can be seen."""
+    """Reports to the parent the requests that have ended, not more often than it can be seen."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
         self._done = self._failed = 0
-        self._told = perf_counter()
+        self._reported_at = perf_counter()
 
     def add(self, record: Record) -> None:
         """Counts one that ended."""
         self._done += 1
         self._failed += record.error is not None
-        if (now := perf_counter()) - self._told >= PROGRESS_S:
-            self._told = now
+        if (now := perf_counter()) - self._reported_at >= PROGRESS_S:
+            self._reported_at = now
             self._connection.send((self._done, self._failed))

@@ -27,7 +27,7 @@ _USERS = ("human", "user")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, how many tokens are asked for, and the seconds that the user thinks before
+    """What a user says, how many tokens are requested, and the seconds that the user thinks before
     it."""
 
     text: str
@@ -59,7 +59,7 @@ class Conversations:
     Attributes:
         turns: how many a conversation has; one of a file ends sooner if it has fewer.
         input_len: words of a random turn.
-        output_len: tokens asked for in each turn.
+        output_len: tokens requested in each turn.
         think_s: the mean of the exponentially distributed pauses before all turns but the first.
     """
 

@@ -31,7 +31,7 @@ HTTP_CASES = ["h256", "h512", "s256", "s512", "mix", "h1"]
 #: Prompts are drawn from these token ids: no special ones below, and no more than the vocabularies
 #: of common models above.
 TOKEN_IDS = IntRange(100, 39_999)
-#: So many output tokens a warm-up asks for, at the case's own prompt lengths.
+#: So many output tokens a warm-up requests, at the case's own prompt lengths.
 WARMUP_OUTPUT_LEN = 16
 
 _OFFLINE_LENGTHS = {"d": (128, 256), "p": (4096, 1), "l": (4096, 128)}
@@ -41,7 +41,7 @@ _MIXED = IntRange(100, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model folder, and what its config.json says.
+    """A model folder, and what its config.json contains.
 
     Attributes:
         max_len: the maximum tokens of a sequence that it was made for.
@@ -81,7 +81,7 @@ class Case:
         http: whether it goes over HTTP.
         streams: the maximum of requests in flight.
         num_requests: requests of a round.
-        input_len, output_len: tokens of a prompt, and tokens asked for.
+        input_len, output_len: tokens of a prompt, and tokens requested.
     """
 
     name: str

@@ -28,7 +28,7 @@ DEFAULT_CONVERSATIONS = 20
 #: An open loop's bound on requests under way, so that a server that hangs cannot exhaust the
 #: client.
 OPEN_LOOP_CONCURRENCY = 1024
-#: Options that say nothing about the load: they are not written beside its figures. Headers may
+#: Options that do not describe the load: they are not written beside its figures. Headers may
 #: hold a key.
 _NOT_SETTINGS = ("header", "output", "plot", "compare", "force")
 
@@ -146,7 +146,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="ask for all of --output-len (not every server can)",
+        help="request all of --output-len (not every server can)",
     )
     prompts.add_argument(
         "--no-stream", dest="stream", action="store_false", help="whole replies: no TTFT, ITL, TPOT"

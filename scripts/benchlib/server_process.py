@@ -16,7 +16,7 @@ from types import TracebackType
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: The longest that a server may take to say that it is ready, and to end.
+#: The longest that a server may take to be ready, and to end.
 READY_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 

@@ -60,7 +60,7 @@ VLLM_H200: dict[tuple[int, int, int], dict[str, Figures]] = {
         "p16": Figures(vllm=41_141, mark=43_000, unit="in"),
         "l32": Figures(vllm=915),
         "nano": Figures(vllm=9_725),
-        # asked for 8000 / 256, vLLM ended these at its max_model_len, after 192 tokens
+        # requested were 8000 / 256, vLLM ended these at its max_model_len, after 192 tokens
         "k8x8000x192": Figures(vllm=497),
         "k64x2000": Figures(vllm=2_956),
         "h1": Figures(vllm=193.6, mark=240, ttft=(12.5, None), itl=(5.15, 6.2)),

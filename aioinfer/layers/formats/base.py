@@ -1,4 +1,4 @@
-"""What a linear layer asks of a weight format, and what a format tells the loader.
+"""What a linear layer needs from a weight format, and where a format has weights loaded.
 
 A linear layer knows which part of which checkpoint modules this rank has (`Source`); its weight
 format knows which tensors such a module has in the checkpoint, where their parts go
@@ -18,7 +18,7 @@ from aioinfer.layers.shards import NamedShards
 class WeightFormat(Protocol):
     """The weight of one linear layer on one rank: `out` output features of `in` input features.
 
-    The fused products are optional: a format that lacks one says so through `fuses_norm`, or
+    The fused products are optional: a format that lacks one returns false from `fuses_norm`, or
     computes it in several launches.
     """
 
@@ -58,7 +58,7 @@ class WeightFormat(Protocol):
         ...
 
     def warm_up_gated(self) -> None:
-        """Launches `multiply_gated` in every configuration that the number of rows chooses."""
+        """Launches `multiply_gated` in every configuration that the number of rows selects."""
         ...
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
