@@ -2,48 +2,28 @@
 
 Every key is declared once, with its documentation and its bounds. `load_config` reads and checks
 a file: an unknown key, a wrong type or a value out of bounds raises `ConfigError`, which names the
-key (for an unknown one, the nearest that exists). `describe_keys` lists all keys for `--keys` and
-for `docs/configuration.md`. Nothing is read from environment variables.
+key (for an unknown one, the nearest that exists); see `config_keys`. `describe_keys` lists all keys
+for `--keys` and for `docs/configuration.md`. Nothing is read from environment variables.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from aioinfer.config_keys import (
+    check_value,
+    default_text,
+    hints_of,
+    key,
+    nearest,
+    type_name,
+)
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.sampling_params import SamplingParams
-
-
-def key(
-    doc: str,
-    default: Any = MISSING,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    secret: bool = False,
-) -> Any:
-    """Declares a key of a section.
-
-    Args:
-        doc: its documentation, for users.
-        default: its value where the file has none; without a default the key must be given.
-        minimum, above, maximum: bounds of a number; `above` excludes the bound itself.
-        secret: the value appears neither in `repr` nor in error messages.
-    """
-    bounds = {"minimum": minimum, "above": above, "maximum": maximum}
-    metadata = {"doc": doc, "secret": secret, **bounds}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
-    return field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +319,7 @@ def load_config(
         if not name:
             raise ConfigError(
                 f"{dotted!r} is not a key: write "
-                f"section.key{_nearest(dotted, [k for k, *_ in describe_keys()])}"
+                f"section.key{nearest(dotted, [k for k, *_ in describe_keys()])}"
             )
         if not isinstance(tree.setdefault(section, {}), dict):
             raise ConfigError(f"[{section}] must be a section")
@@ -352,20 +332,14 @@ def load_config(
 def describe_keys() -> Iterator[tuple[str, str, str, str]]:
     """Yields (dotted key, type, default, documentation) of every key, in order."""
     for section in fields(Config):
-        section_type = _hints(Config)[section.name]
+        section_type = hints_of(Config)[section.name]
         for item in fields(section_type):
             yield (
                 f"{section.name}.{item.name}",
-                _type_name(_hints(section_type)[item.name]),
-                _default_text(item),
+                type_name(hints_of(section_type)[item.name]),
+                default_text(item),
                 item.metadata["doc"],
             )
-
-
-def _default_text(item: Field[Any]) -> str:
-    if item.default is not MISSING:
-        return "" if item.default is None else repr(item.default)
-    return repr(item.default_factory()) if item.default_factory is not MISSING else "required"
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -381,78 +355,25 @@ def _parse_override(text: str) -> tuple[str, Any]:
 def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
     """Makes dataclass `cls` from the TOML table `tree`; `path` is the table's dotted name, empty
     for the whole file."""
-    hints, keys = _hints(cls), {item.name: item for item in fields(cls)}
+    hints, keys = hints_of(cls), {item.name: item for item in fields(cls)}
     values: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
         if name not in hints:
             known = [k for k, *_ in describe_keys()] if path else list(hints)
             raise ConfigError(
-                f"unknown {'key' if path else 'section'} {dotted!r}{_nearest(dotted, known)}"
+                f"unknown {'key' if path else 'section'} {dotted!r}{nearest(dotted, known)}"
             )
         if is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise ConfigError(f"{dotted!r} is a section, not a value")
             values[name] = _build(cast(type, hints[name]), value, dotted)
         else:
-            values[name] = _checked(hints[name], value, dotted, keys[name].metadata)
+            values[name] = check_value(hints[name], value, dotted, keys[name].metadata)
     for name, item in keys.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"{f'{path}.{name}' if path else f'{name}.path'!r} must be given")
     return cls(**values)
-
-
-def _checked(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any]) -> Any:
-    """Returns a key's value if type and bounds are right; raises `ConfigError`, which does not show
-    a secret."""
-    try:
-        value = _typed(hint, value, dotted)
-    except ConfigError:
-        if not metadata["secret"]:
-            raise
-        raise ConfigError(f"{dotted} must be {_type_name(hint)}") from None
-    _check_bounds(dotted, value, metadata)
-    return value
-
-
-def _typed(hint: Any, value: Any, dotted: str) -> Any:
-    """Returns `value` if it is of type `hint` (an int serves as a float), else raises
-    `ConfigError`."""
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        return _typed(next(o for o in options if o is not type(None)), value, dotted)
-    if origin is Literal:
-        if value in typing.get_args(hint):
-            return value
-        hint_text = _nearest(str(value), [str(o) for o in typing.get_args(hint)])
-        raise ConfigError(f"{dotted} must be {_type_name(hint)}, not {value!r}{hint_text}")
-    if origin is list:
-        (item,) = typing.get_args(hint)
-        if isinstance(value, list):
-            return [_typed(item, v, dotted) for v in value]
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value):
-            return float(value)
-        raise ConfigError(f"{dotted} must be a finite number, not {value}")
-    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    raise ConfigError(f"{dotted} must be {_type_name(hint)}, not {value!r}")
-
-
-def _check_bounds(dotted: str, value: Any, bounds: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if a number lies outside of the bounds that its `key` declares."""
-    minimum, above, maximum = bounds["minimum"], bounds["above"], bounds["maximum"]
-    if isinstance(value, int | float) and (
-        (minimum is not None and value < minimum)
-        or (above is not None and value <= above)
-        or (maximum is not None and value > maximum)
-    ):
-        low = f"above {above}" if minimum is None else f"at least {minimum}"
-        high = "" if maximum is None else f" and at most {maximum}"
-        raise ConfigError(f"{dotted} must be {low}{high}, not {value}")
 
 
 def _check_combinations(config: Config) -> None:
@@ -476,30 +397,3 @@ def _check_combinations(config: Config) -> None:
         SamplingParams(**config.sampling.given())
     except RequestError as error:
         raise ConfigError(f"sampling.{error.param}: {error}") from error
-
-
-def _nearest(wrong: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean ...?)" with the known name nearest to `wrong`, or nothing."""
-    known = list(known)
-    found = difflib.get_close_matches(wrong, known, n=1, cutoff=0.0)
-    by_last = difflib.get_close_matches(
-        wrong.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1, cutoff=0.75
-    )
-    if by_last:  # the key is right and the section wrong, or nearly so
-        found = [k for k in known if k.rpartition(".")[2] == by_last[0]]
-    return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _type_name(hint: Any) -> str:
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return " | ".join(repr(o) for o in typing.get_args(hint))
-    if origin in (types.UnionType, typing.Union):
-        return next(_type_name(o) for o in typing.get_args(hint) if o is not type(None))
-    if origin is list:
-        return f"list of {_type_name(typing.get_args(hint)[0])}"
-    return {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]

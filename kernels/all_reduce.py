@@ -324,8 +324,8 @@ def _two_shot_kernel(
 
     The first flag states that a rank's partial products are written, and that it has read the sums
     of the all-reduce before (whose kernel has ended). The second flag states that this rank's sums
-    are written, and that it has read the partial products. So a partial product may be overwritten once
-    this kernel has ended, and a sum after the first flag of the next all-reduce.
+    are written, and that it has read the partial products. So a partial product may be overwritten
+    once this kernel has ended, and a sum after the first flag of the next all-reduce.
     """
     columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)
     epoch = tl.load(epochs + tl.program_id(0)) + 1

@@ -25,6 +25,7 @@ ORDER = (
     ("kernels",),
     ("ipc",),
     ("config",),
+    ("config_keys",),
     ("sampling_params",),
     ("errors",),
 )

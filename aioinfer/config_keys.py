@@ -1,0 +1,130 @@
+"""Keys of the configuration: how one is declared, and how a value that is given for it is checked.
+
+A key is a field of a frozen dataclass, declared by `key` with its documentation and its bounds; its
+type annotation is the type of its values. `config` declares all keys and reads the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, field
+from typing import Any, Literal
+
+from aioinfer.errors import ConfigError
+
+
+def key(
+    doc: str,
+    default: Any = MISSING,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """Declares a key of a section.
+
+    Args:
+        doc: its documentation, for users.
+        default: its value where the file has none; without a default the key must be given.
+        minimum, above, maximum: bounds of a number; `above` excludes the bound itself.
+        secret: the value appears neither in `repr` nor in error messages.
+    """
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum}
+    metadata = {"doc": doc, "secret": secret, **bounds}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
+    return field(default=default, metadata=metadata, repr=not secret)
+
+
+def hints_of(cls: type) -> dict[str, Any]:
+    """Returns the types of a section's keys by name."""
+    return typing.get_type_hints(cls)
+
+
+def type_name(hint: Any) -> str:
+    """Returns what messages and the documentation call a type, such as "list of string"."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return " | ".join(repr(o) for o in typing.get_args(hint))
+    if origin in (types.UnionType, typing.Union):
+        return next(type_name(o) for o in typing.get_args(hint) if o is not type(None))
+    if origin is list:
+        return f"list of {type_name(typing.get_args(hint)[0])}"
+    return {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]
+
+
+def default_text(item: Field[Any]) -> str:
+    """Returns a key's default as the documentation shows it, "required" if it has none."""
+    if item.default is not MISSING:
+        return "" if item.default is None else repr(item.default)
+    return repr(item.default_factory()) if item.default_factory is not MISSING else "required"
+
+
+def check_value(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any]) -> Any:
+    """Returns a key's value if type and bounds are right; raises `ConfigError`, which does not show
+    a secret."""
+    try:
+        value = _typed(hint, value, dotted)
+    except ConfigError:
+        if not metadata["secret"]:
+            raise
+        raise ConfigError(f"{dotted} must be {type_name(hint)}") from None
+    _check_bounds(dotted, value, metadata)
+    return value
+
+
+def _typed(hint: Any, value: Any, dotted: str) -> Any:
+    """Returns `value` if it is of type `hint` (an int serves as a float), else raises
+    `ConfigError`."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        return _typed(next(o for o in options if o is not type(None)), value, dotted)
+    if origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+        hint_text = nearest(str(value), [str(o) for o in typing.get_args(hint)])
+        raise ConfigError(f"{dotted} must be {type_name(hint)}, not {value!r}{hint_text}")
+    if origin is list:
+        (item,) = typing.get_args(hint)
+        if isinstance(value, list):
+            return [_typed(item, v, dotted) for v in value]
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return float(value)
+        raise ConfigError(f"{dotted} must be a finite number, not {value}")
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{dotted} must be {type_name(hint)}, not {value!r}")
+
+
+def _check_bounds(dotted: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if a number lies outside of the bounds that its `key` declares."""
+    minimum, above, maximum = bounds["minimum"], bounds["above"], bounds["maximum"]
+    if isinstance(value, int | float) and (
+        (minimum is not None and value < minimum)
+        or (above is not None and value <= above)
+        or (maximum is not None and value > maximum)
+    ):
+        low = f"above {above}" if minimum is None else f"at least {minimum}"
+        high = "" if maximum is None else f" and at most {maximum}"
+        raise ConfigError(f"{dotted} must be {low}{high}, not {value}")
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean ...?)" with the known name nearest to `wrong`, or nothing."""
+    known = list(known)
+    found = difflib.get_close_matches(wrong, known, n=1, cutoff=0.0)
+    by_last = difflib.get_close_matches(
+        wrong.rpartition(".")[2], [k.rpartition(".")[2] for k in known], n=1, cutoff=0.75
+    )
+    if by_last:  # the key is right and the section wrong, or nearly so
+        found = [k for k in known if k.rpartition(".")[2] == by_last[0]]
+    return f" (did you mean {found[0]!r}?)" if found else ""
