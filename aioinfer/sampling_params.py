@@ -139,7 +139,7 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 or -1 keeps all (and is kept as 0).
         top_p: keep the smallest set of tokens whose probabilities reach this, in (0, 1].
         min_p: drop tokens less probable than this fraction of the most probable one's.
-        seed: the same seed gives the same text, whatever else is in the batch. None draws one.
+        seed: the same seed gives the same text, whatever else is in the batch. None: a random one.
         repetition_penalty: above 1 makes tokens of prompt and output less likely (CTRL, Keskar et
             al. 2019).
         presence_penalty: subtracted once from the logit of each token already generated.

@@ -58,7 +58,7 @@ def assert_fits(observed: np.ndarray, expected: np.ndarray) -> None:
     """Pearson's chi-square test at one in a million; its quantile by Wilson and Hilferty."""
     assert (observed[expected == 0] == 0).all()
     observed, expected = observed[expected > 0], expected[expected > 0]
-    assert expected.min() >= 5, "too few draws for the test"
+    assert expected.min() >= 5, "too few samples for the test"
     degrees = len(expected) - 1
     if degrees == 0:
         return

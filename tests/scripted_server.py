@@ -1,4 +1,4 @@
-"""A server on a real socket that replies as a test says, and the load generator as a process of its
+"""A server on a real socket with scripted replies, and the load generator as a process of its
 own."""
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_tokens_over_time() -> None:
     ] == [True] * 3
 
 
-def test_without_matplotlib_the_command_says_how_to_get_it(
+def test_without_matplotlib_the_error_names_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(options_module, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""KV blocks and the longest request: what fits, what was asked for, and what is said when the two
+"""KV blocks and the longest request: what fits, what is configured, and the error when the two
 differ."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_a_model_that_fits_keeps_its_length() -> None:
     assert settle_capacity(config(), [report(63)]) == Capacity((63,), 63 * 7, 1000)
 
 
-def test_a_cache_that_is_too_small_limits_the_length_and_says_so() -> None:
+def test_a_cache_that_is_too_small_limits_the_length_and_the_report_has_the_reason() -> None:
     capacity = settle_capacity(config(), [report(62)])
     assert (capacity.num_blocks, capacity.max_model_len) == ((62,), 992)
     assert "holds 992 tokens of one request, the model could do 1000" in capacity.reason

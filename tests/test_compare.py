@@ -1,4 +1,4 @@
-"""The comparison's own arithmetic, and what it says when the server does not start.
+"""The comparison's own arithmetic, and what it reports when the server does not start.
 
 Its measurements are not tests.
 """
@@ -56,7 +56,7 @@ def test_rounds_share_no_prompt() -> None:
     assert len(set(bodies)) == 60
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"status 2 .*\n.*missing\.toml"),
         ServerProcess(tmp_path / "missing.toml"),

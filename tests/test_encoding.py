@@ -91,7 +91,9 @@ async def test_short_prompts_do_not_wait_for_long_ones(
     await asyncio.gather(*long, return_exceptions=True)
 
 
-async def test_long_prompts_take_turns(tokenizer: Tokenizer, threads: EncodingThreads) -> None:
+async def test_a_long_prompt_does_not_wait_for_a_longer_one_before_it(
+    tokenizer: Tokenizer, threads: EncodingThreads
+) -> None:
     """The shorter of two long ones is done long before the other, which came first."""
     encoder = make_encoder(tokenizer, threads, max_prompt_len=10**7)
     longer = asyncio.ensure_future(encoder.encode(PROSE * 60_000))

@@ -1,4 +1,4 @@
-"""The step loop over a worker that computes nothing: its order, and what it tells client and
+"""The step loop over a worker that computes nothing: its order, and what it reports to client and
 metrics about the end of a sequence."""
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_the_window_is_part_of_what_layers_keep(tmp_path: Path) -> None:
     assert [spec.window for spec in load(save("starcoder2", tmp_path)).kv_specs] == [7, 7]
 
 
-def test_models_that_cannot_run_say_so_by_name(tmp_path: Path) -> None:
+def test_models_that_cannot_run_are_rejected_by_name(tmp_path: Path) -> None:
     T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     ).save_pretrained(tmp_path / "t5")
@@ -156,7 +156,7 @@ class ThreadRank(ParallelGroup):
 
 
 @pytest.mark.parametrize("name", ["starcoder2", "gpt_neox"])
-def test_ranks_share_a_model_by_its_plan(
+def test_ranks_split_a_model_by_its_plan(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(name, tmp_path)

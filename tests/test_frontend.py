@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 class ScriptedExecutor:
-    """Starts when it is told to, as it is told to; answers no plan."""
+    """Starts when the test lets it, with the outcome that the test sets; answers no plan."""
 
     def __init__(self, report: WorkerReport):
         self.report = report
@@ -75,7 +75,7 @@ class Fleet:
     async def begin(self) -> asyncio.Task[None]:
         """Returns the start, once all executors are at it."""
         starting = asyncio.create_task(
-            self.frontend.start(self.folder, lambda *told: self.progress.append(told))
+            self.frontend.start(self.folder, lambda *arguments: self.progress.append(arguments))
         )
         for executor in self.executors:
             await executor.starting.wait()
@@ -116,7 +116,7 @@ async def test_one_that_fails_to_start_ends_the_others(folder: Path, config: Con
     assert [executor.num_shutdowns for executor in fleet.executors] == [1, 1]
 
 
-async def test_what_the_configuration_cannot_have_is_told_as_it_is(
+async def test_configuration_errors_of_the_executor_are_raised_unchanged(
     folder: Path, config: Config
 ) -> None:
     fleet = Fleet(folder, config, 900, 900)
@@ -135,7 +135,7 @@ async def test_one_that_dies_while_another_starts_ends_the_start(
     fleet = Fleet(folder, config, 900, 900)
     starting = await fleet.begin()
     fleet.executors[0].may_start.set()
-    while not hasattr(fleet.frontend.engines[0], "report"):  # noqa: ASYNC110  # the engine tells only the frontend
+    while not hasattr(fleet.frontend.engines[0], "report"):  # noqa: ASYNC110  # no event
         await asyncio.sleep(0)
     fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
     with pytest.raises(EngineDeadError, match=r"^engine 0: worker 0 was killed$"):

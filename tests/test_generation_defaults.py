@@ -31,7 +31,7 @@ def write(folder: Path, **files: object) -> Path:
     return folder
 
 
-def test_a_model_that_says_everything(tmp_path: Path):
+def test_a_model_with_all_fields(tmp_path: Path):
     defaults = GenerationDefaults.load(
         write(tmp_path, generation_config=QWEN3, config={"eos_token_id": 1})
     )
@@ -87,7 +87,7 @@ def test_end_tokens_from_where_they_are_named(tmp_path: Path, tokenizer_cache: P
         {"eos_token_id": ["</s>"]},
     ],
 )
-def test_values_that_no_request_could_ask_for(tmp_path: Path, wrong: dict[str, object]):
+def test_values_that_no_request_could_have(tmp_path: Path, wrong: dict[str, object]):
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         GenerationDefaults.load(write(tmp_path, generation_config=wrong))
 

@@ -200,7 +200,7 @@ def test_added_tokens_keep_their_ids_and_their_kind(tmp_path: Path, ranks: dict[
     ],
     ids=["default", "bos", "bos and eos", "bos outside of the vocabulary"],
 )
-def test_tokens_around_the_text_are_as_the_file_says(
+def test_tokens_around_the_text_follow_the_file(
     tmp_path: Path, ranks: dict[bytes, int], fields: dict[str, Any], around: tuple[bool, bool]
 ):
     tokenizer = convert(

@@ -1,4 +1,4 @@
-"""The executor in a thread: plans in order, results on the event loop, failures told once."""
+"""The executor in a thread: plans in order, results on the event loop, failures reported once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_plans_give_results_in_order(folder: Path) -> None:
     await executor.shutdown()
 
 
-async def test_a_failing_step_is_told_once(folder: Path) -> None:
+async def test_a_failing_step_is_reported_once(folder: Path) -> None:
     run = Run(InlineExecutor(tiny_config(folder, executor="inline"), folder))
     await run.start()
     run.executor.post(broken_plan(0))
@@ -61,7 +61,7 @@ async def test_errors_of_the_start_arrive(folder: Path) -> None:
     await executor.shutdown()
 
 
-async def test_a_shutdown_in_the_middle_says_nothing_more(folder: Path) -> None:
+async def test_a_shutdown_in_the_middle_reports_nothing_more(folder: Path) -> None:
     run = Run(InlineExecutor(tiny_config(folder, executor="inline"), folder))
     await run.start()
     for step in range(20):

@@ -132,7 +132,7 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(data: st.DataObject) -> 
     assert cache.find_prefix(make_request("second", 4 * length + 1)).num_blocks == longest
 
 
-def test_a_state_turns_prefix_caching_and_forks_off() -> None:
+def test_with_a_state_there_are_no_prefix_caching_and_no_forks() -> None:
     cache = make_cache(FULL, STATE)
     assert not cache.prefix_caching
     assert cache.has_states

@@ -28,7 +28,7 @@ def test_a_block_takes_the_bytes_of_all_layers() -> None:
     assert sizes == [2 * 16 * (2 * 4 * 64) * 2, 2 * 16 * 576 * 2, 2 * 1000]
 
 
-def test_specifications_are_told_in_words() -> None:
+def test_specifications_are_described_in_words() -> None:
     assert str(FULL) == "keys and values of 4 heads of size 64"
     assert str(AttentionSpec(1, 8, 9)) == (
         "keys and values of 1 head of size 8, a window of 9 tokens"

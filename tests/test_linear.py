@@ -1,4 +1,4 @@
-"""Linear layers before and after they are prepared for the CPU, and what a weight shard says of a
+"""Linear layers before and after they are prepared for the CPU, and what a weight shard knows of a
 checkpoint."""
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_merged_modules_are_loaded_one_after_the_other():
     ],
     ids=["whole", "rows", "columns", "none", "bias"],
 )
-def test_a_weight_shard_says_what_shape_the_checkpoint_must_have(
+def test_a_weight_shard_knows_the_shape_of_the_checkpoint_tensor(
     shard: WeightShard, shape: list[int]
 ):
     assert shard.checkpoint_shape == shape

@@ -32,7 +32,7 @@ def test_an_unknown_key_names_the_right_one():
     )
 
 
-def test_a_missing_file_and_a_missing_model_are_told_without_a_traceback():
+def test_a_missing_file_and_a_missing_model_are_reported_without_a_traceback():
     for arguments, words in (
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["--set", "model.path=./nowhere"], "there is no such file or folder"),

@@ -96,7 +96,7 @@ def test_the_blocks_of_all_groups_fit_into_what_is_configured(groups: tuple[KVGr
         ),
     ],
 )
-def test_too_little_memory_says_what_to_change_and_to_what(config: Config, message: str) -> None:
+def test_the_error_names_what_to_change_and_to_what(config: Config, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         count(config)
     remedy = re.search(r"(cpu_memory_gib|num_blocks) to at least ([\d.]+)", str(caught.value))

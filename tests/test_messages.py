@@ -33,7 +33,7 @@ def test_text_parts_are_joined_by_newlines() -> None:
     assert message(content=parts).for_template()["content"] == "one\ntwo"
 
 
-def test_only_an_assistant_may_say_nothing() -> None:
+def test_only_an_assistant_may_have_no_content() -> None:
     assert message(role="assistant", content=None).for_template() == {
         "role": "assistant",
         "content": "",

@@ -58,7 +58,7 @@ async def test_an_error_comes_after_what_was_queued():
         await anext(output)
 
 
-async def test_abort_is_told_once_and_ends_the_reader():
+async def test_abort_is_called_once_and_ends_the_reader():
     output, aborted = make_output()
     reader = asyncio.ensure_future(anext(output, None))
     await asyncio.sleep(0)

@@ -49,7 +49,7 @@ async def serve(**settings: Any) -> AsyncIterator[tuple[Frontend, HttpServer, st
 async def watch_all(
     http: aiohttp.ClientSession, **options: Any
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    """Yields the states of all engines as the live stream tells them."""
+    """Yields the states of all engines as the live stream sends them."""
     async with http.get("/page/live", **options) as response:
         assert response.status == 200
         assert response.content_type == "text/event-stream"
@@ -199,7 +199,7 @@ async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {"temperature", "top_p", "top_k", "min_p"} < info["defaults"].keys()
 
 
-async def test_info_tells_the_default_sampling_of_the_configuration() -> None:
+async def test_info_has_the_default_sampling_of_the_configuration() -> None:
     settings = {"temperature": 0.5, "top_k": 7, "max_tokens": 99}
     configured = {f"sampling__{name}": value for name, value in settings.items()}
     async with serve(**configured) as (_, _, url), aiohttp.ClientSession(url) as http:

@@ -223,7 +223,7 @@ class TestChat:
         assert chat(logprobs=True, top_logprobs=3).sampling_fields() == {"logprobs": 3}
         assert chat(logprobs=False).sampling_fields() == {}
 
-    def test_plain_text_may_be_asked_for(self) -> None:
+    def test_plain_text_may_be_requested(self) -> None:
         chat(response_format={"type": "text"}, tool_choice="auto")
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What README.md says about the tree, compared with the tree."""
+"""What README.md states about the tree, compared with the tree."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ PLAIN = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": Tru
 
 def check(server: Server, path: str, body: dict[str, Any]) -> int:
     """Sends a body, and then a plain request, which must be served as ever. Returns the status of
-    the former, which must be a reply, a refusal that says why, or the end of its own time."""
+    the former, which must be a reply, an error with a reason, or the end of its own time."""
 
     async def both() -> tuple[int, Any, int, Any]:
         return *await server.post(path, body), *await server.post("/v1/completions", PLAIN)

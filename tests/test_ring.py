@@ -82,7 +82,7 @@ def test_each_reader_gets_each_message() -> None:
     ring.close()
 
 
-def test_the_event_tells_of_messages_that_are_not_yet_announced(ring: Ring) -> None:
+def test_the_event_is_set_while_messages_are_not_announced(ring: Ring) -> None:
     poll = select.poll()
     poll.register(ring.event_fd(0), select.POLLIN)
     assert poll.poll(0) == []

@@ -98,7 +98,7 @@ def test_the_largest_lists_pass() -> None:
     assert params.stop_token_ids == tuple(range(MAX_STOP_TOKEN_IDS))
 
 
-def test_the_bound_of_a_list_is_told() -> None:
+def test_the_error_names_the_bound_of_a_list() -> None:
     message = str(refused(logit_bias=dict.fromkeys(range(49_152), 1.0)))
     assert message == f"logit_bias may hold at most {MAX_LOGIT_BIAS} token ids, not 49152"
 

@@ -276,7 +276,7 @@ def test_step_ids_go_past_2_to_the_31_through_a_ring():
     assert [plan.step_id for plan in plans] == [2**31 - 2 + step for step in range(6)]
 
 
-def test_slots_with_penalties_are_told_to_be_vacated():
+def test_slots_with_penalties_are_named_as_vacated():
     """With the next plan, once for each request; slots without are not named."""
     harness = Harness()
     params = SamplingParams(temperature=0, frequency_penalty=1.0)

@@ -212,7 +212,7 @@ def test_longer_lists_leave_those_of_others_alone() -> None:
     assert adjusted(slots, 2, 1).equal(expected)
 
 
-def test_counts_are_kept_only_for_slots_that_ask_and_their_rows_are_used_again() -> None:
+def test_counts_are_kept_only_for_slots_with_penalties_and_their_rows_are_used_again() -> None:
     slots = make_slots(16)
     assert len(slots.occurrences.rows) == 0
     for step in range(6):

@@ -153,11 +153,12 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer_cache: Path):
     thread = threading.Thread(target=encode)
     thread.start()
     ready.wait()
-    turns = 0
+    iterations = 0
     while not done.wait(0.001):
-        turns += 1
+        iterations += 1
     thread.join()
-    assert turns > 20  # a call that kept the interpreter's lock would leave room for two or three
+    # a call that kept the interpreter's lock would leave room for two or three
+    assert iterations > 20
 
 
 def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer):

@@ -29,7 +29,7 @@ class Batch:
     ):
         noise = torch.Generator().manual_seed(seed)
 
-        def draw(tokens: int, heads: int) -> torch.Tensor:
+        def normal(tokens: int, heads: int) -> torch.Tensor:
             return torch.randn(tokens, heads, SIZE, generator=noise).to(dtype)
 
         self.rows = rows
@@ -42,8 +42,8 @@ class Batch:
         ids = torch.zeros(sum(counts), dtype=torch.int32)
         self.step = make_step(tables, before, counts, block_size, ids, num_groups=2)
         self.inputs = self.step.inputs.groups[0]
-        self.queries = draw(sum(counts), HEADS)
-        self.keys, self.values = ([draw(sum(row), KV_HEADS) for row in rows] for _ in range(2))
+        self.queries = normal(sum(counts), HEADS)
+        self.keys, self.values = ([normal(sum(row), KV_HEADS) for row in rows] for _ in range(2))
         shape = (BLOCKS, block_size, KV_HEADS, SIZE)
         self.cache = KVCache(
             torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)

@@ -206,7 +206,7 @@ def test_broken_rows_give_no_token(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
 @pytest.mark.parametrize("count", [1, 7, 60, 400])
-def test_candidates_keep_what_the_filters_keep_or_ask_for_more(scale: float, count: int) -> None:
+def test_candidates_keep_what_the_filters_keep_or_need_more(scale: float, count: int) -> None:
     """With more and more candidates the first answer is right, and with all there is one."""
     ranks, shard, vocab = 3, 134, 400
     logits = spread(1, scale, 11, vocab)[0].numpy()

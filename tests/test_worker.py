@@ -1,4 +1,4 @@
-"""The worker: what it chooses and reports when it loads, that warm-up leaves no trace, and that it
+"""The worker: what it selects and reports when it loads, that warm-up leaves no trace, and that it
 executes plans."""
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_it_executes_plans_in_float32(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_dtypes_serve_a_cpu_that_is_told_to(folder: Path, dtype: str) -> None:
+def test_other_dtypes_serve_a_cpu_that_is_configured_so(folder: Path, dtype: str) -> None:
     worker = make_worker(folder, model={"dtype": dtype})
     assert load(worker).dtype == dtype
     worker.allocate((3,), 40)

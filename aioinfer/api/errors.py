@@ -62,7 +62,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 @web.middleware
 async def json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers every failure of a handler, and every unknown path, with such a JSON body."""
+    """Answers every failure of a handler, and every unknown path, with the JSON body of
+    `error_body`."""
     try:
         return await handler(request)
     # the client is gone: aiohttp knows what to do, and nobody reads an answer

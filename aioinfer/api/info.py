@@ -24,7 +24,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """Describes one of them."""
+    """Describes the model under one of its names; 404 for any other."""
     name = request.match_info["id"]
     check_model(request.app[FRONTEND].config, name)
     return json_response(_card(request.app, name))

@@ -45,7 +45,7 @@ async def show_metrics(request: web.Request) -> web.Response:
 
 
 class _Only(Collector):
-    """One metric as a collector, which is what prometheus-client can turn into text."""
+    """One metric as a collector, which is what prometheus-client can format as text."""
 
     def __init__(self, metric: Metric):
         self._metric = metric

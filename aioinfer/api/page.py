@@ -46,7 +46,7 @@ PAGE_FILES = {
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 #: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,
-#: and no script can turn a string into HTML or code (Trusted Types: the page builds single nodes).
+#: and no script can make HTML or code of a string (Trusted Types: the page builds single nodes).
 _FILE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; "

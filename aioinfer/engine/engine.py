@@ -258,7 +258,7 @@ class Engine:
 
 
 def _count_equal(requests: Sequence[Request], start: int) -> int:
-    """Returns how many of `requests` from `start` on are the one before."""
+    """Returns how many of `requests`, from `start` on, are `requests[start - 1]`."""
     end = start
     while end < len(requests) and requests[end] is requests[start - 1]:
         end += 1

@@ -261,7 +261,7 @@ class EngineMetrics:
         update_s, emit_s = timer.update.seconds, timer.emit.reset()
         phases["result"].add(result.take_ns * 1e-9)
         phases["update"].add(update_s)
-        phases["emit"].add(emit_s)  # of the step before: the text of this one comes last
+        phases["emit"].add(emit_s)  # of the former step: the text of this one is emitted later
         self.worker_busy_ns += result.busy_ns
         self.record_tokens(requests, tokens, timer.began)
         if self.steps.num_watchers:

@@ -2,7 +2,7 @@
 
 `Frontend.admit` makes a `RequestOutput` for each request, and the HTTP handlers and `LLM` iterate
 over it for `Delta`s. The engine's step loop feeds it, on the same event loop:
-`OutputSequence.append` turns each new token into text and finds stop strings.
+`OutputSequence.append` decodes each new token and finds stop strings.
 
 A delta that its reader has not fetched yet is merged with the next one of its sequence, so a slow
 reader costs bounded memory and delays nobody. A reader that can take tokens without being woken
@@ -198,7 +198,7 @@ class RequestOutput:
 
 
 class OutputSequence:
-    """One sequence of a request's output: turns its tokens into text, and finds stop strings."""
+    """One sequence of a request's output: decodes its tokens, and finds stop strings."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "index", "output", "request")
 

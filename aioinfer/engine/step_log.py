@@ -32,7 +32,7 @@ class Step(NamedTuple):
         worker_us: microseconds that the first rank spent on the step.
         result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on
             reading the result from the ring, updating the scheduler, planning the step, posting
-            it, and emitting the text of the step before (that of this step is emitted last, and
+            it, and emitting the text of the former step (that of this step is emitted last, and
             its time is not known yet when the step is recorded).
     """
 

@@ -42,7 +42,7 @@ class RMSNorm:
         yield f"{self._name}.weight", WeightShard(self.weight)
 
     def finalize(self) -> None:
-        """Adds the one that the checkpoint leaves out."""
+        """Adds 1 to the weight where the checkpoint stores it less one."""
         if self._unit_offset:
             self.weight += 1
 

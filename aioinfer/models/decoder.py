@@ -92,7 +92,7 @@ class CausalLM(Protocol):
         ...
 
     def plan(self, step: Step) -> None:
-        """Works out what the layers have to know of a step whose inputs are prepared; before
+        """Computes what all layers need of a step whose inputs are prepared; before
         `begin`, and never inside a graph that is replayed for other numbers of rows."""
         ...
 

@@ -90,7 +90,7 @@ def _load_safetensors(
 
 
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
-    """Copies the part of a stored tensor that a shard wants, converting its dtype."""
+    """Copies the part of a stored tensor that a shard needs, converting its dtype."""
     shape = list(stored.get_shape())
     if shape != shard.checkpoint_shape:
         raise ConfigError(

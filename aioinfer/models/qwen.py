@@ -47,7 +47,7 @@ class Qwen3Config(Qwen2Config):
 
 
 class QwenModel(DecoderModel):
-    """Llama's layers with these differences."""
+    """Llama's layers, with biases of queries, keys and values, or with norms of heads."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
         def layer(number: int) -> DecoderLayer:

@@ -28,12 +28,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out, cached ones included."""
+        """Blocks that `allocate` could return, cached ones included."""
         return len(self._free)
 
     @property
     def num_free_cached(self) -> int:
-        """Those of them that can be found by hash."""
+        """Free blocks that can be found by hash."""
         return self._num_free_cached
 
     @property

@@ -130,7 +130,7 @@ class KVCacheManager:
 
     @property
     def num_free_cached(self) -> int:
-        """Those of them that can be found by hash."""
+        """Blocks of all groups that have no owner and can be found by hash."""
         return sum(pool.num_free_cached for pool in self.pools)
 
     @property

@@ -57,7 +57,7 @@ class Request:
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
         blocked_on: what it waits for before it can be scheduled at all, such as "grammar", or None.
-        plans_ahead: whether a step may be planned while the result of the step before is still out.
+        plans_ahead: whether a step may be planned while the result of the former step is pending.
             Required if every row takes exactly one token; without it, rows may take any number.
 
     Kept by the scheduler:

@@ -5,7 +5,7 @@ which `num_computed` are in the cache, and each step spends a token budget to le
 up with the first. Chunked prefill, prefix-cache hits, preemption with recompute and resumption all
 follow from that.
 
-Planning one step ahead. `schedule` may be called while the result of the step before is still out.
+Planning one step ahead. `schedule` may be called while the result of the former step is pending.
 A request that was sampled there counts one token that nobody has seen: a placeholder in `total`.
 The worker has the token in the request's slot, so it never travels back. What is unknown ahead is
 only whether the token ends the request; then the row that was posted meanwhile is wasted, and
@@ -62,7 +62,7 @@ MAX_ADMITTED_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What the scheduler may hand out.
+    """What the scheduler may allocate, and how it orders requests.
 
     Attributes:
         num_blocks: KV blocks of each group of layers.
@@ -155,7 +155,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Their prompt tokens."""
+        """Prompt tokens of the requests that wait for a slot or for blocks."""
         return self._num_waiting_tokens
 
     @property

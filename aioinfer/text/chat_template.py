@@ -1,4 +1,4 @@
-"""The chat template: turns a conversation into the text of a prompt.
+"""The chat template: formats a conversation as the text of a prompt.
 
 `Tokenizer` owns one, if its folder has one. Templates are Jinja programs that models ship, and what
 they may use is whatever transformers offers them (its own filters, functions and blocks, a sandbox,

@@ -51,7 +51,7 @@ codecs.register_error("aioinfer.replace_each_byte", _replace_each_byte)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRules:
-    """How the tokens of a vocabulary turn into bytes and the bytes into text.
+    """How the tokens of a vocabulary are converted to bytes and the bytes to text.
 
     Attributes:
         byte_level: tokens are spelled in GPT-2's alphabet, a character a byte; else pieces are

@@ -41,7 +41,7 @@ _NORMAL_FORMS: tuple[Any, ...] = ("NFC", "NFD", "NFKC", "NFKD")
 #: Tokens that a text could lose where two of its slices meet in the middle of a composed character:
 #: a character composes with a few others at most.
 _LOST_AT_A_CUT = 32
-#: Turns a token that is spelled in GPT-2's alphabet into Latin-1, a character a byte.
+#: Converts a token that is spelled in GPT-2's alphabet into Latin-1, a character a byte.
 _TO_LATIN = {ord(character): byte for character, byte in BYTE_OF_CHARACTER.items()}
 
 

@@ -30,7 +30,7 @@ class Tokenizer:
         bos_token_id, eos_token_id: None where the tokenizer names none.
         special_ids: the tokens that `skip_special_tokens` leaves out.
         vocab_size: ids are below it. A model's embedding may have more rows.
-        decode_rules: how tokens turn into bytes.
+        decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
         pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
     """
@@ -166,7 +166,7 @@ class Tokenizer:
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Detokenizer:
-        """Returns what turns the output after a prompt into text as it comes."""
+        """Returns the detokenizer of the output that follows a prompt."""
         return Detokenizer(self.decode_rules, self.token_bytes(skip_special_tokens), prompt_ids)
 
     def token_text(self, token: int) -> tuple[str, bytes]:

@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within, launched kernels are compiled, side by side, and do not run; at the end all of them
-    are compiled.
+    """Context in which launched kernels are compiled, in parallel, and not run; at its end all of
+    them are compiled.
 
     Triton can compile asynchronously, but only kernels that are not launched; so launches become
     its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first

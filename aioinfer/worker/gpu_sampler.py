@@ -115,7 +115,7 @@ class GpuSampler:
         and enters it in its slot and in the results.
 
         Returns:
-            Log-probabilities, or nothing if no row asks for them: those of the model, before any
+            Log-probabilities, or nothing if no row requests them: those of the model, before any
             adjustment; float32 [S], int32 [S, K] and float32 [S, K] as in `Sampled`.
         """
         slots = self._slots

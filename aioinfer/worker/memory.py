@@ -125,7 +125,7 @@ def _configured_blocks(
 def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns a KV cache of zeros.
 
-    On a CPU the system hands out its pages when they are first written.
+    On a CPU the system allocates its pages when they are first written.
     """
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)

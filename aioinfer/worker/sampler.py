@@ -1,7 +1,7 @@
 """Sampling on a CPU: from the logits of a step's sampling rows to one token a row, and
 log-probabilities.
 
-The model runner calls `sample` once a step. A row's logits pass these stations, in vLLM's order,
+The model runner calls `sample` once a step. A row's logits go through these steps, in vLLM's order,
 each only where the request has it: logit bias; minus infinity for tokens banned before
 min_tokens; penalties (`adjustments`); temperature; min-p; top-k; top-p (`filters`); Gumbel noise
 and the argmax (`gumbel`). Log-probabilities are those of the model, before any of that. What can

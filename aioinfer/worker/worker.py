@@ -82,7 +82,7 @@ class Worker:
     """
 
     def __init__(self, config: Config, folder: Path, groups: ProcessGroups, engine: int = 0):
-        """Chooses the device; loads nothing yet.
+        """Selects the device; loads nothing yet.
 
         Args:
             config: the whole configuration.
@@ -140,7 +140,7 @@ class Worker:
             config,
             self.device,
             lambda: self._run_largest_step(model_config.max_len),
-            self._captured_share(),
+            self._captured_fraction(),
         )
         if self.device.type != "cpu":
             available -= self._growth_bytes()
@@ -270,8 +270,8 @@ class Worker:
         memory = group.symmetric_buffer(layout.nbytes)
         backend.all_reduce = AllReduce(memory, layout, hidden, backend.dtype)
 
-    def _captured_share(self) -> float:
-        """Returns what part of the largest step the largest graph computes."""
+    def _captured_fraction(self) -> float:
+        """Returns the fraction of the largest step's tokens that the largest graph computes."""
         if self.device.type == "cpu" or not self._config.parallel.cuda_graphs:
             return 0.0
         from aioinfer.worker.gpu_runner import MIXED_GRAPH_TOKENS

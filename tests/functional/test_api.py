@@ -67,7 +67,7 @@ class TestCompletions:
             len(events) - 1
         ) + ["length"]
 
-    async def test_usage_comes_last_in_a_stream_that_asks_for_it(self, served: Served) -> None:
+    async def test_usage_comes_last_in_a_stream_with_include_usage(self, served: Served) -> None:
         *events, last = await served.stream(
             "/v1/completions", prompt=PROMPT, stream_options={"include_usage": True}, **GREEDY
         )

@@ -545,7 +545,7 @@ async def test_events_are_read_across_the_borders_of_chunks(page: Page, size: in
     ]
 
 
-async def test_a_server_that_asks_for_a_key(page: Page, url: str) -> None:
+async def test_a_server_that_needs_a_key(page: Page, url: str) -> None:
     refusal = json.dumps({"error": {"message": "a valid API key is needed"}}).encode()
     await page.answer("/page/info", 401, "application/json", refusal)
     await page.send("Page.navigate", url=url)

@@ -65,7 +65,7 @@ async def test_each_of_several_prompts_and_sequences_has_its_tokens(without: Ser
         assert joined(events, index) == choice["token_ids"] != []
 
 
-async def test_token_ids_come_only_where_they_are_asked_for(served: Served) -> None:
+async def test_token_ids_come_only_where_they_are_requested(served: Served) -> None:
     assert "token_ids" not in await served.complete(prompt=PROMPT, **GREEDY)
     events = await served.stream("/v1/completions", prompt=PROMPT, **GREEDY)
     assert joined(events) == []
@@ -107,7 +107,7 @@ async def test_logprobs_name_tokens_by_id(without: Served) -> None:
         ("/detokenize", {"tokens": PROMPT}, "tokens"),
     ],
 )
-async def test_whatever_needs_text_is_refused_and_says_why(
+async def test_whatever_needs_text_is_rejected_with_the_reason(
     without: Served, path: str, body: dict[str, Any], param: str
 ) -> None:
     error = (await without.post(path, 400, **body))["error"]

@@ -3,7 +3,7 @@ ranks that fail.
 
 In float32 what is compared must be equal token for token. Each test is skipped where there are too
 few GPUs. Workers are processes of their own throughout, so that this one holds no more GPU memory
-than a test asks for.
+than a test needs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VOCAB_SIZE = 4099  # a prime number: the shards of the ranks differ
 TOP = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, max_tokens=48, ignore_eos=True, logprobs=5)
-#: What a request may ask of the choice of its tokens. Seeds are added, one a prompt.
+#: Sampling parameters of requests. Seeds are added, one a prompt.
 PARAMETERS = {
     "plain": SEEDED,
     "greedy": replace(SEEDED, temperature=0.0),
@@ -50,7 +50,7 @@ PARAMETERS = {
     "top_p": replace(SEEDED, top_p=0.8),
     "min_p": replace(SEEDED, min_p=0.1),
     "all three": replace(SEEDED, top_k=50, top_p=0.9, min_p=0.02),
-    # draw tokens of the prompt
+    # sample tokens of the prompt
     "penalties": replace(
         SEEDED, repetition_penalty=0.8, presence_penalty=-1.5, frequency_penalty=-0.5
     ),
