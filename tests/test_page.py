@@ -195,7 +195,9 @@ async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert info["max_model_len"] == frontend.max_model_len
         assert info["tokenizer"] is True
         params = frontend.defaults.sampling_params()
-        assert info["defaults"] == {name: getattr(params, name) for name in info["defaults"]}
+        expected = {name: getattr(params, name) for name in info["defaults"]}
+        assert info["defaults"] == pytest.approx(expected)
+        assert info["defaults"]["temperature"] == 0.2, "as it is written, not its float32"
         assert {"temperature", "top_p", "top_k", "min_p"} < info["defaults"].keys()
 
 
