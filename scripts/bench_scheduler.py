@@ -18,8 +18,9 @@ import numpy as np
 
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from aioinfer.scheduler.scheduler import Scheduler
 
 
 def decoding_scheduler(requests: int, steps: int) -> tuple[Scheduler, StepPlan]:

@@ -27,8 +27,9 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from aioinfer.scheduler.scheduler import Scheduler
 
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "docs" / "grafana.json").read_text("utf-8")

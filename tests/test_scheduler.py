@@ -18,8 +18,9 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import kv_cache
 from aioinfer.scheduler.kv_cache import HeldBlocks
+from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request, Status
-from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from aioinfer.scheduler.scheduler import Scheduler
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output
 
 

@@ -22,8 +22,9 @@ from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import Logprobs, StepResult
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits, StepOutput
+from aioinfer.scheduler.scheduler import Scheduler, StepOutput
 
 #: Tokens that are emitted in one go, in about 2 ms.
 _PORTION = 256

@@ -136,10 +136,8 @@ class LayerMaker:
             merged: the module that holds queries, keys and values together in the checkpoint, if
                 one does.
         """
-        backend = self.backend
-        queries, keys = heads_of_rank(
-            num_heads, num_kv_heads, backend.group.rank, backend.group.size
-        )
+        group = self.backend.group
+        queries, keys = heads_of_rank(num_heads, num_kv_heads, group.rank, group.size)
         shards = [
             Shard(local.start * head_size, len(local) * head_size, count * head_size)
             for local, count in ((queries, num_heads), (keys, num_kv_heads), (keys, num_kv_heads))
@@ -152,12 +150,12 @@ class LayerMaker:
             head_size**-0.5 if scale is None else scale, window, soft_cap,
         )  # fmt: skip
         by_head = self._head_norms(name, head_size, unit_offset) if head_norms else None
-        copies = max(1, backend.group.size // num_kv_heads)
+        copies = max(1, group.size // num_kv_heads)
         whole = self._projection_norms(name, shards, copies) if projection_norms else None
         attention = Attention(
             shape, qkv, output, self._rotary(rope, head_size), head_norms=by_head,
             projection_norms=whole, norm=norm, post_norm=post_norm,
-            residual_scale=residual_scale, backend=backend,
+            residual_scale=residual_scale, backend=self.backend,
         )  # fmt: skip
         self._to_prepare.append(attention)
         return attention

@@ -32,58 +32,23 @@ Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.plan import (
-    COPY_BYTES,
-    GROWTH_BYTES,
-    MAX_FIXED_BYTES,
-    ROW_BYTES,
-    StepPlan,
-    StepResult,
-    max_sequence_tokens,
-)
+from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
+from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.waiting_queue import WaitingQueue
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
 #: admission at least), and the next request waits for the next plan: encoding and copying a plan is
 #: not to delay the step.
 MAX_ADMITTED_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What the scheduler may allocate, and how it orders requests.
-
-    Attributes:
-        num_blocks: KV blocks of each group of layers.
-        block_size: tokens a KV block.
-        max_num_seqs: slots, each for a running request.
-        token_budget: how many tokens a step computes at most.
-        prefill_cap: how many prefill tokens a step computes at most that also decodes.
-        prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
-        by_priority: whether requests are ordered by priority before their arrival.
-        groups: the groups of layers; one in which every token attends to all before it, if none
-            are given.
-    """
-
-    num_blocks: tuple[int, ...]
-    block_size: int
-    max_num_seqs: int
-    token_budget: int
-    prefill_cap: int
-    prefix_caching: bool = True
-    by_priority: bool = False
-    groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
 
 @dataclass(slots=True)
@@ -124,15 +89,12 @@ class Scheduler:
             prefix_caching=limits.prefix_caching,
         )
         self.stats = SchedulerStats()
-        self._check_plan_bytes()
+        limits.check_plan_bytes(self.kv_cache.max_stand_ins)
         # sorted by key: who came first is served first and preempted last
         self.running: list[Request] = []
-        # a heap by key; finished ones are dropped when they come up
-        self._waiting: list[Request] = []
+        self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
-        self._num_waiting = 0
-        self._num_waiting_tokens = 0
-        self._num_prefill_tokens = 0
+        self._num_prefill_tokens = 0  # of the running requests
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
@@ -146,7 +108,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot or for blocks."""
-        return self._num_waiting
+        return self._waiting.num_requests
 
     @property
     def num_blocked(self) -> int:
@@ -156,13 +118,13 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the requests that wait for a slot or for blocks."""
-        return self._num_waiting_tokens
+        return self._waiting.num_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of all requests that no plan has had computed yet, without those that
         waiting ones expect in the cache."""
-        return self._num_prefill_tokens
+        return self._num_prefill_tokens + self._waiting.num_prefill_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -172,7 +134,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
-        return not self.running and not self._num_waiting and not self._blocked
+        return not self.running and not self._waiting.num_requests and not self._blocked
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -183,7 +145,7 @@ class Scheduler:
         """
         request.key = (request.priority if self.limits.by_priority else 0, next(self._arrivals))
         if request.blocked_on is None:
-            self._enqueue(request)
+            self._waiting.add(request)
         else:
             request.status = Status.BLOCKED
             self._blocked[request] = None
@@ -193,7 +155,7 @@ class Scheduler:
         request.blocked_on = None
         if request.status is Status.BLOCKED:
             del self._blocked[request]
-            self._enqueue(request)
+            self._waiting.add(request)
 
     def fits(self, max_len: int) -> bool:
         """Whether a request of this length could ever run.
@@ -203,21 +165,6 @@ class Scheduler:
         limits = self.limits
         sendable = max_sequence_tokens(limits.block_size, len(limits.groups))
         return max_len <= sendable and self.kv_cache.fits(max_len - 1)
-
-    def _check_plan_bytes(self) -> None:
-        """Raises `ConfigError` unless the fixed part of the largest plan has the room that the
-        ring's bound leaves for it."""
-        limits = self.limits
-        tables = limits.max_num_seqs + limits.token_budget // limits.block_size
-        growth = tables * len(limits.groups)
-        growth += limits.max_num_seqs * self.kv_cache.max_stand_ins
-        rows = limits.max_num_seqs * (ROW_BYTES + COPY_BYTES * len(limits.groups))
-        if rows + growth * GROWTH_BYTES > MAX_FIXED_BYTES:
-            raise ConfigError(
-                "the plan of a step could be too long for the ring: lower "
-                "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or raise "
-                "cache.block_size"
-            )
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request now: its slot and blocks are free for the next plan.
@@ -231,7 +178,7 @@ class Scheduler:
         if was_blocked:
             del self._blocked[request]
         elif request.slot < 0:
-            self._count_out(request)
+            self._waiting.count_out(request)
         else:
             self.running.remove(request)
             self._leave_slot(request)
@@ -345,16 +292,16 @@ class Scheduler:
         Nobody overtakes the first that does not fit.
         """
         held_back = []
-        while self._waiting and self._free_slots and builder.prefill_left > 0:
-            request = self._waiting[0]
-            if request.status is Status.FINISHED:
-                heapq.heappop(self._waiting)
-            elif self._awaits_leader(request, builder.step_id):
-                held_back.append(heapq.heappop(self._waiting))
+        while self._free_slots and builder.prefill_left > 0:
+            request = self._waiting.first()
+            if request is None:
+                break
+            if self._awaits_leader(request, builder.step_id):
+                held_back.append(self._waiting.set_aside())
             elif not self._fits_plan(builder, request) or not self._admit(builder, request):
                 break
         for request in held_back:
-            heapq.heappush(self._waiting, request)
+            self._waiting.put_back(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the plan has the bytes for a request; the first always fits (see `fits`)."""
@@ -383,8 +330,7 @@ class Scheduler:
         prefix = self._find_prefix(request)
         if not self.kv_cache.can_admit(prefix, request.total):
             return False
-        heapq.heappop(self._waiting)
-        self._count_out(request)
+        self._waiting.pop()
         size = self._admission_bytes(builder, request)
         tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
         self.kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
@@ -436,7 +382,7 @@ class Scheduler:
             self._leave_slot(victim)
             victim.num_preemptions += 1
             self.stats.preemptions += 1
-            self._enqueue(victim)
+            self._waiting.add(victim)
             if victim is request:
                 return False
         return True
@@ -450,19 +396,6 @@ class Scheduler:
         request.slot = -1
         request.num_computed = 0
         request.prefill_step = -1
-
-    def _enqueue(self, request: Request) -> None:
-        request.status = Status.WAITING
-        heapq.heappush(self._waiting, request)
-        self._num_waiting += 1
-        self._num_waiting_tokens += request.prompt_len
-        self._num_prefill_tokens += request.prompt_len - request.num_expected
-
-    def _count_out(self, request: Request) -> None:
-        """Notes that a request waits no more."""
-        self._num_waiting -= 1
-        self._num_waiting_tokens -= request.prompt_len
-        self._num_prefill_tokens -= request.prompt_len - request.num_expected
 
     # ---------------------------------------------------------------- results
 
@@ -551,7 +484,7 @@ class Scheduler:
         waiting = request.slot < 0  # preempted while its last token was on its way
         self._end(request, reason, token if reason == "stop" else None)
         if waiting:
-            self._count_out(request)
+            self._waiting.count_out(request)
         else:
             if reason != "error":
                 self.kv_cache.commit(request)
@@ -569,7 +502,7 @@ class Scheduler:
         """Yields every request that has not ended."""
         yield from self.running
         yield from self._blocked
-        yield from (r for r in self._waiting if r.status is Status.WAITING)
+        yield from self._waiting
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, slots and queues agree with the requests (for
@@ -586,12 +519,6 @@ class Scheduler:
         assert all(
             r.status is Status.BLOCKED and r.slot < 0 and not r.blocks for r in self._blocked
         )
-        waiting = [r for r in self._waiting if r.status is Status.WAITING]
-        assert len(waiting) == self._num_waiting, "the waiting requests are miscounted"
-        assert sum(r.prompt_len for r in waiting) == self._num_waiting_tokens, (
-            "the waiting tokens are miscounted"
-        )
-        prefill = sum(r.prompt_len - r.num_expected for r in waiting) + sum(
-            r.num_uncomputed for r in self.running
-        )
+        self._waiting.check_integrity()
+        prefill = sum(request.num_uncomputed for request in self.running)
         assert prefill == self._num_prefill_tokens, "the tokens to prefill are miscounted"

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import ForkGroup, Request
-from aioinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.worker.worker import Worker
 from tests.tiny_models import tiny_model
 

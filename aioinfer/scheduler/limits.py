@@ -1,0 +1,54 @@
+"""What the scheduler may allocate, and how it orders requests. The engine makes the limits from the
+configuration and from what the workers report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aioinfer.errors import ConfigError
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.plan import COPY_BYTES, GROWTH_BYTES, MAX_FIXED_BYTES, ROW_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What the scheduler may allocate, and how it orders requests.
+
+    Attributes:
+        num_blocks: KV blocks of each group of layers.
+        block_size: tokens a KV block.
+        max_num_seqs: slots, each for a running request.
+        token_budget: how many tokens a step computes at most.
+        prefill_cap: how many prefill tokens a step computes at most that also decodes.
+        prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
+        by_priority: whether requests are ordered by priority before their arrival.
+        groups: the groups of layers; one in which every token attends to all before it, if none
+            are given.
+    """
+
+    num_blocks: tuple[int, ...]
+    block_size: int
+    max_num_seqs: int
+    token_budget: int
+    prefill_cap: int
+    prefix_caching: bool = True
+    by_priority: bool = False
+    groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
+
+    def check_plan_bytes(self, max_stand_ins: int) -> None:
+        """Raises `ConfigError` unless the fixed part of the largest plan has the room that the
+        ring's bound leaves for it.
+
+        Args:
+            max_stand_ins: `KVCacheManager.max_stand_ins`.
+        """
+        tables = self.max_num_seqs + self.token_budget // self.block_size
+        growth = tables * len(self.groups)
+        growth += self.max_num_seqs * max_stand_ins
+        rows = self.max_num_seqs * (ROW_BYTES + COPY_BYTES * len(self.groups))
+        if rows + growth * GROWTH_BYTES > MAX_FIXED_BYTES:
+            raise ConfigError(
+                "the plan of a step could be too long for the ring: lower "
+                "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or raise "
+                "cache.block_size"
+            )

@@ -1,0 +1,74 @@
+"""The requests that wait for a slot or for blocks, in the order of their keys.
+
+The scheduler is the only caller. A request that ends while it waits is counted out at once and
+leaves the heap when it comes to its front.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from aioinfer.scheduler.request import Request, Status
+
+
+class WaitingQueue:
+    """A heap of requests by key.
+
+    Attributes:
+        num_requests: requests that wait.
+        num_tokens: their prompt tokens.
+        num_prefill_tokens: their prompt tokens that are not expected in the cache.
+    """
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_prefill_tokens = 0
+        self._heap: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yields the waiting requests, in no order."""
+        return (request for request in self._heap if request.status is Status.WAITING)
+
+    def add(self, request: Request) -> None:
+        """Makes a request WAITING and queues it."""
+        request.status = Status.WAITING
+        heapq.heappush(self._heap, request)
+        self.num_requests += 1
+        self.num_tokens += request.prompt_len
+        self.num_prefill_tokens += request.prompt_len - request.num_expected
+
+    def first(self) -> Request | None:
+        """Returns the request with the lowest key, or None if none waits."""
+        while self._heap and self._heap[0].status is Status.FINISHED:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+    def set_aside(self) -> Request:
+        """Takes the first request off the heap; it counts as waiting until `put_back`."""
+        return heapq.heappop(self._heap)
+
+    def put_back(self, request: Request) -> None:
+        """Queues a request that was set aside."""
+        heapq.heappush(self._heap, request)
+
+    def pop(self) -> None:
+        """Removes the first request, which gets its slot."""
+        self.count_out(heapq.heappop(self._heap))
+
+    def count_out(self, request: Request) -> None:
+        """Records that a request waits no more, since it has ended."""
+        self.num_requests -= 1
+        self.num_tokens -= request.prompt_len
+        self.num_prefill_tokens -= request.prompt_len - request.num_expected
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the counts agree with the requests."""
+        waiting = list(self)
+        assert len(waiting) == self.num_requests, "the waiting requests are miscounted"
+        assert sum(request.prompt_len for request in waiting) == self.num_tokens, (
+            "the waiting tokens are miscounted"
+        )
+        prefill = sum(request.prompt_len - request.num_expected for request in waiting)
+        assert prefill == self.num_prefill_tokens, "the waiting tokens to prefill are miscounted"
