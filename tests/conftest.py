@@ -15,7 +15,7 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Several test files at a time (`make test`): each computes with one thread, its child processes
-# included, unless a test asks for more. So none waits at every layer of a model for a thread that
+# included, unless a test sets more. So none waits at every layer of a model for a thread that
 # another file keeps from running, and the files together keep the cores busy while some of them
 # wait. The first process sets this for the others that it starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -79,7 +79,7 @@ def is_interpreted() -> bool:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Says whether the kernel tests are in this run."""
+    """Returns whether the kernel tests are in this run."""
     if is_interpreted():
         return "Triton's interpreter: on"
     return "Triton's interpreter: off; tests/kernels takes a run of its own (pytest tests/kernels)"

@@ -1,4 +1,4 @@
-"""A worker without arithmetic: it executes plans on a KV cache whose entries say which prefix they
+"""A worker without arithmetic: it executes plans on a KV cache whose entries show which prefix they
 belong to.
 
 In place of keys and values, each cache position holds a hash of all tokens up to and including its

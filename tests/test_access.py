@@ -33,7 +33,7 @@ async def client(**settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
     await server.close()
 
 
-async def ask(
+async def fetch(
     http: aiohttp.ClientSession,
     path: str = "/version",
     method: str = "GET",
@@ -55,8 +55,8 @@ async def test_every_key_opens_and_nothing_else_does(tmp_path: Path) -> None:
     file.write_text("# comment\nfrom-file-1\n\n  from-file-2  \n")
     async with client(api_keys=["one", "two"], api_key_file=str(file)) as http:
         for key in ("one", "two", "from-file-1", "from-file-2"):
-            assert (await ask(http, headers=bearer(key)))[0] == 200, key
-        assert (await ask(http, headers={"Authorization": "bearer  one"}))[0] == 200
+            assert (await fetch(http, headers=bearer(key)))[0] == 200, key
+        assert (await fetch(http, headers={"Authorization": "bearer  one"}))[0] == 200
         for header in (
             "Bearer on",
             "Bearer onee",
@@ -68,7 +68,7 @@ async def test_every_key_opens_and_nothing_else_does(tmp_path: Path) -> None:
             "Bearer \xff",
             "",
         ):
-            assert (await ask(http, headers={"Authorization": header}))[0] == 401, header
+            assert (await fetch(http, headers={"Authorization": header}))[0] == 401, header
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ async def test_without_a_key_nothing_is_answered(method: str, path: str) -> None
 
 async def test_health_needs_no_key() -> None:
     async with client(api_keys=["key"]) as http:
-        assert (await ask(http, "/health"))[0] == 200
-        assert (await ask(http, "/health/"))[0] == 401
-        assert (await ask(http, "/version"))[0] == 401
+        assert (await fetch(http, "/health"))[0] == 200
+        assert (await fetch(http, "/health/"))[0] == 401
+        assert (await fetch(http, "/version"))[0] == 401
 
 
 async def test_only_monitoring_and_the_page_need_no_key() -> None:
@@ -112,7 +112,7 @@ async def test_only_monitoring_and_the_page_need_no_key() -> None:
         assert open_paths < paths
         for path in paths:
             for method in ("GET", "POST"):
-                status, _ = await ask(http, path.replace("{id}", "x"), method)
+                status, _ = await fetch(http, path.replace("{id}", "x"), method)
                 assert (status == 401) == (path not in open_paths), (method, path)
     await server.close()
 
@@ -122,7 +122,7 @@ async def test_without_keys_every_request_is_accepted() -> None:
     assert not ApiKeys(["key"]).admit(None)
     async with client() as http:
         for headers in ({}, bearer("any"), {"Authorization": "nonsense"}):
-            assert (await ask(http, headers=headers))[0] == 200
+            assert (await fetch(http, headers=headers))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -170,16 +170,16 @@ def test_keys_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 async def test_no_page_may_read_unless_configured() -> None:
     async with client() as http:
-        status, headers = await ask(http, headers={"Origin": PAGE})
+        status, headers = await fetch(http, headers={"Origin": PAGE})
         assert status == 200
         assert not [name for name in headers if name.startswith("Access-Control") or name == "Vary"]
-        assert (await ask(http, method="OPTIONS", headers=PREFLIGHT | {"Origin": PAGE}))[0] == 405
+        assert (await fetch(http, method="OPTIONS", headers=PREFLIGHT | {"Origin": PAGE}))[0] == 405
 
 
 async def test_pages_of_one_origin() -> None:
     async with client(cors_origins=[PAGE, "null"]) as http:
         for path, expected in (("/version", 200), ("/nothing", 404)):
-            status, headers = await ask(http, path, headers={"Origin": PAGE})
+            status, headers = await fetch(http, path, headers={"Origin": PAGE})
             assert (status, headers["Access-Control-Allow-Origin"], headers["Vary"]) == (
                 expected,
                 PAGE,
@@ -191,7 +191,7 @@ async def test_pages_of_one_origin() -> None:
             {"Origin": f"{PAGE}.other.example"},
             {},
         ):
-            status, headers = await ask(http, headers=origin)
+            status, headers = await fetch(http, headers=origin)
             assert status == 200
             assert "Access-Control-Allow-Origin" not in headers
             assert headers["Vary"] == "Origin"
@@ -199,18 +199,18 @@ async def test_pages_of_one_origin() -> None:
 
 async def test_a_preflight_needs_no_key() -> None:
     async with client(cors_origins=[PAGE], api_keys=["key"]) as http:
-        status, headers = await ask(
+        status, headers = await fetch(
             http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": PAGE}
         )
         assert (status, headers["Access-Control-Allow-Origin"]) == (204, PAGE)
         assert "POST" in headers["Access-Control-Allow-Methods"]
         assert headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os"
         assert (
-            await ask(
+            await fetch(
                 http, "/v1/completions", "OPTIONS", PREFLIGHT | {"Origin": "https://other.example"}
             )
         )[0] == 401
-        status, headers = await ask(http, headers={"Origin": PAGE})
+        status, headers = await fetch(http, headers={"Origin": PAGE})
         assert (status, headers["Access-Control-Allow-Origin"]) == (401, PAGE), (
             "the page may read why"
         )
@@ -218,7 +218,7 @@ async def test_a_preflight_needs_no_key() -> None:
 
 async def test_all_origins() -> None:
     async with client(cors_origins=["*"]) as http:
-        status, headers = await ask(http, headers={"Origin": "https://any.example"})
+        status, headers = await fetch(http, headers={"Origin": "https://any.example"})
         assert (status, headers["Access-Control-Allow-Origin"]) == (200, "*")
         assert "Vary" not in headers
 
@@ -230,7 +230,7 @@ async def test_request_ids_come_back() -> None:
     async with client(api_keys=["key"]) as http:
         for given in ("abc", "a b/~!", "x" * 128):
             for path, headers in (("/health", {}), ("/nothing", bearer("key")), ("/version", {})):
-                assert (await ask(http, path, headers=headers | {"X-Request-Id": given}))[1][
+                assert (await fetch(http, path, headers=headers | {"X-Request-Id": given}))[1][
                     "X-Request-Id"
                 ] == given
 
@@ -239,7 +239,7 @@ async def test_request_ids_come_back() -> None:
 async def test_other_request_ids_are_made_up(given: str | None) -> None:
     async with client() as http:
         headers = {} if given is None else {"X-Request-Id": given}
-        made = [(await ask(http, headers=headers))[1].getall("X-Request-Id") for _ in range(2)]
+        made = [(await fetch(http, headers=headers))[1].getall("X-Request-Id") for _ in range(2)]
     (first,), (second,) = made
     assert first != second
     assert len(first) == 24

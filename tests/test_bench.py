@@ -569,7 +569,7 @@ def test_figures_of_known_records() -> None:
         "output": 8,
         "output_chunks": 5,
         "chunks_per_token": 5 / 8,
-        "cached_share": 0.6,  # of the one reply that tells
+        "cached_share": 0.6,  # of the one reply that reports it
         "requests_without_usage": 0,
         "requests_shorter_than_asked": 1,
     }
@@ -593,8 +593,8 @@ def test_figures_of_known_records() -> None:
 
 
 def test_chunks_per_token_leaves_out_replies_without_usage() -> None:
-    told, silent = Record(0.0, 9, chunks=6, output_tokens=8), Record(0.0, 9, chunks=5)
-    assert summarize(Run([told, silent], duration_s=1.0))["tokens"]["chunks_per_token"] == 0.75
+    reporting, silent = Record(0.0, 9, chunks=6, output_tokens=8), Record(0.0, 9, chunks=5)
+    assert summarize(Run([reporting, silent], duration_s=1.0))["tokens"]["chunks_per_token"] == 0.75
     assert summarize(Run([silent], duration_s=1.0))["tokens"]["chunks_per_token"] is None
 
 

@@ -82,7 +82,7 @@ def test_offline(
         "--json",
         str(file),
     )
-    # a prompt of 4096 tokens does not fit into this model: its row says so, and the others are
+    # a prompt of 4096 tokens does not fit into this model: its row shows it, and the others are
     # measured
     assert ended.status == 1
     assert list(ended.rows) == ["startup", "k3x20x9", "p2", "d1"]

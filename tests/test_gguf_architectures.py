@@ -67,7 +67,7 @@ def assert_same_model(source: Path, converted: Path) -> None:
     assert said(configs[1]) == said(configs[0])
     if configs[0].architectures[0] in FAMILIES:
         ours, expected = load_model_config(converted), load_model_config(source)
-        assert replace(ours, dtype=expected.dtype) == expected  # a GGUF file does not say it
+        assert replace(ours, dtype=expected.dtype) == expected  # it is not in a GGUF file
     weights = [load_file(folder / "model.safetensors") for folder in (source, converted)]
     assert weights[1].keys() == weights[0].keys()
     for name, tensor in weights[0].items():

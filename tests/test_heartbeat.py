@@ -1,4 +1,4 @@
-"""The heartbeat shows what a rank of another process is doing, and for how long; the monitor says
+"""The heartbeat shows what a rank of another process is doing, and for how long; the monitor knows
 whether that process runs at all."""
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
     async with asyncio.timeout(5):
         while not lag.seconds.count:  # noqa: ASYNC110  # the timer sets no event
             await asyncio.sleep(0.001)
-        assert lag.seconds.count == 1, "one timer, however many ask for it"
+        assert lag.seconds.count == 1, "one timer, however many need it"
         assert 0.09 < lag.seconds.sum < 1
         assert lag.is_watched
         busy = False

@@ -162,7 +162,7 @@ GRANITE = {
     "logits_scaling": 8.0,
     "residual_multiplier": 0.22,
 }
-#: What published models say beside `BASE`, and what is read: the rest has a family's defaults.
+#: What published models have beside `BASE`, and what is read: the rest has a family's defaults.
 PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma-2-2b": (
         "Gemma2",

@@ -218,7 +218,7 @@ def test_bfloat16(family: str, tied: bool, tmp_path: Path):
 
 
 def test_the_texts_make_a_difference(case: Case):
-    """Guards the tests above: a model that says the same everywhere would pass them with
+    """Guards the tests above: a model that gives the same everywhere would pass them with
     anything."""
     best = torch.cat(case.expected).argmax(-1)
     assert len(set(best.tolist())) > 25

@@ -459,7 +459,7 @@ UNGUARDED = """
 
 def run_script(tmp_path: Path, folder: Path, then: str) -> subprocess.Popen[str]:
     """Runs a script without an `if __name__` guard, in which a worker answers; then it does as
-    told."""
+    reported."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(UNGUARDED).format(then=then))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What pyproject.toml and the lock files say, compared with the tree."""
+"""What pyproject.toml and the lock files state, compared with the tree."""
 
 from __future__ import annotations
 

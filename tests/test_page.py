@@ -231,7 +231,7 @@ async def test_a_default_length_is_capped_by_the_room_in_the_context() -> None:
         async with http.post("/v1/completions", json=body) as response:
             assert (await response.json())["usage"]["completion_tokens"] == 100
         async with http.post("/v1/completions", json=body | {"max_tokens": 5000}) as response:
-            assert response.status == 400, "what a request itself asks for must fit"
+            assert response.status == 400, "what a request itself sets must fit"
 
 
 # ---------------------------------------------------------------- the live stream

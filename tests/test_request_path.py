@@ -165,7 +165,7 @@ def check(server: Server, path: str, body: dict[str, Any]) -> int:
     error = reply.get("error", {})
     assert status in (200, 400) or error["code"] == "timeout", reply
     if status == 400:
-        assert error["message"], "a refusal says why"
+        assert error["message"], "an error has a reason"
     elif error:
         assert error["code"] == "timeout", reply
         assert "timeout_s" in body

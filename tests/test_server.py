@@ -59,7 +59,7 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
         posting = asyncio.ensure_future(
             busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
         )
-        while not server._num_handling:  # noqa: ASYNC110  # nothing tells that a handler has begun
+        while not server._num_handling:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0.001)
         draining = asyncio.ensure_future(server.drain())
         await asyncio.sleep(0)

@@ -34,7 +34,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Part:
     """What one process sends: its part of a load, whose items are those of `workload` from `first`
     on."""
 
@@ -108,7 +108,7 @@ class ClientProcesses:
         """
         count = min(self._count, load.concurrency)
         return self._send(
-            [Share(target, workload, load, number, count, first) for number in range(count)],
+            [Part(target, workload, load, number, count, first) for number in range(count)],
             on_progress,
         )
 
@@ -118,18 +118,18 @@ class ClientProcesses:
         """Sends `calls` as a closed loop of `concurrency` in all. The rest is as for `send`."""
         count = min(self._count, concurrency)
         whole = Load(concurrency)
-        shares = []
+        parts = []
         for number in range(count):
             own = Calls(calls[number::count])
             load = Load(whole.concurrency_of(number, count), num_items=len(own.calls))
-            shares.append(Share(Target(url, shape), own, load, 0, 1))
-        return self._send(shares, lambda done, failed: None)
+            parts.append(Part(Target(url, shape), own, load, 0, 1))
+        return self._send(parts, lambda done, failed: None)
 
-    def _send(self, shares: Sequence[Share], on_progress: Callable[[int, int], None]) -> Run:
-        connections = [connection for _, connection in self._clients[: len(shares)]]
+    def _send(self, parts: Sequence[Part], on_progress: Callable[[int, int], None]) -> Run:
+        connections = [connection for _, connection in self._clients[: len(parts)]]
         try:
-            for connection, share in zip(connections, shares, strict=True):
-                connection.send(share)
+            for connection, part in zip(connections, parts, strict=True):
+                connection.send(part)
             for connection in connections:
                 connection.recv()  # it is ready: none begins before all are
             begin = perf_counter() + START_DELAY_S
@@ -167,12 +167,12 @@ def _collect(
 
 
 def _serve_loads(connection: Connection) -> None:
-    """The life of a client process: sends one share after another until the pipe is closed."""
+    """The life of a client process: sends one part after another until the pipe is closed."""
     try:
         while True:
-            share = connection.recv()
+            part = connection.recv()
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                connection.send(runner.run(_send_share(share, connection)))
+                connection.send(runner.run(_send_part(part, connection)))
     # in mid-load a task finds out, and the failure comes as one of a group
     except* (EOFError, ConnectionError, KeyboardInterrupt):
         pass
@@ -187,19 +187,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return new_event_loop
 
 
-async def _send_share(share: Share, connection: Connection) -> Run:
-    target, load = share.target, share.load
-    numbers = load.arrivals(share.process, share.processes)
-    arrivals = prepare(
-        (index, at, share.workload.item(share.first + index)) for index, at in numbers
-    )
+async def _send_part(part: Part, connection: Connection) -> Run:
+    target, load = part.target, part.load
+    numbers = load.arrivals(part.process, part.processes)
+    arrivals = prepare((index, at, part.workload.item(part.first + index)) for index, at in numbers)
     progress = _Progress(connection)
     async with Client(
         target.url, timeout_s=target.timeout_s, headers=dict(target.headers)
     ) as client:
         connection.send(None)
         begin = connection.recv()
-        concurrency = load.concurrency_of(share.process, share.processes)
+        concurrency = load.concurrency_of(part.process, part.processes)
         return await send_load(
             client,
             target.shape,

@@ -29,7 +29,7 @@ _FLAGS = (
 class Page:
     """A page.
 
-    `requests` holds what it has asked for since it was opened, `errors` what its console complained
+    `requests` holds what it has requested since it was opened, `errors` what its console complained
     of.
     """
 

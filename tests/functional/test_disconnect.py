@@ -103,7 +103,7 @@ async def test_while_the_prompt_is_encoded(
     run = served.frontend._threads.run
 
     async def run_held(work: Callable[[], Any], **options: Any) -> Any:
-        """Encodes only when the test says so."""
+        """Encodes only when the test allows it."""
         begun.set()
         try:
             return await run(lambda: release.wait(10) and work(), **options)

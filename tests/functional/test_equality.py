@@ -81,7 +81,7 @@ def check_at_rest(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[LLM]:
-    """The engine of the tests that ask for no settings of their own."""
+    """The engine of the tests that need no settings of their own."""
     with running(server__port=0) as llm:
         yield llm
 
@@ -113,7 +113,7 @@ def test_a_batch_of_mixed_lengths(usual, prompts, expected):
     outputs = usual.generate(prompts, GREEDY)
     assert tokens_of(outputs) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected), (
-        "the prompts are too alike to tell anything"
+        "the prompts are too alike to prove anything"
     )
     assert {output.completions[0].finish_reason for output in outputs} == {"length", "stop"}
 

@@ -67,7 +67,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pag
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(browser: Page, url: str) -> AsyncIterator[Page]:
-    """The page, ready; whatever the test does, it may ask no other host, and complain of nothing
+    """The page, ready; whatever the test does, it may contact no other host and complain of nothing
     but what the test expects."""
     await browser.open(url)
     await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
@@ -389,7 +389,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 async def test_hostile_output_is_neutralised(page: Page, hostile: str) -> None:
-    """Beside what is asserted here, the page may ask no other host and break no rule of its
+    """Beside what is asserted here, the page may contact no other host and break no rule of its
     content security policy (see the fixture)."""
     await answer_with(page, hostile)
     nodes = "[...document.querySelectorAll('.answer *')]"

@@ -27,7 +27,7 @@ MAX_WAITING = 128 * 1024
 async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Sends a request.
 
-    One that stalls has a small window, and a reader that takes no more than it is asked for.
+    One that stalls has a small window, and a reader that takes no more than the test reads.
     """
     plain = socket.socket()
     plain.setblocking(False)

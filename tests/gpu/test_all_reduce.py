@@ -22,7 +22,7 @@ ROWS = [
 EPS = 1e-6
 LATE_ROWS = 520
 ROUNDS = 100_000
-CHECKED = 64  # rows of a round are told apart by their number modulo this
+CHECKED = 64  # rows of a round are identified by their number modulo this
 
 
 def join(rank: int, size: int, folder: Path) -> ParallelGroup:

@@ -1,5 +1,5 @@
 """Everything is compiled before the first request: no kernel while serving, whatever the requests
-ask for."""
+have."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def make_model(name: str, folder: Path) -> Model:
 
 @contextmanager
 def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
-    """An engine in this process, in float32 and without a prefix cache unless `settings` say
+    """An engine in this process, in float32 and without a prefix cache unless `settings` set
     otherwise; the scheduler's integrity is checked at the end."""
     merged = engine_settings(
         **{"parallel__device": device, "parallel__executor": "inline"} | settings
@@ -154,7 +154,7 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     assert reference_tokens(model, prompts, "cuda") == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected), (
-        "the prompts are too alike to tell anything"
+        "the prompts are too alike to prove anything"
     )
 
 
@@ -212,7 +212,7 @@ def rounding_errors(
 def test_rounding_errors_in_bfloat16(model: Model) -> None:
     ours, theirs, exact = rounding_errors(model, "cuda", count=100, longest=600)
     assert theirs.norm() < 0.2 * (exact - exact.mean()).norm(), (
-        "the model only amplifies errors: it cannot tell good from bad"
+        "the model only amplifies errors: it cannot separate good from bad"
     )
     for way, steps in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
         assert ours[:, steps].norm() <= 1.5 * theirs[:, steps].norm(), way

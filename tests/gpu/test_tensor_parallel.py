@@ -67,7 +67,7 @@ SIZES = [pytest.param(2, marks=NEEDS_TWO), pytest.param(4, marks=NEEDS_FOUR)]
 
 @contextmanager
 def running(folder: Path, size: int, **settings: Any) -> Iterator[LLM]:
-    """Worker processes on `size` GPUs, in float32 and without a prefix cache unless `settings` say
+    """Worker processes on `size` GPUs, in float32 and without a prefix cache unless `settings` set
     otherwise; the schedulers' integrity is checked."""
     merged = engine_settings(
         **{"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": size} | settings
@@ -160,7 +160,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> Expected:
     with running(folder, 1, model__dtype="bfloat16") as llm:
         rounded = llm.generate(prompts, LIKELIEST)
     assert len({tuple(tokens) for tokens in greedy}) == len(greedy), (
-        "the prompts are too alike to tell anything"
+        "the prompts are too alike to prove anything"
     )
     return Expected(greedy, sampled, likeliest, rounded)
 

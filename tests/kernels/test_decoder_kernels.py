@@ -73,7 +73,7 @@ def test_the_last_layer_for_sampled_rows(
 
 @torch.inference_mode()
 def test_what_graphs_hold(tmp_path: Path) -> None:
-    """All layers but the last for more tokens than there are, with nothing but the plans to say
+    """All layers but the last for more tokens than there are, with nothing but the plans to show
     which rows decode."""
     tiny_model("qwen3", tmp_path, vocab_size=100, hidden_size=128, **HEADS)
     graph, whole = (Bound(tmp_path, kernels=True) for _ in range(2))

@@ -1,5 +1,5 @@
 """Tests with real weights, which `make test-models` fetches: over half a gigabyte, so that they run
-only where `--models FOLDER` says where they are."""
+only where `--models FOLDER` names their folder."""
 
 from __future__ import annotations
 

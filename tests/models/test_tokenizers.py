@@ -21,7 +21,7 @@ from tests.models.files import GEMMA, QWEN
 from tests.real_tokenizers import TEXTS, qwen_folder
 
 ROOT = Path(__file__).parents[2]
-#: What a GGUF file says of each piece of a vocabulary.
+#: What a GGUF file has of each piece of a vocabulary.
 COLUMNS = ("tokens", "scores", "token_type")
 
 
