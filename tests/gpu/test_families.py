@@ -136,6 +136,22 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, graphs: bool) -> No
     check_greedy(case, "cuda", graphs)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "phi3"])
+def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    """With norms after the all-reduce, norms over whole projections, and merged projections."""
+    case = make_case(name, tmp_path, "cuda")
+    no_end = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logit_bias={2: -100.0}
+    )
+    ranks = {"parallel__tensor_parallel_size": 2, "parallel__executor": "multiprocess"}
+    with running(case.folder, "cuda", **ranks) as llm:
+        assert llm.frontend.engines[0].report.graph_bytes > 0
+        outputs = llm.generate(case.prompts, no_end)
+    assert [output.token_ids for output in outputs] == case.expected
+
+
 def logprobs_of(
     folder: Path, dtype: torch.dtype, device: str, sequences: Sequence[Sequence[int]]
 ) -> torch.Tensor:
