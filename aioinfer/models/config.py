@@ -98,6 +98,17 @@ class DecoderConfig:
         """Returns the fields that a family reads itself, those above among them that differ."""
         return {}
 
+    def attention_shape(self, number: int) -> dict[str, Any]:
+        """Returns the arguments of `LayerMaker.attention` that nearly all families set alike, for
+        layer `number`."""
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "rope": self.rope,
+            "window": self.windows[number],
+        }
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raises `ConfigError`, naming the sizes that would work, unless heads and MLP divide among
         `size` ranks."""

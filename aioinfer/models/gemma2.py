@@ -63,6 +63,11 @@ class Gemma2Config(DecoderConfig):
             "bias": bool(config.get("attention_bias", False)),
         }
 
+    def attention_shape(self, number: int) -> dict[str, Any]:
+        """Layers with a window have a RoPE of their own."""
+        shape = DecoderConfig.attention_shape(self, number)
+        return shape if self.windows[number] is None else {**shape, "rope": self.local_rope}
+
 
 class Gemma2Model(DecoderModel):
     """Norms before and after attention and MLP; all norms store their weights less one."""
@@ -70,20 +75,15 @@ class Gemma2Model(DecoderModel):
     def __init__(self, config: Gemma2Config, make: LayerMaker):
         def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
-            window = config.windows[number]
             attention = make.attention(
                 f"{prefix}.self_attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                rope=config.rope if window is None else config.local_rope,
+                **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm", unit_offset=True),
                 post_norm=make.norm(f"{prefix}.post_attention_layernorm", unit_offset=True),
                 bias=config.bias,
                 output_bias=config.bias,
                 head_norms=config.head_norms,
                 unit_offset=True,
-                window=window,
                 scale=config.scale,
                 soft_cap=config.soft_cap,
             )

@@ -42,10 +42,7 @@ class GraniteModel(DecoderModel):
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                rope=config.rope,
+                **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 residual_scale=config.residual_multiplier,
                 bias=config.attention_bias,

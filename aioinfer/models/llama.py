@@ -46,11 +46,7 @@ class LlamaModel(DecoderModel):
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                rope=config.rope,
-                window=config.windows[number],
+                **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,

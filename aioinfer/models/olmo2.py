@@ -34,10 +34,7 @@ class Olmo2Model(DecoderModel):
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                rope=config.rope,
+                **config.attention_shape(number),
                 norm=None,
                 post_norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 bias=config.attention_bias,

@@ -45,11 +45,7 @@ class Phi3Model(DecoderModel):
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                rope=config.rope,
-                window=config.windows[number],
+                **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 merged="qkv_proj",
             )

@@ -54,11 +54,7 @@ class QwenModel(DecoderModel):
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                rope=config.rope,
-                window=config.windows[number],
+                **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 bias=config.qkv_bias,
                 output_bias=config.output_bias,
