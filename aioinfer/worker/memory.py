@@ -6,6 +6,7 @@ ranks agree on the numbers of blocks, `make_kv`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from bisect import bisect_right
 from collections.abc import Callable
@@ -18,6 +19,10 @@ from aioinfer.errors import ConfigError
 from aioinfer.worker.kv_division import CacheDemand, divide_memory
 
 GIB = 2**30
+# of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_INT = 2**31 - 1
+_KEPT_ALLOCATION_BYTES = 2**30
 
 
 def available_bytes(
@@ -156,3 +161,15 @@ def _round_up(value: float) -> float:
     """Returns `value` rounded up to two decimals, or to two digits if it is smaller."""
     decimals = max(2, 1 - math.floor(math.log10(value)))
     return math.ceil(value * 10**decimals) / 10**decimals
+
+
+def keep_freed_memory() -> None:
+    """Makes the C library keep what is freed for the allocations that follow.
+
+    glibc otherwise returns large freed blocks to the kernel, and a step's intermediate tensors then
+    cost a page fault for each 4 KiB again in every layer. Without glibc it does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_ALLOCATION_BYTES)

@@ -26,7 +26,7 @@ from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
-from aioinfer.worker.memory import available_bytes, count_blocks
+from aioinfer.worker.memory import available_bytes, count_blocks, keep_freed_memory
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
@@ -194,6 +194,7 @@ class Worker:
         """
         runner = self._runner
         if isinstance(runner, ModelRunner):
+            keep_freed_memory()
             self._run_warm_up_steps()
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
