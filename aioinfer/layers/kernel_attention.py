@@ -71,11 +71,6 @@ class AttentionPlans:
             for prefill in self._prefills.values():
                 plan_prefill(prefill, starts, lens, num_decodes, tokens)
 
-    def clear_prefills(self) -> None:
-        """Sets the plans to no prefill."""
-        for prefill in self._prefills.values():
-            prefill.tiles.zero_()
-
 
 class KernelAttention:
     """The attention of one layer: norm and rotation of queries and keys, cache, attention.

@@ -1,4 +1,5 @@
-"""How much memory a worker has for its KV cache, and the cache itself.
+"""A worker's memory: how much of it the KV cache may have, the cache's tensors, and what the C
+library does with freed memory on a CPU.
 
 The worker calls `available_bytes` once its weights are loaded, then `count_blocks`, and when all
 ranks agree on the numbers of blocks, `make_kv`.
@@ -8,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from bisect import bisect_right
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from aioinfer.config import Config
@@ -135,9 +136,9 @@ def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    pages = np.zeros(size + 64, np.uint8)  # calloc, where torch.zeros would write all of it
-    aligned = -pages.ctypes.data % 64
-    return torch.from_numpy(pages[aligned : aligned + size]).view(dtype).view(shape)
+    # torch.zeros would write all of it, as calloc would where it gets memory that was freed
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _memory_remedy(config: Config, device: torch.device, missing: int) -> str:
