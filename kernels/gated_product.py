@@ -356,11 +356,6 @@ def interleave(weight: torch.Tensor) -> torch.Tensor:
     return weight.unflatten(0, (2, -1, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
-def separate(weight: torch.Tensor) -> torch.Tensor:
-    """Inverse of `interleave`."""
-    return weight.unflatten(0, (-1, 2, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
-
-
 def gated_product_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`gated_product` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
     return gated_activation_reference(x @ weight.T)

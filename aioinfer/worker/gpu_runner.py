@@ -1,13 +1,17 @@
 """One step of the model on a GPU: a plan is uploaded in one copy, kernels do the rest, the tokens
 come back in another.
 
-The counterpart of `model_runner` for devices with Triton kernels. A step that only decodes is one
-CUDA graph, from the growth of block tables to the sampled tokens, replayed for the next larger
-captured number of rows. Of a step with prompts the layers are a graph, all but the last, for the
-next larger captured number of tokens: launched one by one, their kernels cost the host more time
-than a small model's cost the GPU. The host waits for nothing: it stages a plan in pinned memory
-(`staging`), launches, and has the tokens copied back on a stream of their own, so that the next
-step can be launched behind this one.
+The counterpart of `model_runner` for devices with Triton kernels. They are two classes since they
+share no step but the calls of the model: here every input has a buffer that graphs and kernels
+refer to; on a CPU a step computes on tensors of just its size, and such buffers would be copies
+without use.
+
+A step that only decodes is one CUDA graph, from the growth of block tables to the sampled tokens,
+replayed for the next larger captured number of rows. Of a step with prompts the layers are a graph,
+all but the last, for the next larger captured number of tokens: launched one by one, their kernels
+cost the host more time than a small model's cost the GPU. The host waits for nothing: it stages a
+plan in pinned memory (`staging`), launches, and has the tokens copied back on a stream of their
+own, so that the next step can be launched behind this one.
 """
 
 from __future__ import annotations
@@ -292,6 +296,8 @@ class GpuModelRunner:
         later without a warning), that ends here.
         """
         if self._use_graphs:
+            # a capture begins by giving unused memory back, which would count against the graphs
+            torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(self.slots.device)[0]
             pool = torch.cuda.graph_pool_handle()
             self._plan.clear_growth()
