@@ -254,16 +254,52 @@ class ServerConfig:
         minimum=1,
     )
     max_connections: int = key(
-        "Maximum number of connections, idle ones included; further ones are answered 503 (dropped "
-        "under TLS). The process's hard limit of file descriptors may allow fewer.",
+        "Maximum number of connections, idle ones included. Beyond it, one that waits for a "
+        "request is closed, and if there is none, the new one is answered 503 (dropped under TLS). "
+        "The process's hard limit of file descriptors may allow fewer.",
         8192,
         minimum=1,
+    )
+    max_buffered_body_bytes: int = key(
+        "Maximum number of bytes of all request bodies together that are being received or "
+        "decoded; a request that would exceed it is answered 503. The first 64 KiB of each body do "
+        "not count.",
+        256 * 2**20,
+        minimum=1,
+    )
+    header_timeout_s: float = key(
+        "Seconds in which a new connection must deliver a request's head, and a kept-alive one the "
+        "rest of a head that has begun; then it is answered 408 and closed.",
+        60.0,
+        above=0,
+    )
+    body_timeout_s: float = key(
+        "Seconds at whose end a client must have delivered a request body, or at least 1 KiB a "
+        "second of it since the last such check; otherwise the request is answered 408.",
+        60.0,
+        above=0,
+    )
+    keepalive_timeout_s: float = key(
+        "Seconds after which a kept-alive connection without a request is closed.", 75.0, above=0
+    )
+    allowed_hosts: list[str] = key(
+        "Names that the `Host` header of a request may have, without port; `*.example.org` is all "
+        "names below a domain, `*` is any name. Others are answered 421: a web page could reach "
+        "the server by a name of its own (DNS rebinding). Default: localhost's names where only "
+        "this machine can connect by TCP, otherwise any.",
+        [],
     )
     request_timeout_s: float | None = key(
         "Seconds from its arrival after which a request is ended: 504, or an error event in a "
         "stream. A request's own `timeout_s` may shorten it. Default: never.",
         None,
         above=0,
+    )
+    shutdown_delay_s: float = key(
+        "Seconds for which the server goes on accepting requests after SIGTERM, while "
+        "`/health/ready` is 503 already: time for load balancers to notice.",
+        0.0,
+        minimum=0,
     )
     shutdown_timeout_s: float = key(
         "Seconds that SIGTERM waits for running requests; a second signal does not wait.",

@@ -38,6 +38,15 @@ class OverloadedError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class NotReadyError(RequestError):
+    """The server is starting or shutting down; another one may take the request on, or this one
+    after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1):
+        super().__init__(message, status=503, code="not_ready")
+        self.retry_after_s = retry_after_s
+
+
 class EngineDeadError(AioinferError):
     """A worker died or hung, or the engine was closed: no request can be served any more."""
 

@@ -60,7 +60,7 @@ def serve(streams: int, delay_ms: float, address: Any) -> None:
         }
         frontend = await make_frontend(streams + BURST, delay_ms / 1e3, settings)
         settle_process()
-        address.put(await HttpServer(frontend).start())
+        address.put(await HttpServer(frontend.config, frontend).start())
         await frontend.wait_dead()
 
     uvloop.run(run())
@@ -206,7 +206,7 @@ async def open_idle(url: str, number: int) -> list[asyncio.StreamWriter]:
 
     async def open_one() -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 "), head
         return writer

@@ -199,7 +199,7 @@ def read_streams(url: str, streams: int, tokens: int, seed: int, begin: Any, cou
             }
         ).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n"
         )
         writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
@@ -321,9 +321,10 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
 async def compare(streams: int, tokens: int, delay_s: float, seed: int) -> tuple[Figures, Figures]:
     """Returns the figures of the server and of the baseline, each on an engine of its own."""
     figures = []
-    for kind in (HttpServer, PlainServer):
+    for is_plain in (False, True):
         frontend = await make_frontend(streams, delay_s)
-        figures.append(await measure(frontend, kind(frontend), streams, tokens, seed))
+        server = PlainServer(frontend) if is_plain else HttpServer(frontend.config, frontend)
+        figures.append(await measure(frontend, server, streams, tokens, seed))
         await frontend.close()
     return figures[0], figures[1]
 

@@ -105,10 +105,12 @@ async def test_health_needs_no_key() -> None:
 
 async def test_only_monitoring_and_the_page_need_no_key() -> None:
     """Every route of the application is requested without a key."""
-    open_paths = {"/health", "/metrics", *PAGE_FILES}
+    open_paths = {"/health", "/health/live", "/health/ready", "/metrics", *PAGE_FILES}
     server = make_server(api_keys=["key"])
     async with aiohttp.ClientSession(await server.start()) as http:
-        paths = {route.resource.canonical for route in server._runner.app.router.routes()}
+        assert server._application is not None
+            routes = server._application.app.router.routes()
+            paths = {route.resource.canonical for route in routes if route.resource}
         assert open_paths < paths
         for path in paths:
             for method in ("GET", "POST"):

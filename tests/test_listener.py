@@ -27,7 +27,7 @@ from tests.test_server import make_server
 
 TLS = Path(__file__).parent / "tls"
 CERTIFIED = {"tls_certificate": str(TLS / "certificate.pem"), "tls_key": str(TLS / "key.pem")}
-GET = b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

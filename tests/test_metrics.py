@@ -224,7 +224,7 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
     frontend = SimpleNamespace(
         config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True
     )
-    server = HttpServer(cast(Frontend, frontend))
+    server = HttpServer(config, cast(Frontend, frontend))
     url = await server.start()
     async with aiohttp.ClientSession(url) as http, http.get("/metrics") as response:
         assert response.status == 200

@@ -37,7 +37,7 @@ async def serve(**settings: Any) -> AsyncIterator[tuple[Frontend, HttpServer, st
     frontend = await make_frontend(
         4, 0.005, {name.replace("__", "."): value for name, value in settings.items()}
     )
-    server = HttpServer(frontend)
+    server = HttpServer(frontend.config, frontend)
     with blockbuster_ctx():
         try:
             yield frontend, server, await server.start()
@@ -368,11 +368,11 @@ async def test_a_reader_that_stalls_costs_bounded_memory_and_no_time_at_the_end(
             stalled.setblocking(False)
             await asyncio.get_running_loop().sock_connect(stalled, ("127.0.0.1", URL(url).port))
             await asyncio.get_running_loop().sock_sendall(
-                stalled, b"GET /page/live HTTP/1.1\r\nHost: x\r\n\r\n"
+                stalled, b"GET /page/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
             )
-            assert server._runner.server is not None
+            assert server._connections is not None
             await until(lambda: frontend.engines[0].metrics.steps.num_watchers)
-            (connection,) = server._runner.server.connections
+            (connection,) = server._connections.connections
             transport = connection.transport
             assert transport is not None
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -116,7 +116,7 @@ class Server:
         config = load_config(CONFIG, changed)
         self.frontend = Frontend(config, [RingExecutor(config)])
         await self.frontend.start(resolve_model(config.model))
-        self._http = HttpServer(self.frontend)
+        self._http = HttpServer(self.frontend.config, self.frontend)
         self._session = aiohttp.ClientSession(await self._http.start())
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -23,7 +23,7 @@ from aioinfer.errors import ConfigError, RequestError
 REQUEST_ID_HEADER = "X-Request-Id"
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
-_OPEN_PATHS = frozenset(("/health", "/metrics", *PAGE_FILES))
+_OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *PAGE_FILES))
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 _KEY = re.compile(r"[\x21-\x7e]+")
 #: Seconds for which a browser may remember the answer to a preflight.
@@ -84,8 +84,8 @@ API_KEYS = web.AppKey("api_keys", ApiKeys)
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 401 to a request without a right key, whatever its path, but for `/health`,
-    `/metrics` and the files of the page."""
+    """Answers 401 to a request without a right key, whatever its path, but for `/health` and
+    what is below it, `/metrics` and the files of the page."""
     if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(
         request.headers.get("Authorization")
     ):

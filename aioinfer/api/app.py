@@ -15,7 +15,7 @@ from typing import Any
 
 import uvloop
 
-from aioinfer.api.server import HttpServer, check_files
+from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.startup import StartupDisplay
@@ -37,11 +37,13 @@ def run(config: Config) -> int:
 
 
 async def serve(config: Config, announce: Callable[[str], None] | None = None) -> int:
-    """Launches the engine, listens once it is ready, and ends in order.
+    """Listens, launches the engine, serves once it is ready, and ends in order.
 
-    The first SIGTERM or SIGINT stops listening and waits for the requests under way, at most
-    `server.shutdown_timeout_s`; the second does not wait. When the engine dies, running streams get
-    their error events and the server ends by itself.
+    Until the engine is ready, requests are answered 503. After the first SIGTERM or SIGINT the
+    server reports that it is not ready, goes on for `server.shutdown_delay_s`, then refuses new
+    requests and waits for those under way, at most `server.shutdown_timeout_s`; a second signal
+    does not wait. When the engine dies, running streams get their error events and the server ends
+    by itself.
 
     Args:
         config: the configuration.
@@ -55,12 +57,21 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
         EngineDeadError: a worker failed to start.
     """
     stop = _StopSignals()
+    server = HttpServer(config)
     try:
-        # a wrong one is reported now, and not after the model has been loaded
-        await asyncio.to_thread(check_files, config.server)
+        # a taken port or a missing file is reported now, and not after the model has been loaded
+        url = await server.start()
         frontend = await _launch(config, stop)
-        return 0 if frontend is None else await _serve(frontend, stop, announce or _print)
+        if frontend is None:
+            return 0
+        try:
+            await server.serve(frontend)
+            (announce or _print)(_ready_text(url, frontend))
+            return await _run(server, frontend, stop)
+        finally:
+            await frontend.close()  # ends what still runs, with error events
     finally:
+        await server.close()
         stop.close()
 
 
@@ -85,22 +96,25 @@ def settle_process() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str], None]) -> int:
-    server = HttpServer(frontend)
-    try:
-        announce(_ready_text(await server.start(), frontend))
-        await _first(stop.first.wait(), frontend.wait_dead())
-        if frontend.is_healthy():
-            drained = asyncio.wait_for(server.drain(), frontend.config.server.shutdown_timeout_s)
-            await _first(drained, stop.second.wait(), frontend.wait_dead())
-        died = not frontend.is_healthy()
-        if died:
-            sys.stderr.write(f"aioinfer: the engine has died: {frontend.dead_reason}\n")
-            await asyncio.sleep(_DEATH_NOTICE_S)
-    finally:
-        await frontend.close()  # ends what still runs, with error events
-        await server.close()
-    return 1 if died else 0
+async def _run(server: HttpServer, frontend: Frontend, stop: _StopSignals) -> int:
+    """Waits for a signal or the engine's death, and after a signal for the requests under way.
+
+    Returns the exit status.
+    """
+    settings = frontend.config.server
+    await _first(stop.first.wait(), frontend.wait_dead())
+    if frontend.is_healthy():
+        server.leave()
+        delay = asyncio.sleep(settings.shutdown_delay_s)
+        await _first(delay, stop.second.wait(), frontend.wait_dead())
+    if frontend.is_healthy() and not stop.second.is_set():
+        drained = asyncio.wait_for(server.drain(), settings.shutdown_timeout_s)
+        await _first(drained, stop.second.wait(), frontend.wait_dead())
+    if frontend.is_healthy():
+        return 0
+    sys.stderr.write(f"aioinfer: the engine has died: {frontend.dead_reason}\n")
+    await asyncio.sleep(_DEATH_NOTICE_S)
+    return 1
 
 
 class _StopSignals:

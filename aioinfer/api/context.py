@@ -9,6 +9,7 @@ from aiohttp import web
 
 from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
 from aioinfer.api.rate_limit import RATE_LIMITER
+from aioinfer.api.request_body import REQUEST_BODIES
 from aioinfer.api.token_list import decode_large
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
@@ -32,9 +33,9 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     """Reads, decodes and checks a request's JSON body.
 
     Raises:
-        RequestError: 415 for another content type or a compressed body, 413 for a body beyond
-            `server.max_body_bytes` (which is not read to its end), 404 for a model that is not
+        RequestError: 415 for another content type or a compressed body, 404 for a model that is not
             served, 400 for anything else that is wrong with it.
+        web.HTTPRequestEntityTooLarge, OverloadedError: see `HeldBody.receive`.
     """
     await request.app[RATE_LIMITER].enter()
     config = request.app[FRONTEND].config
@@ -48,15 +49,13 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         raise RequestError(
             "compressed bodies are not understood", status=415, code="unsupported_media_type"
         )
-    limit = config.server.max_body_bytes
-    if request.content_length is not None and request.content_length > limit:
-        raise web.HTTPRequestEntityTooLarge(limit)
-    raw = await request.read()
-    body = (
-        decode(raw, kind)
-        if len(raw) <= _SMALL_BODY
-        else await asyncio.to_thread(decode_large, raw, kind)
-    )
+    with request.app[REQUEST_BODIES].hold() as held:
+        raw = await held.receive(request)
+        body = (
+            decode(raw, kind)
+            if len(raw) <= _SMALL_BODY
+            else await asyncio.to_thread(decode_large, raw, kind)
+        )
     check_model(config, body.model)
     return body
 

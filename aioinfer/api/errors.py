@@ -8,25 +8,43 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from aioinfer.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from aioinfer.errors import (
+    EngineDeadError,
+    GenerationError,
+    NotReadyError,
+    OverloadedError,
+    RequestError,
+)
 
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+#: Messages may quote what a client sent, and the client may have sent megabytes.
+_MAX_MESSAGE_CHARS = 400
 
 
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP
-    status."""
+    status. Of a long message only the beginning and the end are kept."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else _shorten(param)
+    return {"error": {"message": _shorten(message), "type": kind, "param": param, "code": code}}
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_MESSAGE_CHARS:
+        return text
+    half = _MAX_MESSAGE_CHARS // 2 - 2
+    return f"{text[:half]} … {text[-half:]}"
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -70,17 +88,33 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except ConnectionError:
         raise
     except Exception as error:
-        status, body = describe(error)
-        return json_response(body, status=status, headers=_headers(status, error))
+        return error_response(error)
+
+
+def error_response(error: Exception) -> web.Response:
+    """Returns the response that answers an exception."""
+    status, body = describe(error)
+    return json_response(body, status=status, headers=_headers(status, error))
 
 
 def _headers(status: int, error: Exception) -> dict[str, str]:
     """Returns the headers that tell a client what to do about an error."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return {"Allow": error.headers["Allow"]}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | NotReadyError):
         return {"Retry-After": str(error.retry_after_s)}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+
+
+def raw_response(status: int, body: Any, headers: bytes = b"") -> bytes:
+    """Returns a whole JSON response of HTTP/1.1 that closes its connection, for where there is no
+    request that aiohttp could answer. `headers` are further lines, each with its line end."""
+    data = orjson.dumps(body)
+    return (
+        b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s"
+        b"Connection: close\r\n\r\n%s"
+        % (status, HTTPStatus(status).phrase.encode(), len(data), headers, data)
+    )
 
 
 def json_response(

@@ -1,7 +1,9 @@
-"""What the server reports about itself: `/v1/models`, `/v1/models/{id}`, `/health`, `/version`."""
+"""What the server reports about itself: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and
+what is below it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -9,7 +11,21 @@ from aiohttp import web
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
 from aioinfer.api.errors import json_response
-from aioinfer.errors import EngineDeadError
+from aioinfer.errors import EngineDeadError, NotReadyError
+
+
+@dataclass(slots=True)
+class Readiness:
+    """Whether load balancers should send requests.
+
+    Attributes:
+        obstacle: why not; None when they should.
+    """
+
+    obstacle: str | None = None
+
+
+READINESS = web.AppKey("readiness", Readiness)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -36,6 +52,20 @@ async def health(request: web.Request) -> web.Response:
     if not frontend.is_healthy():
         raise EngineDeadError(frontend.dead_reason)
     return json_response({"status": "ok"})
+
+
+async def live(request: web.BaseRequest) -> web.Response:
+    """Answers 200 as long as the process answers at all: while the model is being loaded, when
+    requests end, and when the engine is dead."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Answers 200 while requests should be sent to this server, and 503 with the reason before and
+    after that."""
+    if (obstacle := request.app[READINESS].obstacle) is not None:
+        raise NotReadyError(obstacle)
+    return await health(request)
 
 
 async def version(request: web.Request) -> web.Response:

@@ -3,7 +3,8 @@
 
 Connections are accepted here and not by the event loop's own server, which sets no bound: a
 connection counts from the moment it is accepted, be it in a TLS handshake, idle or at work. File
-descriptors are the process's scarcest resource; without any left, it could not even reject.
+descriptors are the process's scarcest resource; without any left, it could not even reject. When
+there is no room, connections that wait for a request are closed first (`connections`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import socket
 import ssl
 import stat
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import orjson
-from aiohttp import web
-
-from aioinfer.api.errors import error_body
+from aioinfer.api.connections import Connection, ConnectionServer
+from aioinfer.api.errors import error_body, raw_response
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
 
@@ -41,17 +41,14 @@ _REJECTION_TIMEOUT_S = 1.0
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-_REJECTION_BODY = orjson.dumps(
+_REJECTION = raw_response(
+    503,
     error_body(
         503,
         "the server has as many connections as it may; try again later",
         code="too_many_connections",
-    )
-)
-_REJECTION = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: "
-    b"1\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_REJECTION_BODY), _REJECTION_BODY)
+    ),
+    b"Retry-After: 1\r\n",
 )
 
 
@@ -59,7 +56,7 @@ class Listener:
     """Accepts connections for an HTTP server until `stop`; those beyond the bound are answered 503
     and closed."""
 
-    def __init__(self, server: web.Server, config: ServerConfig, tls: ssl.SSLContext | None):
+    def __init__(self, server: ConnectionServer, config: ServerConfig, tls: ssl.SSLContext | None):
         self._server = server
         self._config = config
         self._tls = tls
@@ -67,12 +64,12 @@ class Listener:
         self._max_connections = _allow_descriptors(config.max_connections)
         self._sockets: list[socket.socket] = []
         self._unix_file: tuple[Path, int] | None = None
-        self._opening: set[Any] = set()  # protocols whose connections are being set up
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_rejected = 0
 
-    async def start(self) -> str:
-        """Begins to listen and returns the URL, `unix:PATH` for a Unix socket.
+    async def bind(self) -> str:
+        """Binds the address and returns the URL, `unix:PATH` for a Unix socket. Clients that
+        connect have to wait for `listen`.
 
         Raises `ConfigError` if the address cannot be bound.
         """
@@ -84,9 +81,12 @@ class Listener:
         except OSError as error:
             await self.stop()
             raise ConfigError(f"cannot listen at {_place(self._config)}: {error}") from error
+        return url
+
+    def listen(self) -> None:
+        """Begins to accept connections."""
         for sock in self._sockets:
             self._listen(sock)
-        return url
 
     async def _open_tcp(self) -> str:
         host, port = self._config.host, self._config.port
@@ -125,6 +125,14 @@ class Listener:
 
     # ---------------------------------------------------------------- connections
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect, by TCP."""
+        return bool(self._sockets) and all(
+            sock.family != socket.AF_UNIX and ip_address(sock.getsockname()[0]).is_loopback
+            for sock in self._sockets
+        )
+
     def _listen(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:  # `stop` may have come during a pause
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -150,11 +158,7 @@ class Listener:
                 self._reject(connection)
 
     def _has_room(self) -> bool:
-        connections = self._server.connections
-        if len(connections) + len(self._opening) < self._max_connections:
-            return True
-        # what has just been set up is in both
-        return len(self._opening.union(connections)) < self._max_connections
+        return len(self._server.open) < self._max_connections or self._server.make_room()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -164,10 +168,10 @@ class Listener:
     def _open(self, connection: socket.socket) -> Any:
         """Counts a connection at once and returns the coroutine that sets it up."""
         protocol = self._server()
-        self._opening.add(protocol)
+        protocol.socket = connection
         return self._set_up(connection, protocol)
 
-    async def _set_up(self, connection: socket.socket, protocol: Any) -> None:
+    async def _set_up(self, connection: socket.socket, protocol: Connection) -> None:
         timeout = _HANDSHAKE_TIMEOUT_S if self._tls else None
         try:
             await self._loop.connect_accepted_socket(
@@ -175,8 +179,9 @@ class Listener:
             )
         except OSError:  # the client went away, or its handshake failed
             connection.close()
+            self._server.forget(protocol)
         finally:
-            self._opening.discard(protocol)
+            protocol.socket = None
 
     def _reject(self, connection: socket.socket) -> None:
         """Answers a connection for which there is no room, and closes it."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from aioinfer.api import chat, completions, info, metrics, page, tokenization
 from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
+from aioinfer.api.connections import Connection, ConnectionServer
 from aioinfer.api.context import FRONTEND, STARTED
-from aioinfer.api.errors import Handler, json_errors
+from aioinfer.api.errors import Handler, error_response, json_errors
+from aioinfer.api.hosts import AllowedHosts
+from aioinfer.api.info import READINESS, Readiness
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
-from aioinfer.config import ServerConfig
+from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
+from aioinfer.config import Config
+from aioinfer.errors import NotReadyError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -25,30 +30,22 @@ if TYPE_CHECKING:
 _LAST_EVENTS_S = 0.5
 
 
-def check_files(config: ServerConfig) -> None:
-    """Raises `ConfigError` if the file of API keys, or a TLS file, cannot be used."""
-    ApiKeys.load(config)
-    tls_context(config)
-
-
 class HttpServer:
-    """Serves a model on a socket. Nothing listens before `start`."""
+    """Serves a model on a socket. Nothing listens before `start`; before `serve`, requests are
+    answered 503."""
 
-    def __init__(self, frontend: Frontend):
-        self._config = frontend.config.server
+    def __init__(self, config: Config, frontend: Frontend | None = None):
+        """With a `frontend`, `start` calls `serve` as well."""
+        self._config = config.server
+        self._frontend = frontend
         self._listener: Listener | None = None
+        self._connections: ConnectionServer | None = None
+        self._readiness = Readiness("the server is starting")
+        self._application: _Application | None = None
         self._draining = False
         self._num_handling = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._runner = web.AppRunner(
-            self._make_app(frontend),
-            # or the handler of a client that went away would wait for the whole output
-            handler_cancellation=True,
-            auto_decompress=False,  # a small body could unpack to a huge one
-            access_log=None,
-            shutdown_timeout=_LAST_EVENTS_S,
-        )
 
     def _make_app(self, frontend: Frontend) -> web.Application:
         cors = Cors(self._config.cors_origins)
@@ -59,29 +56,85 @@ class HttpServer:
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
         app[FRONTEND] = frontend
+        app[API_KEYS] = self._keys
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
+        app[REQUEST_BODIES] = RequestBodies(self._config)
+        app[READINESS] = self._readiness
         app[STARTED] = int(time.time())
-        app.router.add_post("/v1/completions", completions.create_completion)
-        app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
+        for path, handler in (
+            ("/v1/completions", completions.create_completion),
+            ("/v1/chat/completions", chat.create_chat_completion),
+            ("/tokenize", tokenization.tokenize),
+            ("/detokenize", tokenization.detokenize),
+        ):
+            app.router.add_post(path, handler, expect_handler=defer_continue)
         app.router.add_get("/v1/models", info.list_models)
         app.router.add_get("/v1/models/{id:.+}", info.get_model)
-        app.router.add_post("/tokenize", tokenization.tokenize)
-        app.router.add_post("/detokenize", tokenization.detokenize)
         app.router.add_get("/health", info.health)
+        app.router.add_get("/health/live", info.live)
+        app.router.add_get("/health/ready", info.ready)
         app.router.add_get("/metrics", metrics.show_metrics)
         app.router.add_get("/version", info.version)
         page.add_page(app)
         return app
 
+    # ---------------------------------------------------------------- requests
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers what is refused by a request's head alone, and hands the rest to the
+        application."""
+        try:
+            self._check_head(request)
+        except RequestError as error:
+            return error_response(error)
+        if self._application is not None:
+            return await self._application.handle(request)
+        if request.path == "/health/live":
+            return await info.live(request)
+        return error_response(NotReadyError("the server is starting"))
+
+    def _check_head(self, request: web.BaseRequest) -> None:
+        """Raises `RequestError` for a name that is not the server's, or an expectation that is
+        unknown; refuses versions of HTTP other than 1.0 and 1.1."""
+        if request.version not in (HttpVersion10, HttpVersion11):
+            cast(Connection, request.protocol).refuse(
+                505, "only HTTP/1.1 and HTTP/1.0 are understood", "unsupported_http_version"
+            )
+        if not self._hosts.admits(request.headers.get("Host")):
+            raise RequestError(
+                "the Host header names another server; server.allowed_hosts lists the names that "
+                "are answered",
+                status=421,
+                code="host_not_allowed",
+            )
+        expectation = request.headers.get("Expect", "100-continue")
+        if request.version == HttpVersion11 and expectation.lower() != "100-continue":
+            raise RequestError(
+                "the only expectation that is understood is 100-continue",
+                status=417,
+                code="unknown_expectation",
+            )
+
+    def _make_request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
+    ) -> web.BaseRequest:
+        if self._application is not None:
+            return self._application.make_request(message, payload, protocol, writer, task)
+        return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop())
+
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts the requests that are being handled, for `drain`; while that waits, replies close
-        their connections."""
+        """Counts the requests that are being handled, for `drain`; while that waits, new requests
+        on connections that are open still are refused."""
         self._num_handling += 1
         self._idle.clear()
         try:
-            response = await handler(request)
+            response: web.StreamResponse
+            if self._draining and request.path != "/health/live":
+                response = error_response(NotReadyError("the server is shutting down"))
+            else:
+                response = await handler(request)
             if self._draining:
                 response.force_close()
             return response
@@ -90,6 +143,8 @@ class HttpServer:
             if not self._num_handling:
                 self._idle.set()
 
+    # ---------------------------------------------------------------- life
+
     async def start(self) -> str:
         """Begins to listen and returns the URL (`unix:PATH` for a Unix socket).
 
@@ -97,17 +152,38 @@ class HttpServer:
             ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
                 be used.
         """
-        self._runner.app[API_KEYS] = await asyncio.to_thread(ApiKeys.load, self._config)
+        self._keys = await asyncio.to_thread(ApiKeys.load, self._config)
         tls = await asyncio.to_thread(tls_context, self._config)
-        await self._runner.setup()
-        assert self._runner.server is not None
-        self._listener = Listener(self._runner.server, self._config, tls)
-        return await self._listener.start()
+        self._connections = ConnectionServer(self._handle, self._make_request, self._config)
+        self._listener = Listener(self._connections, self._config, tls)
+        url = await self._listener.bind()
+        self._hosts = AllowedHosts.of(
+            self._config.allowed_hosts,
+            self._config.host,
+            is_loopback=self._listener.is_loopback,
+        )
+        if self._frontend is not None:
+            await self.serve(self._frontend)
+        self._listener.listen()
+        return url
+
+    async def serve(self, frontend: Frontend) -> None:
+        """From now on answers requests by a model that is loaded."""
+        self._application = _Application(self._make_app(frontend))
+        await self._application.start()
+        self._readiness.obstacle = None
+
+    def leave(self) -> None:
+        """From now on reports on `/health/ready` that no more requests should be sent, and answers
+        those that come all the same."""
+        self._readiness.obstacle = "the server is shutting down"
 
     async def drain(self) -> None:
         """Stops listening, and returns when the requests that have come are answered."""
+        self.leave()
         self._draining = True
-        await page.end_live_streams(self._runner.app)
+        if self._application is not None:
+            await page.end_live_streams(self._application.app)
         if self._listener is not None:
             await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop what is still to come of a body
@@ -117,4 +193,35 @@ class HttpServer:
         """Closes all connections, after half a second for handlers that are about to end."""
         if self._listener is not None:
             await self._listener.close()
+        if self._connections is not None:
+            await asyncio.sleep(0)  # requests that have come begin to be handled
+            self._connections.pre_shutdown()
+        if self._application is not None:
+            await self._application.shutdown()
+        if self._connections is not None:
+            await self._connections.shutdown(_LAST_EVENTS_S)
+            self._connections.close()
+
+
+class _Application:
+    """aiohttp's application without a server of its own.
+
+    Attributes:
+        handle: answers a request that `make_request` has made.
+    """
+
+    def __init__(self, app: web.Application):
+        self.app = app
+        self._runner = web.AppRunner(app)
+
+    async def start(self) -> None:
+        """Prepares the application for requests."""
+        await self._runner.setup()
+        if self._runner.server is None:
+            raise RuntimeError("the application has no server")
+        self.handle = self._runner.server.request_handler
+        self.make_request = self._runner.server.request_factory
+
+    async def shutdown(self) -> None:
+        """Ends what the application runs beside the requests."""
         await self._runner.cleanup()

@@ -104,7 +104,7 @@ async def serve(**settings: Any) -> AsyncIterator[Served]:
             None, usual | {name.replace("__", "."): value for name, value in settings.items()}
         )
     )
-    server = HttpServer(frontend)
+    server = HttpServer(frontend.config, frontend)
     url = await server.start()
     async with aiohttp.ClientSession(url) as http:
         yield Served(frontend, server, url, http)

@@ -215,7 +215,7 @@ async def test_a_large_body_is_refused_by_its_length(served: Served) -> None:
     """The answer comes although the 50 MB are only announced: nobody waits for them."""
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {50 * 2**20}\r\n\r\n"
     )
     writer.write(head.encode() + b'{"prompt": "')
@@ -255,7 +255,7 @@ async def test_a_body_that_never_ends(served: Served) -> None:
     """A client that goes away in the middle of its body leaves no handler behind."""
     _, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)
     writer.write(
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: "
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
         f"application/json\r\nContent-Length: 99\r\n\r\n{{".encode()
     )
     await writer.drain()

@@ -28,7 +28,7 @@ async def client(
     away."""
     raw = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(raw)}\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(served.url).port)

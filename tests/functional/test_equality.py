@@ -150,7 +150,7 @@ def serving(llm: LLM) -> Iterator[str]:
     """Serves an offline engine; gives the URL."""
 
     async def start() -> tuple[HttpServer, str]:
-        server = HttpServer(llm.frontend)
+        server = HttpServer(llm.frontend.config, llm.frontend)
         return server, await server.start()
 
     server, url = llm._call(start())

@@ -268,7 +268,7 @@ async def test_preemptions() -> None:
         "parallel.cpu_threads": 1, "server.port": 0, "server.served_model_names": ["smollm2"],
     }  # fmt: skip
     frontend = await Frontend.launch(load_config(None, settings))
-    server = HttpServer(frontend)
+    server = HttpServer(frontend.config, frontend)
     try:
         async with aiohttp.ClientSession(await server.start()) as http:
             change = await Change.begin(http)

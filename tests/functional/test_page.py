@@ -642,7 +642,7 @@ async def test_the_live_stream_is_open_only_while_the_page_can_be_seen(page: Pag
 
 async def test_each_engine_has_its_panel(browser: Page) -> None:
     frontend = await make_frontend(4, 0.005, {"parallel.data_parallel_size": 2})
-    server = HttpServer(frontend)
+    server = HttpServer(frontend.config, frontend)
     try:
         await browser.open(await server.start())
         await browser.until("document.querySelectorAll('.engine').length === 2")

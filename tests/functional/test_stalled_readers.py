@@ -46,7 +46,7 @@ async def connect(url: str, *, stalls: bool) -> tuple[asyncio.StreamReader, asyn
         }
     ).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n"
     )
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
@@ -68,7 +68,7 @@ async def read_all(reader: asyncio.StreamReader) -> tuple[str, int]:
 
 async def serve() -> None:
     frontend = await make_frontend(FAST + STALLED, 0.02, {"server.served_model_names": [NAME]})
-    server = HttpServer(frontend)
+    server = HttpServer(frontend.config, frontend)
     url = await server.start()
     assert server._listener is not None
     # connections take after it; the system would buffer megabytes
@@ -82,10 +82,10 @@ async def serve() -> None:
     assert len({text for text, _ in texts}) > 1  # each slot has a text of its own
     # the stalled ones were computed to their ends as well
     assert frontend.engines[0].scheduler.is_idle
-    assert server._runner.server is not None
+    assert server._connections is not None
     waiting = [
         handler.transport.get_write_buffer_size()
-        for handler in server._runner.server.connections
+        for handler in server._connections.connections
         if handler.transport is not None
     ]
     assert len(waiting) >= STALLED

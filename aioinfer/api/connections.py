@@ -1,0 +1,269 @@
+"""The connections of clients: how long one may wait for a request head, and which are closed when
+there is no room for more.
+
+aiohttp reads and parses requests; it bounds neither the time that a head takes nor what it logs of
+one that is malformed. `ConnectionServer` makes the protocol object of each connection and knows
+those that wait for a request: `receiving` are new ones and those of which a part of a head has
+come, `idle` are kept-alive ones between two requests. The time-outs follow nginx's
+`client_header_timeout` and `keepalive_timeout`. `listener` accepts connections; `server` answers
+requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from aiohttp import http_exceptions, web
+
+from aioinfer.api.errors import describe, error_body, json_response, raw_response
+from aioinfer.api.limited_log import LimitedLog
+from aioinfer.config import ServerConfig
+
+#: A connection that has waited for less than this is not closed to make room for another.
+MIN_WAIT_S = 1.0
+#: aiohttp's own time-out of idle connections; it must never come before ours.
+_NEVER_S = 10 * 365 * 86400.0
+
+_log = logging.getLogger(__name__)
+
+RequestFactory = Callable[..., web.BaseRequest]
+RequestHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client.
+
+    Attributes:
+        socket: the accepted socket until the connection is set up, and None from then on.
+    """
+
+    __slots__ = ("_has_begun", "_server", "socket")
+
+    def __init__(self, server: ConnectionServer, loop: asyncio.AbstractEventLoop):
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=_NEVER_S,
+            access_log=None,  # type: ignore[arg-type]  # it is optional, and annotated otherwise
+            auto_decompress=False,  # a small body could unpack to a huge one
+        )
+        self.socket: socket.socket | None = None
+        self._server = server
+        self._has_begun = False  # whether a byte has come since the last request
+
+    def data_received(self, data: bytes) -> None:
+        if data:
+            self._has_begun = True
+            self._server.note_received(self)
+        super().data_received(data)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends what remains of a response; from now on the connection is idle."""
+        result = await super().finish_response(request, resp, start_time)
+        self._has_begun = False
+        if self.transport is not None:
+            self._server.note_idle(self)
+        return result
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answers a request that aiohttp could not parse, or whose handler raised.
+
+        aiohttp would log the request's raw line, which may hold an API key.
+        """
+        if isinstance(exc, ConnectionError):  # the client is gone
+            raise exc
+        if isinstance(exc, http_exceptions.HttpProcessingError):
+            self._server.malformed.count(f"({type(exc).__name__}) from {request.remote}")
+            self.refuse(*_malformed(exc))
+        status, body = describe(exc if isinstance(exc, Exception) else RuntimeError(status))
+        if request.writer.output_size > 0:
+            raise ConnectionAbortedError("a response has begun")
+        response = json_response(body, status=status)
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Logs an unexpected exception of aiohttp's own, unless it is about what a client sent."""
+        if isinstance(kw.get("exc_info"), http_exceptions.HttpProcessingError):
+            self._server.malformed.count(f"({type(kw['exc_info']).__name__})")
+        else:
+            super().log_exception(*args, **kw)
+
+    def refuse(self, status: int, message: str, code: str | None = None) -> NoReturn:
+        """Answers a request in HTTP/1.1 whatever its version, and ends the connection.
+
+        Raises `ConnectionAbortedError`, which no handler may catch.
+        """
+        if self.transport is not None:
+            self.transport.write(raw_response(status, error_body(status, message, code=code)))
+        raise ConnectionAbortedError("the request was refused")
+
+    def drop(self) -> None:
+        """Closes the connection now; what the client has not fetched of a response is lost."""
+        if self.socket is not None:  # its TLS handshake fails by this
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+        transport = self.transport
+        self.force_close()
+        if transport is not None and transport.get_write_buffer_size():
+            transport.abort()  # or it would wait for a client that does not read
+
+    def time_out(self) -> None:
+        """Answers 408 if a part of a request head has come, and closes the connection."""
+        if self._has_begun and self.transport is not None:
+            message = "the request's head took longer than it may"
+            self.transport.write(raw_response(408, error_body(408, message, code="timeout")))
+            self.force_close()
+        else:
+            self.drop()
+
+
+class ConnectionServer(web.Server):
+    """Makes the protocol object of each connection, and ends connections that wait too long for a
+    request.
+
+    Attributes:
+        open: all connections, from accepting them until they are lost or dropped.
+        receiving, idle: those that wait for a request; see the module.
+        malformed: the log of malformed requests.
+    """
+
+    def __init__(self, handler: RequestHandler, make_request: RequestFactory, config: ServerConfig):
+        """`make_request` is a request factory of aiohttp's."""
+        super().__init__(
+            handler,
+            request_factory=self._begin_request,
+            # or the handler of a client that went away would wait for the whole output
+            handler_cancellation=True,
+        )
+        self._make = make_request
+        self.open: set[Connection] = set()
+        self.receiving = WaitingConnections(config.header_timeout_s, Connection.time_out)
+        self.idle = WaitingConnections(config.keepalive_timeout_s, Connection.drop)
+        self.malformed = LimitedLog(_log, "malformed requests")
+
+    def __call__(self) -> Connection:
+        """Returns the protocol object of a connection that has been accepted."""
+        connection = Connection(self, self._loop)
+        self.open.add(connection)
+        self.receiving.add(connection)
+        return connection
+
+    def connection_lost(
+        self, handler: web.RequestHandler, exc: BaseException | None = None
+    ) -> None:
+        """Forgets a connection that is closed; its handler may still run."""
+        if isinstance(handler, Connection):
+            self.forget(handler)
+        super().connection_lost(handler, exc)
+
+    def forget(self, connection: Connection) -> None:
+        """Counts a connection no longer."""
+        self.open.discard(connection)
+        self.receiving.discard(connection)
+        self.idle.discard(connection)
+
+    def make_room(self) -> bool:
+        """Closes a connection that waits for a request: the one that has been idle for longest, or
+        else the one that has been receiving a head for longest. Returns whether there was one."""
+        for waiting in (self.idle, self.receiving):
+            if (connection := waiting.longest(MIN_WAIT_S)) is not None:
+                self.forget(connection)
+                connection.drop()
+                return True
+        return False
+
+    def close(self) -> None:
+        """Stops the timers."""
+        self.receiving.close()
+        self.idle.close()
+        self.malformed.close()
+
+    def note_received(self, connection: Connection) -> None:
+        """Records that a client has sent something: on an idle connection, a head begins."""
+        if self.idle.discard(connection):
+            self.receiving.add(connection)
+
+    def note_idle(self, connection: Connection) -> None:
+        """Records that a request has been answered."""
+        self.idle.add(connection)
+
+    def _begin_request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
+    ) -> web.BaseRequest:
+        """Makes the request whose head has come; its connection does not wait any more."""
+        self.receiving.discard(protocol)
+        self.idle.discard(protocol)
+        return self._make(message, payload, protocol, writer, task)
+
+
+class WaitingConnections:
+    """Connections in the order in which they began to wait, and one timer for all: they wait for
+    the same time, so the first is always the next to expire."""
+
+    def __init__(self, timeout_s: float, expire: Callable[[Connection], None]):
+        """`expire` is called with each connection that has waited for `timeout_s` seconds."""
+        self._timeout_s = timeout_s
+        self._expire = expire
+        self._since: OrderedDict[Connection, float] = OrderedDict()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def add(self, connection: Connection) -> None:
+        """Lets a connection wait from now on."""
+        now = self._since[connection] = self._loop.time()
+        self._since.move_to_end(connection)
+        if self._timer is None:
+            self._timer = self._loop.call_at(now + self._timeout_s, self._expire_due)
+
+    def discard(self, connection: Connection) -> bool:
+        """Removes a connection. Returns whether it waited."""
+        return self._since.pop(connection, None) is not None
+
+    def longest(self, min_wait_s: float) -> Connection | None:
+        """Returns the connection that has waited for longest, if for `min_wait_s` seconds."""
+        for connection, since in self._since.items():
+            return connection if self._loop.time() - since >= min_wait_s else None
+        return None
+
+    def close(self) -> None:
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire_due(self) -> None:
+        self._timer = None
+        while self._since:
+            connection, since = next(iter(self._since.items()))
+            if since + self._timeout_s > self._loop.time():
+                self._timer = self._loop.call_at(since + self._timeout_s, self._expire_due)
+                return
+            del self._since[connection]
+            self._expire(connection)
+
+
+def _malformed(error: http_exceptions.HttpProcessingError) -> tuple[int, str, str]:
+    """Returns status, message and code for a request that could not be parsed. The parser's own
+    message holds the raw line."""
+    if isinstance(error, http_exceptions.LineTooLong):
+        return 431, "the request line or a header is too long", "header_too_large"
+    if "Missing 'Host'" in error.message:
+        return 400, "a request of HTTP/1.1 must have a Host header", "malformed_request"
+    return 400, "this is not a well-formed HTTP request", "malformed_request"

@@ -1,0 +1,116 @@
+"""Receiving request bodies: the size of one, the memory of all together, and the time that a client
+may take are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from aiohttp import HttpVersion11, web
+
+from aioinfer.config import ServerConfig
+from aioinfer.errors import OverloadedError, RequestError
+
+#: The rate of a client that delivers a body too slowly, in bytes a second: a limit on the time
+#: between two reads alone, like nginx's `client_body_timeout`, never ends one that sends byte by
+#: byte. (Apache's `RequestReadTimeout` has such a rate as well.)
+_MIN_RATE = 1024
+#: What does not count of each body: small requests go on while large ones use all of the bound.
+_FREE_BYTES = 64 * 1024
+
+
+class RequestBodies:
+    """All request bodies that are being received or decoded.
+
+    Attributes:
+        held_bytes: their bytes beyond the first 64 KiB of each.
+    """
+
+    def __init__(self, config: ServerConfig):
+        self.held_bytes = 0
+        self._config = config
+
+    def hold(self) -> HeldBody:
+        """Returns room for one body, which the end of its `with` block gives back."""
+        return HeldBody(self, self._config)
+
+
+class HeldBody:
+    """One request body, from receiving it until it has been decoded."""
+
+    def __init__(self, bodies: RequestBodies, config: ServerConfig):
+        self._bodies = bodies
+        self._config = config
+        self._buffer = bytearray()
+        self._held = 0
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bodies.held_bytes -= self._held
+
+    async def receive(self, request: web.Request) -> bytes:
+        """Returns the body of a request.
+
+        Raises:
+            web.HTTPRequestEntityTooLarge: it is larger than `server.max_body_bytes`, or announced
+                to be.
+            RequestError: 408 for a client that is too slow.
+            OverloadedError: all bodies together are too large.
+        """
+        limit = self._config.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+        if request.version == HttpVersion11 and "Expect" in request.headers:
+            # `server` has checked that it is 100-continue
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the response itself has not begun
+        while not await self._receive_some(request, limit):
+            pass
+        return bytes(self._buffer)
+
+    async def _receive_some(self, request: web.Request, limit: int) -> bool:
+        """Receives for `server.body_timeout_s` seconds. Returns whether the body is complete."""
+        before = len(self._buffer)
+        timeout = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                while chunk := await request.content.readany():
+                    self._add(chunk, limit)
+                return True
+        except TimeoutError:
+            if len(self._buffer) - before < timeout * _MIN_RATE:
+                message = "the request's body came more slowly than it may"
+                raise RequestError(message, status=408, code="timeout") from None
+            return False
+
+    def _add(self, chunk: bytes, limit: int) -> None:
+        size = len(self._buffer) + len(chunk)
+        if size > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+        more = max(0, size - _FREE_BYTES) - self._held
+        others = self._bodies.held_bytes - self._held
+        # one alone is always received, however small the bound is
+        if (
+            more
+            and others
+            and self._bodies.held_bytes + more > self._config.max_buffered_body_bytes
+        ):
+            raise OverloadedError("the bodies of other requests use all memory; try again later")
+        self._bodies.held_bytes += more
+        self._held += more
+        self._buffer += chunk
+
+
+REQUEST_BODIES = web.AppKey("request_bodies", RequestBodies)
+
+
+async def defer_continue(request: web.Request) -> None:
+    """Handles `Expect: 100-continue` of a route whose handler receives the body by `HeldBody`: what
+    can be refused by its head is refused before the client sends the body."""
