@@ -109,8 +109,8 @@ async def test_only_monitoring_and_the_page_need_no_key() -> None:
     server = make_server(api_keys=["key"])
     async with aiohttp.ClientSession(await server.start()) as http:
         assert server._application is not None
-            routes = server._application.app.router.routes()
-            paths = {route.resource.canonical for route in routes if route.resource}
+        routes = server._application.app.router.routes()
+        paths = {route.resource.canonical for route in routes if route.resource}
         assert open_paths < paths
         for path in paths:
             for method in ("GET", "POST"):

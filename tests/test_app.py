@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from aioinfer.api import app
@@ -14,7 +19,7 @@ from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError
 
-CONFIG = load_config(None, {"model.path": "nowhere"})
+CONFIG = load_config(None, {"model.path": "nowhere", "server.port": 0})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -52,3 +57,142 @@ async def test_a_failure_to_load_is_raised_and_signals_are_by_default_again(
         await app.serve(CONFIG)
     assert not set(while_loading) & set(default)
     assert list(map(signal.getsignal, numbers)) == default
+
+
+class Loading:
+    """A model that is being loaded until the test says that it is ready."""
+
+    def __init__(self, **settings: Any):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        changed = {f"server.{name}": value for name, value in settings.items()}
+        self.config = load_config(
+            None, {"model.path": "nowhere", "server.port": self.port} | changed
+        )
+        self.may_end = asyncio.Event()
+        self.announced = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.dead = asyncio.Event()
+
+    async def launch(self, *_: Any) -> Any:
+        await self.may_end.wait()
+        return SimpleNamespace(
+            config=self.config, tokenizer=None, engines=[], dead_reason=None,
+            is_healthy=lambda: not self.dead.is_set(), wait_dead=self.dead.wait, close=self.close,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+@asynccontextmanager
+async def serving(
+    monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> AsyncIterator[tuple[Loading, aiohttp.ClientSession, asyncio.Task[int]]]:
+    """A server whose model is being loaded, a client with one connection to it, and the task whose
+    result is the exit status."""
+    loading = Loading(**settings)
+    monkeypatch.setattr(Frontend, "launch", loading.launch)
+    monkeypatch.setattr(app, "settle_process", lambda: None)
+    monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
+    task = asyncio.ensure_future(app.serve(loading.config, lambda _: loading.announced.set()))
+    connector = aiohttp.TCPConnector(limit=1)
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{loading.port}", connector=connector
+    ) as http:
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert await status_of(http, "/health/live") == (200, None)
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.01)
+        try:
+            yield loading, http, task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def status_of(http: aiohttp.ClientSession, path: str) -> tuple[int, str | None]:
+    """Returns the status and the error's code."""
+    async with http.get(path) as response:
+        error = (await response.json()).get("error", {})
+        assert (response.status == 503) == ("Retry-After" in response.headers)
+        return response.status, error.get("code")
+
+
+async def until_not_ready(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(10):
+        while await status_of(http, "/health/ready") == (200, None):  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.01)
+
+
+async def test_until_the_model_is_loaded_requests_are_answered_503(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch) as (loading, http, _):
+        for path in ("/health", "/health/ready", "/v1/models", "/version", "/nowhere", "/"):
+            assert await status_of(http, path) == (503, "not_ready")
+        async with http.post("/v1/completions", json={"prompt": "x" * 100_000}) as response:
+            assert response.status == 503
+        assert not loading.announced.is_set()
+        loading.may_end.set()
+        await asyncio.wait_for(loading.announced.wait(), 10)
+        for path in ("/health", "/health/ready", "/health/live", "/version"):
+            assert await status_of(http, path) == (200, None)
+
+
+async def test_a_taken_port_is_found_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch) as (loading, _, _):
+        monkeypatch.setattr(Frontend, "launch", None)
+        with pytest.raises(ConfigError, match=f"server.port = {loading.port}"):
+            await app.serve(loading.config)
+
+
+async def test_after_a_signal_requests_are_answered_for_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, http, task):
+        loading.may_end.set()
+        await asyncio.wait_for(loading.announced.wait(), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until_not_ready(http)
+        assert await status_of(http, "/health/ready") == (503, "not_ready")
+        for path in ("/health/live", "/health", "/version"):
+            assert await status_of(http, path) == (200, None)
+        assert not loading.closed.is_set()
+        assert not task.done()
+
+
+async def test_the_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, shutdown_delay_s=0.2) as (loading, _, task):
+        loading.may_end.set()
+        await asyncio.wait_for(loading.announced.wait(), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, 10) == 0
+        assert loading.closed.is_set()
+
+
+async def test_a_second_signal_ends_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, http, task):
+        loading.may_end.set()
+        await asyncio.wait_for(loading.announced.wait(), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until_not_ready(http)
+        assert not task.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, 10) == 0
+
+
+async def test_death_during_the_delay_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_DEATH_NOTICE_S", 0.0)
+    async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, _, task):
+        loading.may_end.set()
+        await asyncio.wait_for(loading.announced.wait(), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        loading.dead.set()
+        assert await asyncio.wait_for(task, 10) == 1

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from yarl import URL
 
-from aioinfer.api import listener
+from aioinfer.api import connections, listener
 from aioinfer.api.listener import tls_context
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
@@ -30,6 +30,13 @@ CERTIFIED = {"tls_certificate": str(TLS / "certificate.pem"), "tls_key": str(TLS
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(autouse=True)
+def no_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps connections that wait for a request open; `test_connections.py` has what closes
+    them."""
+    monkeypatch.setattr(connections, "MIN_WAIT_S", float("inf"))
 
 
 async def connect(url: str) -> Connection:

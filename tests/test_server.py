@@ -57,7 +57,13 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
 
     server = make_server()
     url = await server.start()
-    async with aiohttp.ClientSession(url) as busy, aiohttp.ClientSession(url) as late:
+    async with (
+        aiohttp.ClientSession(url) as busy,
+        aiohttp.ClientSession(url) as kept,
+        aiohttp.ClientSession(url) as late,
+    ):
+        async with kept.get("/version") as response:
+            assert response.status == 200
         posting = asyncio.ensure_future(
             busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
         )
@@ -67,6 +73,12 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
         await asyncio.sleep(0)
         with pytest.raises(aiohttp.ClientConnectionError):
             await late.get("/version")
+        assert not draining.done()
+        async with kept.get("/version") as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["code"] == "not_ready"
+            assert response.headers["Connection"] == "close"
+            assert response.headers["Retry-After"] == "1"
         assert not draining.done()
         leave.set()
         async with await posting as response:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from aiohttp import http_exceptions, web
+from aiohttp import StreamReader, http_exceptions, web
 
 from aioinfer.api.errors import describe, error_body, json_response, raw_response
 from aioinfer.api.limited_log import LimitedLog
@@ -41,9 +41,10 @@ class Connection(web.RequestHandler):
 
     Attributes:
         socket: the accepted socket until the connection is set up, and None from then on.
+        body: the body of the request that came last.
     """
 
-    __slots__ = ("_has_begun", "_server", "socket")
+    __slots__ = ("_has_begun", "_server", "body", "socket")
 
     def __init__(self, server: ConnectionServer, loop: asyncio.AbstractEventLoop):
         super().__init__(
@@ -54,6 +55,7 @@ class Connection(web.RequestHandler):
             auto_decompress=False,  # a small body could unpack to a huge one
         )
         self.socket: socket.socket | None = None
+        self.body: StreamReader | None = None
         self._server = server
         self._has_begun = False  # whether a byte has come since the last request
 
@@ -62,6 +64,11 @@ class Connection(web.RequestHandler):
             self._has_begun = True
             self._server.note_received(self)
         super().data_received(data)
+        body = self.body
+        if self._messages and body is not None and not body.is_eof() and not body.exception():
+            # a request behind a body that has not ended: the parser gave up in its midst, and
+            # aiohttp leaves the body's reader waiting
+            body.set_exception(web.RequestPayloadError("the body is malformed"))
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -98,8 +105,9 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """Logs an unexpected exception of aiohttp's own, unless it is about what a client sent."""
-        if isinstance(kw.get("exc_info"), http_exceptions.HttpProcessingError):
-            self._server.malformed.count(f"({type(kw['exc_info']).__name__})")
+        error = kw.get("exc_info")
+        if isinstance(error, http_exceptions.HttpProcessingError | web.RequestPayloadError):
+            self._server.malformed.count(f"({type(error).__name__})")
         else:
             super().log_exception(*args, **kw)
 
@@ -203,11 +211,12 @@ class ConnectionServer(web.Server):
         self.idle.add(connection)
 
     def _begin_request(
-        self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
+        self, message: Any, payload: StreamReader, protocol: Any, writer: Any, task: Any
     ) -> web.BaseRequest:
         """Makes the request whose head has come; its connection does not wait any more."""
         self.receiving.discard(protocol)
         self.idle.discard(protocol)
+        protocol.body = payload
         return self._make(message, payload, protocol, writer, task)
 
 

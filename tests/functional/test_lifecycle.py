@@ -4,11 +4,13 @@ dies with its worker."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -24,19 +26,25 @@ from yarl import URL
 ROOT = Path(__file__).parents[2]
 
 
+def command_of(executor: str, *settings: str) -> list[str]:
+    """Returns the command line of a server."""
+    command = [sys.executable, "-m", "aioinfer", "--config", "configs/smollm2.toml"]
+    for setting in (
+        f"parallel.executor={executor}",
+        "server.port=0",
+        "parallel.cpu_threads=1",
+        "cache.num_blocks=200",
+        *settings,
+    ):
+        command += ["--set", setting]
+    return command
+
+
 class Process:
     """A server process that has said that it is ready."""
 
     def __init__(self, executor: str, *settings: str) -> None:
-        command = [sys.executable, "-m", "aioinfer", "--config", "configs/smollm2.toml"]
-        for setting in (
-            f"parallel.executor={executor}",
-            "server.port=0",
-            "parallel.cpu_threads=1",
-            "cache.num_blocks=200",
-            *settings,
-        ):
-            command += ["--set", setting]
+        command = command_of(executor, *settings)
         self.connections: list[HTTPConnection] = []
         self.popen = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -98,6 +106,110 @@ def process(request: pytest.FixtureRequest) -> Iterator[Process]:
 def events(response: HTTPResponse) -> list[str]:
     """Returns what is left of a stream."""
     return [line.removeprefix("data: ") for line in response.read().decode().splitlines() if line]
+
+
+def test_while_the_model_is_loaded_the_server_answers() -> None:
+    """The port is bound at once; every request until the server is ready is answered, and a second
+    server finds out at once that the port is taken."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = command_of("multiprocess", f"server.port={port}")
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            seen = watch_start(port)
+            second = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            )
+        finally:
+            process.terminate()
+            output, _ = process.communicate()
+    assert "is ready at" in output
+    assert process.returncode == 0
+    starting = seen[: seen.index((200, 200))]
+    assert len(starting) > 2
+    assert set(starting) == {(200, 503)}
+    assert second.returncode == 2
+    assert re.fullmatch(f"aioinfer: cannot listen at .*server.port = {port}: .*\n", second.stderr)
+
+
+def watch_start(port: int) -> list[tuple[int, int]]:
+    """Returns what `/health/live` and `/health/ready` answered until the server was ready."""
+    seen: list[tuple[int, int]] = []
+    give_up = time.monotonic() + 120
+    while not seen or seen[-1] != (200, 200):
+        assert time.monotonic() < give_up
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            statuses = []
+            for path in ("/health/live", "/health/ready"):
+                connection.request("GET", path)
+                response = connection.getresponse()
+                response.read()
+                statuses.append(response.status)
+            seen.append((statuses[0], statuses[1]))
+        except ConnectionRefusedError:
+            assert not seen
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return seen
+
+
+SECRET = b"sk-very-secret"
+
+
+def test_nothing_that_clients_sent_is_logged(process: Process) -> None:
+    """Malformed requests, errors and clients that reset: neither keys nor prompts get to stderr,
+    and no traceback."""
+    hostile = [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\x01\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer\n%s\r\n\r\n",
+        b"GET /%s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: %s\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: %s\xff\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b'Content-Length: 38\r\n\r\n{"prompt": "%s", "n": "x"}',
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b'Transfer-Encoding: chunked\r\n\r\n2\r\n{"\r\n%s\r\n',
+        b"%s\r\n\r\n",
+    ]
+    for raw in hostile * 5:
+        with socket.create_connection(("127.0.0.1", process.port), timeout=30) as client:
+            client.sendall(raw.replace(b"%s", SECRET))
+            assert client.recv(10) == b"HTTP/1.1 4"
+    for _ in range(5):  # clients that reset in the midst of a stream
+        response = process.tell_a_story(max_tokens=500, prompt=SECRET.decode())
+        with socket.socket(fileno=os.dup(response.fileno())) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        response.close()
+        process.connections[-1].close()
+    assert process.request("GET", "/health").status == 200
+    process.popen.send_signal(signal.SIGTERM)
+    _, errors = process.popen.communicate(timeout=30)
+    assert "secret" not in errors
+    assert "Traceback" not in errors
+    assert 1 <= sum("malformed requests" in line for line in errors.splitlines()) <= 5
+
+
+def test_kept_connections_are_refused_while_streams_end(process: Process) -> None:
+    story = process.tell_a_story(max_tokens=150)
+    kept = HTTPConnection("127.0.0.1", process.port, timeout=30)
+    process.connections.append(kept)
+    process.popen.send_signal(signal.SIGTERM)
+    status = 200
+    while status == 200:  # until the signal has arrived
+        kept.request("GET", "/health")
+        response = kept.getresponse()
+        status = response.status
+        error = json.loads(response.read())
+    assert status == 503
+    assert error["error"]["code"] == "not_ready"
+    assert response.headers["Connection"] == "close"
+    assert events(story)[-1] == "[DONE]"
+    assert process.end(timeout=10) == 0
 
 
 def test_sigterm_lets_running_requests_finish(process: Process) -> None:

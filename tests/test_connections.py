@@ -1,0 +1,282 @@
+"""Connections that wait for a request: their time-outs, which are closed to make room, and what is
+logged of malformed requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from aioinfer.api import connections
+from aioinfer.api.connections import ConnectionServer
+from aioinfer.api.server import HttpServer
+from tests.test_listener import CERTIFIED, Connection, close, connect, status_of
+from tests.test_server import make_server
+
+SECRET = b"sk-very-secret"
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Connection: close\r\nContent-Length: 100000\r\n\r\n"
+)
+
+
+@asynccontextmanager
+async def serve(**settings: Any) -> AsyncIterator[tuple[HttpServer, str]]:
+    server = make_server(**settings)
+    try:
+        yield server, await server.start()
+    finally:
+        await server.close()
+
+
+def connections_of(server: HttpServer) -> ConnectionServer:
+    assert server._connections is not None
+    return server._connections
+
+
+async def read_reply(connection: Connection) -> tuple[int, dict[str, Any]]:
+    """Returns status and body of the last reply of a connection, which the server must close."""
+    data = await asyncio.wait_for(connection[0].read(), 10)
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 ")
+    assert b"application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+async def dribble(connection: Connection, data: bytes) -> None:
+    """Sends byte by byte, and the last one again and again, until the server ends it."""
+    try:
+        for byte in (*data, *[data[-1]] * 2000):
+            connection[1].write(bytes([byte]))
+            await connection[1].drain()
+            await asyncio.sleep(0.01)
+    except ConnectionError:
+        pass
+
+
+async def until(server: HttpServer, **numbers: int) -> None:
+    """Waits until so many connections are `open`, `idle`, or `receiving`."""
+    kinds = connections_of(server)
+    async with asyncio.timeout(10):
+        while {kind: len(getattr(kinds, kind)) for kind in numbers} != numbers:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def begin_request(server: HttpServer, url: str) -> Connection:
+    """Returns a connection whose request is being handled: its body is awaited."""
+    before = server._num_handling
+    connection = await connect(url)
+    connection[1].write(POST)
+    async with asyncio.timeout(10):
+        while server._num_handling == before:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.005)
+    return connection
+
+
+# ---------------------------------------------------------------- time-outs
+
+
+async def test_a_head_that_comes_byte_by_byte_is_ended_by_a_408() -> None:
+    async with serve(header_timeout_s=0.3, keepalive_timeout_s=60) as (server, url):
+        connection = await connect(url)
+        sending = asyncio.ensure_future(dribble(connection, HEAD + b"X: yyy"))
+        status, error = await read_reply(connection)
+        assert (status, error["code"]) == (408, "timeout")
+        await asyncio.wait_for(sending, 30)
+        await close(connection)
+        await until(server, open=0, receiving=0, idle=0)
+
+
+async def test_a_new_connection_without_a_request_is_closed_without_a_reply() -> None:
+    async with serve(header_timeout_s=0.2) as (server, url):
+        connection = await connect(url)
+        assert await asyncio.wait_for(connection[0].read(), 10) == b""
+        await close(connection)
+        await until(server, open=0)
+
+
+async def test_an_idle_connection_is_closed() -> None:
+    async with serve(header_timeout_s=60, keepalive_timeout_s=0.5) as (server, url):
+        reader, _ = connection = await connect(url)
+        for _ in range(2):
+            assert await status_of(connection) == 200
+        await until(server, idle=1, receiving=0)
+        assert await asyncio.wait_for(reader.read(), 10) == b'{"status":"ok"}'
+        await close(connection)
+        await until(server, open=0, idle=0)
+
+
+async def test_a_second_head_has_its_own_time() -> None:
+    async with serve(header_timeout_s=0.3, keepalive_timeout_s=60) as (server, url):
+        reader, writer = connection = await connect(url)
+        assert await status_of(connection) == 200
+        await reader.readexactly(len(b'{"status":"ok"}'))
+        await asyncio.sleep(0.5)  # the time-out of heads does not end an idle connection
+        assert await status_of(connection) == 200
+        await reader.readexactly(len(b'{"status":"ok"}'))
+        writer.write(HEAD)
+        await until(server, receiving=1, idle=0)
+        assert (await read_reply(connection))[0] == 408
+        await close(connection)
+
+
+async def test_a_running_request_is_not_ended() -> None:
+    async with serve(header_timeout_s=0.1, keepalive_timeout_s=0.1) as (server, url):
+        connection = await begin_request(server, url)
+        await asyncio.sleep(0.5)
+        connection[1].write(b" " * 100_000)
+        assert (await read_reply(connection))[0] == 400
+        await close(connection)
+
+
+# ---------------------------------------------------------------- room
+
+
+async def test_connections_without_a_request_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MIN_WAIT_S", 0.0)
+    async with serve(max_connections=40) as (server, url):
+        slow = [await connect(url) for _ in range(40)]
+        for _, writer in slow:
+            writer.write(HEAD)
+        await until(server, receiving=40)
+        served = [await connect(url) for _ in range(10)]
+        for connection in served:
+            assert await status_of(connection) == 200
+        assert len(connections_of(server).open) == 40
+        assert await asyncio.wait_for(slow[0][0].read(), 10) == b""
+        assert not slow[-1][0].at_eof()
+        await close(*slow, *served)
+
+
+async def test_the_longest_idle_connection_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MIN_WAIT_S", 0.0)
+    async with serve(max_connections=3) as (server, url):
+        receiving = await connect(url)
+        receiving[1].write(HEAD)
+        older, newer = await connect(url), await connect(url)
+        for connection in (newer, older, newer):
+            assert await status_of(connection) == 200
+            await connection[0].readexactly(len(b'{"status":"ok"}'))
+        await until(server, idle=2, receiving=1)
+        fourth = await connect(url)
+        assert await status_of(fourth) == 200
+        assert await asyncio.wait_for(older[0].read(), 10) == b""
+        assert await status_of(newer) == 200
+        receiving[1].write(b"\r\n")
+        assert (await asyncio.wait_for(receiving[0].readline(), 10)).split()[1] == b"200"
+        await close(receiving, older, newer, fourth)
+
+
+async def test_running_requests_are_not_closed_to_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MIN_WAIT_S", 0.0)
+    async with serve(max_connections=2) as (server, url):
+        busy = [await begin_request(server, url) for _ in range(2)]
+        refused = await connect(url)
+        status, error = await read_reply(refused)
+        assert (status, error["code"]) == (503, "too_many_connections")
+        for _, writer in busy:
+            writer.write(b" " * 100_000)
+        assert [(await read_reply(connection))[0] for connection in busy] == [400, 400]
+        await close(refused, *busy)
+
+
+async def test_handshakes_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MIN_WAIT_S", 0.0)
+    async with serve(max_connections=2, **CERTIFIED) as (server, url):
+        silent = [await connect(url) for _ in range(2)]
+        await until(server, open=2)
+        another = await connect(url)
+        assert await asyncio.wait_for(silent[0][0].read(), 10) == b""
+        await until(server, open=2, receiving=2)
+        await close(*silent, another)
+        await until(server, open=0, receiving=0)
+
+
+# ---------------------------------------------------------------- malformed requests
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: %s\x01\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer\n%s\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nAuthorization: %s\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nAuthorization: %s\r\n\r\n", 400),
+        (b"GET http://[%s HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"%s\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n%s", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Key: %s" + b"y" * 20_000 + b"\r\n\r\n", 431),
+        (b"GET /%s" + b"y" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (b"GET /health\r\nAuthorization: %s\r\n\r\n", 505),
+        (b"GET /health\r\n\r\n", 505),
+        (b"GET /health HTTP/0.9\r\nAuthorization: %s\r\n\r\n", 505),
+        (b"GET /health HTTP/2.0\r\nAuthorization: %s\r\n\r\n", 505),
+    ],
+)
+async def test_malformed_requests_are_answered_in_json_and_not_logged(
+    raw: bytes, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve() as (_, url):
+        connection = await connect(url)
+        connection[1].write(raw.replace(b"%s", SECRET))
+        status, error = await read_reply(connection)
+        assert status == expected
+        assert "secret" not in str(error)
+        await close(connection)
+    assert "secret" not in caplog.text
+    assert [record.exc_info for record in caplog.records if record.exc_info] == []
+
+
+async def test_many_malformed_requests_leave_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve() as (_, url):
+        for _ in range(50):
+            connection = await connect(url)
+            connection[1].write(b"nonsense\r\n\r\n")
+            assert (await read_reply(connection))[0] == 400
+            await close(connection)
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].startswith("malformed requests: 1, ")
+    assert messages[-1].startswith("malformed requests: 49, ")
+
+
+async def test_a_body_whose_chunks_are_malformed_is_answered() -> None:
+    async with serve() as (server, url):
+        connection = await connect(url)
+        connection[1].write(
+            POST.replace(b"Content-Length: 100000", b"Transfer-Encoding: chunked") + b"2\r\n{}\r\n"
+        )
+        async with asyncio.timeout(10):
+            while not server._num_handling:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0.005)
+        connection[1].write(b"nonsense\r\n")
+        assert (await read_reply(connection))[0] == 400
+        await close(connection)
+
+
+async def test_clients_that_reset_leave_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve() as (server, url):
+        for sent in (b"", HEAD, HEAD + b"\r\n", POST, POST + b"{"):
+            with socket.socket() as client:
+                client.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", URL(url).port))
+                await asyncio.get_running_loop().sock_sendall(client, sent)
+                await asyncio.sleep(0.05)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await until(server, open=0)
+    assert caplog.records == []
