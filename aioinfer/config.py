@@ -282,6 +282,13 @@ class ServerConfig:
     keepalive_timeout_s: float = key(
         "Seconds after which a kept-alive connection without a request is closed.", 75.0, above=0
     )
+    send_timeout_s: float = key(
+        "Seconds for which a client may leave unread what the server has to send before its "
+        "connection is dropped, and its request with it. Counts only while the system's buffers "
+        "and 64 KiB more are full.",
+        60.0,
+        above=0,
+    )
     allowed_hosts: list[str] = key(
         "Names that the `Host` header of a request may have, without port; `*.example.org` is all "
         "names below a domain, `*` is any name. Others are answered 421: a web page could reach "

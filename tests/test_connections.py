@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 from yarl import URL
 
 from aioinfer.api import connections
@@ -64,7 +65,7 @@ async def dribble(connection: Connection, data: bytes) -> None:
 
 
 async def until(server: HttpServer, **numbers: int) -> None:
-    """Waits until so many connections are `open`, `idle`, or `receiving`."""
+    """Waits until so many connections are `open`, `idle`, `receiving` or `stalled`."""
     kinds = connections_of(server)
     async with asyncio.timeout(10):
         while {kind: len(getattr(kinds, kind)) for kind in numbers} != numbers:  # noqa: ASYNC110
@@ -136,6 +137,30 @@ async def test_a_running_request_is_not_ended() -> None:
         connection[1].write(b" " * 100_000)
         assert (await read_reply(connection))[0] == 400
         await close(connection)
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    """Under the server's kind of event loop, whose transports send files through their buffers."""
+
+    async def stall() -> None:
+        async with serve(send_timeout_s=0.3, keepalive_timeout_s=60) as (server, url):
+            assert server._listener is not None
+            for listening in server._listener._sockets:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+            plain = socket.socket()
+            plain.setblocking(False)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", URL(url).port))
+            connection = await asyncio.open_connection(sock=plain, limit=4096)
+            get = b"GET /page/vendor/markdown-it.esm.min.mjs HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            connection[1].write(get * 10)
+            await until(server, stalled=1)
+            await until(server, open=0, stalled=0)
+            while server._num_handling:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0.005)
+            await close(connection)
+
+    uvloop.run(asyncio.wait_for(stall(), 20))
 
 
 # ---------------------------------------------------------------- room

@@ -1,12 +1,12 @@
-"""The connections of clients: how long one may wait for a request head, and which are closed when
-there is no room for more.
+"""The connections of clients: how long one may wait for a request head or for a client that does
+not read, and which are closed when there is no room for more.
 
 aiohttp reads and parses requests; it bounds neither the time that a head takes nor what it logs of
 one that is malformed. `ConnectionServer` makes the protocol object of each connection and knows
 those that wait for a request: `receiving` are new ones and those of which a part of a head has
-come, `idle` are kept-alive ones between two requests. The time-outs follow nginx's
-`client_header_timeout` and `keepalive_timeout`. `listener` accepts connections; `server` answers
-requests.
+come, `idle` are kept-alive ones between two requests. It also knows those whose client does not
+read what is sent (`stalled`). The time-outs follow nginx's `client_header_timeout`,
+`keepalive_timeout` and `send_timeout`. `listener` accepts connections; `server` answers requests.
 """
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ class Connection(web.RequestHandler):
             # a request behind a body that has not ended: the parser gave up in its midst, and
             # aiohttp leaves the body's reader waiting
             body.set_exception(web.RequestPayloadError("the body is malformed"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._server.stalled.add(self)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._server.stalled.discard(self)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -147,6 +155,7 @@ class ConnectionServer(web.Server):
     Attributes:
         open: all connections, from accepting them until they are lost or dropped.
         receiving, idle: those that wait for a request; see the module.
+        stalled: those whose client does not read a response; they may be idle as well.
         malformed: the log of malformed requests.
     """
 
@@ -162,6 +171,7 @@ class ConnectionServer(web.Server):
         self.open: set[Connection] = set()
         self.receiving = WaitingConnections(config.header_timeout_s, Connection.time_out)
         self.idle = WaitingConnections(config.keepalive_timeout_s, Connection.drop)
+        self.stalled = WaitingConnections(config.send_timeout_s, Connection.drop)
         self.malformed = LimitedLog(_log, "malformed requests")
 
     def __call__(self) -> Connection:
@@ -184,6 +194,7 @@ class ConnectionServer(web.Server):
         self.open.discard(connection)
         self.receiving.discard(connection)
         self.idle.discard(connection)
+        self.stalled.discard(connection)
 
     def make_room(self) -> bool:
         """Closes a connection that waits for a request: the one that has been idle for longest, or
@@ -197,8 +208,8 @@ class ConnectionServer(web.Server):
 
     def close(self) -> None:
         """Stops the timers."""
-        self.receiving.close()
-        self.idle.close()
+        for waiting in (self.receiving, self.idle, self.stalled):
+            waiting.close()
         self.malformed.close()
 
     def note_received(self, connection: Connection) -> None:

@@ -71,6 +71,9 @@ class HeldBody:
             # `server` has checked that it is 100-continue
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the response itself has not begun
+        if request.content.is_eof():  # all of it came with the head
+            self._add(request.content.read_nowait(), limit)
+            return bytes(self._buffer)
         while not await self._receive_some(request, limit):
             pass
         return bytes(self._buffer)
