@@ -23,7 +23,9 @@ def make_server(**settings: Any) -> HttpServer:
         {"model.path": "none", "server.port": 0}
         | {f"server.{name}": value for name, value in settings.items()},
     )
-    return HttpServer(cast(Frontend, SimpleNamespace(config=config, is_healthy=lambda: True)))
+    return HttpServer(
+        cast(Frontend, SimpleNamespace(config=config, engines=[], is_healthy=lambda: True))
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -80,6 +80,18 @@ class Scheduler:
     """First come, first served, or by priority; preempts from the back."""
 
     def __init__(self, limits: SchedulerLimits):
+        self.stats = SchedulerStats()
+        # slots that the next plan names in its `Vacated`
+        self._vacated: list[int] = []
+        # (step id, the requests it samples)
+        self._posted: deque[tuple[int, list[Request]]] = deque()
+        self._arrivals = count()
+        self._step_id = 0
+        self._clear(limits)
+        limits.check_plan_bytes(self.kv_cache.max_stand_ins)
+
+    def _clear(self, limits: SchedulerLimits) -> None:
+        """Makes all slots and blocks free, the prefix index and the queues empty."""
         self.limits = limits
         self.kv_cache = KVCacheManager(
             limits.groups,
@@ -88,8 +100,6 @@ class Scheduler:
             max_chunk=limits.token_budget,
             prefix_caching=limits.prefix_caching,
         )
-        self.stats = SchedulerStats()
-        limits.check_plan_bytes(self.kv_cache.max_stand_ins)
         # sorted by key: who came first is served first and preempted last
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
@@ -98,12 +108,6 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
-        # slots that the next plan names in its `Vacated`
-        self._vacated: list[int] = []
-        # (step id, the requests it samples)
-        self._posted: deque[tuple[int, list[Request]]] = deque()
-        self._arrivals = count()
-        self._step_id = 0
 
     @property
     def num_waiting(self) -> int:
@@ -182,6 +186,28 @@ class Scheduler:
         else:
             self.running.remove(request)
             self._leave_slot(request)
+
+    def restart(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
+        """Goes on with workers that hold nothing: posted steps count as never posted, and
+        `requests` are queued at the places that they had, to be computed anew.
+
+        Args:
+            limits: of the new workers.
+            requests: all that have not ended. Others that are queued are forgotten.
+        """
+        self._posted.clear()
+        self._vacated.clear()
+        self._requeue(limits, requests)
+
+    def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
+        """Queues `requests`, and nothing else, with none of their tokens computed."""
+        self._clear(limits)
+        for request in requests:
+            request.detach()
+            if request.status is Status.BLOCKED:
+                self._blocked[request] = None
+            else:
+                self._waiting.add(request)
 
     def hold(self, request: Request) -> HeldBlocks:
         """Returns the KV blocks of a running request. They stay allocated, past its end too, until
