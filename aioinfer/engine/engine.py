@@ -36,6 +36,8 @@ from aioinfer.scheduler.scheduler import Scheduler, StepOutput
 #: Tokens that are emitted in one go, in about 2 ms.
 _PORTION = 256
 _ALL_EMITTED = object()
+#: Seconds between two checks of the records, while there are requests.
+_CHECK_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -89,6 +91,7 @@ class Engine:
         # whether all tokens that the scheduler took were emitted or are about to be
         self._text_is_whole = True
         self._recovery: asyncio.Future[None] | None = None
+        self._next_check: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
 
     # ---------------------------------------------------------------- life
@@ -149,12 +152,12 @@ class Engine:
             sequence.output.fail(EngineDeadError(self.dead_reason))
         self._sequences.clear()
         self.metrics.end_all("error")
-        if hasattr(self, "scheduler"):
-            self.scheduler.restart(self.scheduler.limits, ())
         self._idle.set()
 
     async def shutdown(self) -> None:
         """Ends the workers, and waits until they are gone. Safe to call twice."""
+        if self._next_check is not None:
+            self._next_check.cancel()
         if self._recovery is not None:
             self._recovery.cancel()
             await asyncio.gather(self._recovery, return_exceptions=True)
@@ -169,6 +172,8 @@ class Engine:
             self._sequences[sequence.request] = sequence
             self.metrics.begin(sequence.request, arrived, counts_prompt=sequence.index == 0)
             self.scheduler.add(sequence.request)
+        if self._next_check is None:
+            self._check_later()
         self._plan_soon()
 
     def abort(self, output: RequestOutput, reason: str = "abort") -> None:
@@ -208,6 +213,8 @@ class Engine:
 
     def _give_up(self, reason: str) -> None:
         self.end_all(reason)
+        if hasattr(self, "scheduler"):  # it counts for nothing while other engines go on
+            self.scheduler.restart(self.scheduler.limits, ())
         self._on_death(reason)
 
     def _requeue_all(self, reason: str) -> None:
@@ -277,6 +284,65 @@ class Engine:
         _log.warning("%sthe workers serve again; %d requests go on", self._name, len(waiting))
         self.begin_service()
         self._plan_and_post()
+
+    # ---------------------------------------------------------------- checks
+
+    def _check_later(self) -> None:
+        self._next_check = asyncio.get_running_loop().call_later(_CHECK_EVERY_S, self._check)
+
+    def _check(self) -> None:
+        """Checks the records once a minute while there are requests, and once more after the last
+        has ended."""
+        self._next_check = None
+        if self.state is not EngineState.DEAD:
+            if self._sequences:
+                self._check_later()
+            self.check_records()
+
+    def check_records(self) -> None:
+        """Checks that every request which was accepted is known to the scheduler, and to nobody
+        else, and that the scheduler's own records agree.
+
+        What contradicts that is a fault of this program. It is logged and counted; requests that it
+        concerns end with an error, so that no client waits for ever. 0.5 ms with 512 requests.
+        """
+        self._emit_rest()  # else requests that have ended are still open
+        try:
+            self.scheduler.check_integrity()
+        except Exception as error:  # records that are wrong may also break the check
+            self._report_violation(f"{error!r}; the requests that ran are ended")
+            self._rebuild_scheduler()
+        known = set(self.scheduler.requests())
+        for request, sequence in list(self._sequences.items()):
+            if request not in known and request in self._sequences:
+                self._report_violation(f"request {request.request_id} was in no queue")
+                request.status = Status.FINISHED
+                self._fail(sequence.output, GenerationError("the server has lost the request"))
+        for request in known - self._sequences.keys():
+            self._report_violation(f"request {request.request_id} had nobody to go to")
+            self.scheduler.finish(request, "abort")
+        for request in self.metrics.open_requests - self._sequences.keys():
+            self._report_violation(f"request {request.request_id} was counted as open")
+            self.metrics.end(request, "error")
+
+    def _report_violation(self, what: str) -> None:
+        self.metrics.violations += 1
+        _log.error("%sa check of the records failed: %s", self._name, what)
+
+    def _rebuild_scheduler(self) -> None:
+        """Makes the scheduler's records anew. Requests that ran end, since what is in their KV
+        blocks is not certain; those that wait go on."""
+        kept: list[Request] = []
+        ended: list[Request] = []
+        for request in self._sequences:
+            waits = request.status is not Status.RUNNING and not request.num_pending
+            (kept if waits and not request.num_computed else ended).append(request)
+        self.scheduler.rebuild(kept, ended)
+        for request in ended:
+            if request in self._sequences:
+                message = "the server's records of running requests were wrong: they were ended"
+                self._fail(self._sequences[request].output, GenerationError(message))
+        self._plan_soon()
 
     # ---------------------------------------------------------------- the step loop
 

@@ -217,6 +217,11 @@ class EngineMetrics:
         self.request_prompt_tokens.add(request.prompt_len)
         self.request_generation_tokens.add(request.num_output)
 
+    @property
+    def open_requests(self) -> set[Request]:
+        """The requests that have begun and not ended."""
+        return set(self._open)
+
     def end_all(self, reason: str) -> None:
         """Records the end of all requests."""
         for request in list(self._open):
