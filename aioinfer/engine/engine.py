@@ -335,8 +335,8 @@ class Engine:
         kept: list[Request] = []
         ended: list[Request] = []
         for request in self._sequences:
-            waits = request.status is not Status.RUNNING and not request.num_pending
-            (kept if waits and not request.num_computed else ended).append(request)
+            waits = request.status in (Status.WAITING, Status.BLOCKED) and request.slot < 0
+            (kept if waits and not request.num_pending else ended).append(request)
         self.scheduler.rebuild(kept, ended)
         for request in ended:
             if request in self._sequences:
@@ -357,6 +357,8 @@ class Engine:
         emit    tokens become text, and text goes to the clients, in portions between which the
                 event loop does other work
         """
+        if self.state is not EngineState.SERVING:
+            return  # of workers that are about to be ended: the step counts as never posted
         timer = self.metrics.timer
         timer.begin()
         self._emit_rest()
