@@ -210,6 +210,15 @@ class ParallelConfig:
     step_timeout_s: float = key(
         "Seconds that a step may take before its workers count as hung.", 300.0, above=0
     )
+    restart_workers: int = key(
+        "How often in a row an engine's workers are started anew after one died or hung, with "
+        "delays of 1, 2, 4 ... 60 s; ten minutes of service begin a new row. Requests wait "
+        "meanwhile, and those that ran go on with the text that they have, as after a preemption. "
+        "After that, or with 0 at once, the engine is dead, and without another one that lives the "
+        "server ends with status 1.",
+        3,
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

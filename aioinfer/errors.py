@@ -51,5 +51,9 @@ class EngineDeadError(AioinferError):
     """A worker died or hung, or the engine was closed: no request can be served any more."""
 
 
+class IntegrityError(AioinferError, AssertionError):
+    """Records of the scheduler or the engine contradict each other: a fault of aioinfer itself."""
+
+
 class GenerationError(AioinferError):
     """One request failed while it ran (its logits held NaN, say); the others go on."""

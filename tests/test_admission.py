@@ -14,6 +14,7 @@ from aioinfer.api.admission import Admission, Deadline
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import RequestOutput
+from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from tests.test_server import make_server
@@ -34,7 +35,7 @@ def admission(
     scheduler = SimpleNamespace(
         running=[None] * running, num_waiting=waiting, num_waiting_tokens=waiting_tokens
     )
-    engine = SimpleNamespace(scheduler=scheduler)
+    engine = SimpleNamespace(scheduler=scheduler, state=EngineState.SERVING)
     return Admission(
         cast(
             Frontend,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from aioinfer.scheduler.block_pool import BlockPool
@@ -99,3 +102,21 @@ def test_integrity_check_notices_a_leak_and_a_double_owner():
         pool.check_integrity([])
     with pytest.raises(AssertionError, match="1 references, 2 owners"):
         pool.check_integrity([blocks, blocks])
+
+
+def test_the_checks_do_not_rest_on_assert_statements() -> None:
+    """Which `python -O` leaves out."""
+    code = """
+from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.block_pool import BlockPool
+pool = BlockPool(4)
+pool.allocate(2)
+try:
+    pool.check_integrity([])
+except IntegrityError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "block 0: 1 references, 0 owners\n"

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import Delta
+from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.recovery import RestartPolicy
+from aioinfer.errors import GenerationError
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import SamplingParams
-from bench_loop import make_frontend
+from bench_loop import EchoExecutor, make_frontend
 
 PROMPT = [5] * 20
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -149,6 +151,177 @@ async def test_rows_of_several_tokens_give_the_text_of_rows_of_one(
     assert frontend.engines[0].is_idle
     frontend.engines[0].scheduler.check_integrity()
     await frontend.close()
+
+
+LONG = replace(GREEDY, max_tokens=500)
+
+
+async def until_generating(frontend: Frontend) -> None:
+    async with asyncio.timeout(20):
+        while frontend.engines[0].metrics.generation_tokens < 20:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0)
+
+
+async def collect(output: RequestOutput) -> str:
+    """Returns the finish reason, or the error."""
+    try:
+        async for delta in output:
+            reason = delta.finish_reason
+    except GenerationError as error:
+        return str(error)
+    return str(reason)
+
+
+async def test_checks_of_sound_records_change_nothing(frontend: Frontend) -> None:
+    engine = frontend.engines[0]
+    outputs = [await frontend.submit([number + 5] * 20, LONG) for number in range(4)]
+    tasks = [asyncio.create_task(collect(output)) for output in outputs]
+    checks = 0
+    while not engine.is_idle:
+        engine.check_records()
+        checks += 1
+        await asyncio.sleep(0)
+    assert checks > 100
+    assert await asyncio.gather(*tasks) == ["length"] * 4
+    assert engine.metrics.violations == 0
+
+
+async def test_a_request_that_no_queue_holds_is_ended(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = frontend.engines[0]
+    lost, other = [await frontend.submit([number + 5] * 20, LONG) for number in range(2)]
+    await until_generating(frontend)
+    engine.scheduler.finish(lost.sequences[0].request, "abort")  # behind the engine's back
+    engine.check_records()
+    assert await collect(lost) == "the server has lost the request"
+    assert caplog.text.count("was in no queue") == 1
+    assert await collect(other) == "length"
+    engine.check_records()
+    assert engine.metrics.violations == 1
+    assert engine.metrics.finished["error"] == 1
+
+
+async def test_a_request_that_nobody_reads_is_ended(frontend: Frontend) -> None:
+    engine = frontend.engines[0]
+    request = (await frontend.submit([5] * 20, LONG)).sequences[0].request
+    await until_generating(frontend)
+    del engine._sequences[request]
+    engine.check_records()
+    assert (request.finish_reason, engine.metrics.violations) == ("abort", 2)
+    assert engine.metrics.open_requests == set()
+    engine.scheduler.check_integrity()
+
+
+async def test_wrong_records_of_blocks_end_what_runs_and_nothing_else(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = frontend.engines[0]
+    outputs = [await frontend.submit([number + 5] * 20, LONG) for number in range(4)]
+    await until_generating(frontend)
+    assert len(engine.scheduler.running) == engine.scheduler.num_waiting == 2
+    engine.scheduler.kv_cache.pools[0]._references[77] += 1
+    engine.check_records()
+    engine.scheduler.check_integrity()
+    results = await asyncio.gather(*map(collect, outputs))
+    assert ["were wrong" in result for result in results] == [True, True, False, False]
+    assert results[2:] == ["length", "length"]
+    assert caplog.text.count("a check of the records failed") == 1
+    assert engine.metrics.violations == 1
+    engine.scheduler.check_integrity()
+
+
+async def test_records_are_checked_while_there_are_requests(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioinfer.engine.engine._CHECK_EVERY_S", 0.01)
+    engine, seen = frontend.engines[0], []
+    check = engine.check_records
+    monkeypatch.setattr(
+        engine, "check_records", lambda: (seen.append(engine.is_idle), check()), raising=False
+    )
+    await asyncio.gather(
+        *[
+            collect(await frontend.submit([number + 5] * 20, replace(LONG, max_tokens=1900)))
+            for number in range(2)
+        ]
+    )
+    async with asyncio.timeout(20):
+        while not seen or not seen[-1]:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0.005)
+    assert False in seen, "not while there were requests"
+    assert engine._next_check is None, "an idle engine has no timer"
+    checks = len(seen)
+    await asyncio.sleep(0.1)
+    assert len(seen) == checks
+    assert engine.metrics.violations == 0
+
+
+class Failing:
+    """Takes the place of an executor's `post`, or of a detokenizer, and fails after some calls."""
+
+    def __init__(self, calls: int, then: Callable[..., object]):
+        self._calls, self._then = calls, then
+
+    def __call__(self, *arguments: object) -> object:
+        self._calls -= 1
+        if self._calls < 0:
+            raise RuntimeError("a fault of the test")
+        return self._then(*arguments)
+
+
+@pytest.fixture
+async def renewed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Frontend]:
+    """A frontend whose executors are replaced by ones that answer the same."""
+    monkeypatch.setattr("aioinfer.engine.recovery._FIRST_DELAY_S", 0.0)
+    frontend = await make_frontend(2, 0.0)
+    engine = frontend.engines[0]
+    first: EchoExecutor = engine._executor
+
+    def renew() -> EchoExecutor:
+        executor = EchoExecutor(frontend.config, 0.0)
+        executor.text = first.text
+        return executor
+
+    engine._renew, engine._restarts = renew, RestartPolicy(3)
+    yield frontend
+    await frontend.close()
+
+
+async def test_a_step_that_cannot_be_posted_is_planned_again(
+    renewed: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = replace(LONG, max_tokens=50)
+    executor = renewed.engines[0]._executor
+    monkeypatch.setattr(executor, "post", Failing(10, executor.post))
+    for whole in await asyncio.gather(*[complete(renewed, params) for _ in range(3)]):
+        assert (whole.finish_reason, len(whole.token_ids)) == ("length", 50)
+        assert whole.text == renewed.require_tokenizer().decode(whole.token_ids)
+    assert renewed.engines[0].metrics.restarts == 1
+    assert renewed.engines[0].metrics.interrupted == 2
+    renewed.engines[0].scheduler.check_integrity()
+
+
+async def test_requests_whose_text_is_lost_end_and_those_that_wait_go_on(
+    renewed: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = renewed.engines[0]
+    outputs = [await renewed.submit([number + 5] * 20, LONG) for number in range(4)]
+    monkeypatch.setattr(engine.scheduler, "update", Failing(10, engine.scheduler.update))
+    take = engine._executor._on_result
+
+    def take_as_executors_do(result: StepResult) -> None:
+        try:
+            take(result)
+        except RuntimeError as error:
+            monkeypatch.undo()
+            engine._handle_loss(error)
+
+    engine._executor._on_result = take_as_executors_do
+    results = await asyncio.gather(*map(collect, outputs))
+    assert ["cannot be resumed: a fault" in result for result in results[:2]] == [True, True]
+    assert results[2:] == ["length", "length"]
+    assert (renewed.is_healthy(), engine.metrics.restarts) == (True, 1)
 
 
 async def test_steps_are_counted_beyond_31_bits(

@@ -13,6 +13,7 @@ import pytest
 
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
+from aioinfer.engine import recovery
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
@@ -69,8 +70,27 @@ class Fleet:
             ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, (ONE_GROUP,), (64,), length))
             for length in lengths
         ]
-        self.frontend = Frontend(config, self.executors)
+        self.frontend = Frontend(config, list(self.executors), self.renew)
         self.progress: list[Any] = []
+
+    def renew(self, number: int) -> ScriptedExecutor:
+        """Returns a new executor, which is the last of the list."""
+        self.executors.append(ScriptedExecutor(self.executors[number].report))
+        return self.executors[-1]
+
+    def states(self) -> list[str]:
+        return [engine.state.value for engine in self.frontend.engines]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0)
+
+    async def start(self) -> None:
+        starting = await self.begin()
+        for executor in self.executors:
+            executor.may_start.set()
+        await starting
 
     async def begin(self) -> asyncio.Task[None]:
         """Returns the start, once all executors are at it."""
@@ -154,26 +174,95 @@ async def test_a_start_that_is_given_up_ends_all(folder: Path, config: Config) -
     await fleet.frontend.close()
 
 
-async def test_one_that_dies_ends_the_requests_of_all(folder: Path, config: Config) -> None:
+async def test_one_that_dies_ends_its_own_requests_only(folder: Path, config: Config) -> None:
+    config = replace(config, parallel=replace(config.parallel, restart_workers=0))
     fleet = Fleet(folder, config, 900, 900)
-    starting = await fleet.begin()
-    for executor in fleet.executors:
-        executor.may_start.set()
-    await starting
+    await fleet.start()
+    assert fleet.states() == ["serving", "serving"]
     outputs = [await fleet.frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
     assert [len(engine._sequences) for engine in fleet.frontend.engines] == [2, 2]
     fleet.executors[1].fail(EngineDeadError("worker 0 hung"))
-    await asyncio.wait_for(fleet.frontend.wait_dead(), 1)
-    for output in outputs:
+    assert [output.is_finished for output in outputs] == [False, True, False, True]
+    for output in outputs[1::2]:
         with pytest.raises(EngineDeadError, match=r"^engine 1: worker 0 hung$"):
             await anext(output)
+    assert (fleet.states(), fleet.frontend.is_healthy()) == (["serving", "dead"], True)
+    assert [engine.metrics.is_serving for engine in fleet.frontend.engines] == [True, False]
+    await fleet.frontend.submit([1], GREEDY)
+    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [3, 0]
+    while not fleet.executors[1].num_shutdowns:  # noqa: ASYNC110  # no event
+        await asyncio.sleep(0)
+    fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
+    await asyncio.wait_for(fleet.frontend.wait_dead(), 1)
     assert not fleet.frontend.is_healthy()
     assert [engine.dead_reason for engine in fleet.frontend.engines] == [
-        "engine 1: worker 0 hung"
-    ] * 2
-    with pytest.raises(EngineDeadError, match="engine 1"):
+        "engine 0: worker 0 was killed",
+        "engine 1: worker 0 hung",
+    ]
+    with pytest.raises(EngineDeadError, match="engine 0"):
         await fleet.frontend.submit([1], GREEDY)
     await fleet.frontend.close()
+
+
+async def test_while_workers_come_back_others_get_the_requests(
+    folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    fleet = Fleet(folder, config, 900, 900)
+    await fleet.start()
+    fleet.executors[1].fail(EngineDeadError("worker 0 hung"))
+    assert (fleet.states(), fleet.frontend.is_ready()) == (["serving", "restarting"], True)
+    for number in range(3):
+        await fleet.frontend.submit([number + 5] * 20, GREEDY)
+    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [3, 0]
+    fleet.executors[0].fail(EngineDeadError("worker 0 hung, too"))
+    assert not fleet.frontend.is_ready()
+    late = await fleet.frontend.submit([1], GREEDY)
+    await fleet.until(lambda: len(fleet.executors) == 4)
+    for executor in fleet.executors[2:]:
+        executor.may_start.set()
+    await fleet.until(fleet.frontend.is_ready)
+    await fleet.until(lambda: fleet.states() == ["serving", "serving"])
+    assert not late.is_finished
+    assert [engine.metrics.restarts for engine in fleet.frontend.engines] == [1, 1]
+    await fleet.frontend.close()
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await anext(late)
+
+
+async def test_an_engine_whose_workers_do_not_come_back_is_dead(
+    folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    fleet = Fleet(folder, config, 900)
+    await fleet.start()
+    output = await fleet.frontend.submit([1], GREEDY)
+    fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
+    for number in range(1, 4):
+        await fleet.until(lambda number=number: len(fleet.executors) == number + 1)
+        if number == 2:  # too short for what was admitted
+            fleet.executors[number].report = replace(fleet.executors[0].report, max_model_len=899)
+        else:
+            fleet.executors[number].error = EngineDeadError(f"attempt {number}")
+        fleet.executors[number].may_start.set()
+    await asyncio.wait_for(fleet.frontend.wait_dead(), 20)
+    assert fleet.frontend.dead_reason == "engine 0: attempt 3 (after 3 restarts)"
+    with pytest.raises(EngineDeadError, match="attempt 3"):
+        await anext(output)
+    await fleet.until(lambda: all(executor.num_shutdowns for executor in fleet.executors))
+    await fleet.frontend.close()
+
+
+async def test_a_close_ends_a_restart(folder: Path, config: Config) -> None:
+    fleet = Fleet(folder, config, 900)
+    await fleet.start()
+    output = await fleet.frontend.submit([1], GREEDY)
+    fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(fleet.frontend.close(), 20)
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await anext(output)
+    assert len(fleet.executors) == 1
 
 
 async def test_one_engine_has_no_number(folder: Path, config: Config) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from torch import multiprocessing
 
+from aioinfer.ipc import heartbeat as heartbeat_module
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
 
 
@@ -43,6 +44,56 @@ def test_a_step_that_begins_before_the_last_one_is_finished() -> None:
     assert "executing step 5" in heartbeat.describe(0)
     heartbeat.finish(0, 5)
     assert "waiting for a plan after step 5" in heartbeat.describe(0)
+    heartbeat.close()
+
+
+def test_a_device_that_hangs_is_told_from_a_host_that_does() -> None:
+    heartbeat = Heartbeat(1)
+    heartbeat.begin(0, 4)
+    assert "executing step 4, last" in heartbeat.describe(0), "nothing is known of a device yet"
+    heartbeat.launch(0, 4)
+    ago = r"for 0\.\d s\), last heartbeat 0\.\d s ago"
+    assert re.search(
+        rf"executing step 4 \(the device has not finished step 4 {ago}", heartbeat.describe(0)
+    )
+    heartbeat.begin(0, 5)
+    assert "executing step 5 (the host has not launched it), last" in heartbeat.describe(0)
+    heartbeat.launch(0, 5)
+    assert re.search(
+        rf"executing step 5 \(the device has not finished step 4 {ago}", heartbeat.describe(0)
+    )
+    heartbeat.finish(0, 4)
+    assert re.search(
+        rf"executing step 5 \(the device has not finished step 5 {ago}", heartbeat.describe(0)
+    )
+    heartbeat.finish(0, 5)
+    assert "waiting for a plan after step 5, last" in heartbeat.describe(0)
+    heartbeat.close()
+
+
+def test_how_long_a_device_is_at_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the end of the former one, or from its launch where the device was idle before."""
+    now_s = 1000.0
+    monkeypatch.setattr(heartbeat_module.time, "monotonic_ns", lambda: int(now_s * 1e9))
+    heartbeat = Heartbeat(1)
+    for step in (7, 8):
+        heartbeat.begin(0, step)
+        heartbeat.launch(0, step)
+    now_s = 1002.0
+    heartbeat.finish(0, 7)
+    now_s = 1012.0
+    assert "the device has not finished step 8 for 10.0 s), last heartbeat 10.0 s" in (
+        heartbeat.describe(0)
+    )
+    heartbeat.finish(0, 8)
+    now_s = 2000.0
+    for step in (9, 10):
+        heartbeat.begin(0, step)
+        heartbeat.launch(0, step)
+    now_s = 2030.0
+    assert "executing step 10 (the device has not finished step 9 for 30.0 s)" in (
+        heartbeat.describe(0)
+    )
     heartbeat.close()
 
 

@@ -210,7 +210,10 @@ async def test_a_killed_worker_is_reported_at_once(run: Run) -> None:
 AGO = r"last heartbeat \d+\.\d s ago"
 
 
-async def test_a_step_without_an_answer_names_the_ranks_that_the_others_wait_for(run: Run) -> None:
+async def test_a_step_without_an_answer_names_the_ranks_that_the_others_wait_for(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And all stacks are in the log, but for those of the process that is stopped."""
     await run.start()
     _, rank_1 = workers()
     await greedy(run, 3)
@@ -225,6 +228,13 @@ async def test_a_step_without_an_answer_names_the_ranks_that_the_others_wait_for
         rf"after step 2, {AGO}",
         message,
     )
+    log = caplog.text
+    assert f"engine 0: {message}\nstacks of the server (process {os.getpid()}):\n" in log
+    assert re.search(r"_fail_with_stacks", log)
+    rank_0_stacks = log[log.index("stacks of worker 0") : log.index("stacks of worker 1")]
+    assert rank_0_stacks.count("most recent call first") >= 2, "not all of its threads"
+    assert "all_reduce" in rank_0_stacks
+    assert re.search(rf"stacks of worker 1 \(process {rank_1.pid}\):\nnone came: it is", log)
 
 
 @pytest.fixture

@@ -24,7 +24,13 @@ def make_server(**settings: Any) -> HttpServer:
         | {f"server.{name}": value for name, value in settings.items()},
     )
     return HttpServer(
-        config, cast(Frontend, SimpleNamespace(config=config, is_healthy=lambda: True))
+        config,
+        cast(
+            Frontend,
+            SimpleNamespace(
+                config=config, engines=[], is_healthy=lambda: True, is_ready=lambda: True
+            ),
+        ),
     )
 
 

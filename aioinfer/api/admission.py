@@ -16,6 +16,7 @@ from aiohttp import web
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import Handler
+from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ class Admission:
         while some wait: otherwise a prompt longer than the bound could never be served.
         """
         limits = self._frontend.config.scheduler
-        schedulers = [engine.scheduler for engine in self._frontend.engines]
+        schedulers = [
+            engine.scheduler
+            for engine in self._frontend.engines
+            if engine.state is not EngineState.DEAD
+        ]
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming_requests
         free_slots = sum(limits.max_num_seqs - len(scheduler.running) for scheduler in schedulers)
         if (

@@ -11,6 +11,7 @@ from aiohttp import web
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
 from aioinfer.api.errors import json_response
+from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
 
 
@@ -47,11 +48,17 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """Answers 200 while requests can be served, and 503 with the reason once they cannot."""
+    """Answers 200 while an engine lives, and 503 with the reason once none does.
+
+    Where not all serve, the reply has the state of each (see `EngineState`).
+    """
     frontend = request.app[FRONTEND]
     if not frontend.is_healthy():
         raise EngineDeadError(frontend.dead_reason)
-    return json_response({"status": "ok"})
+    states = [engine.state for engine in frontend.engines]
+    if all(state is EngineState.SERVING for state in states):
+        return json_response({"status": "ok"})
+    return json_response({"status": "degraded", "engines": [state.value for state in states]})
 
 
 async def live(request: web.BaseRequest) -> web.Response:
@@ -62,9 +69,12 @@ async def live(request: web.BaseRequest) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """Answers 200 while requests should be sent to this server, and 503 with the reason before and
-    after that."""
+    after that, and while no engine serves."""
     if (obstacle := request.app[READINESS].obstacle) is not None:
         raise NotReadyError(obstacle)
+    frontend = request.app[FRONTEND]
+    if frontend.is_healthy() and not frontend.is_ready():
+        raise NotReadyError("the workers of all engines are being started anew")
     return await health(request)
 
 

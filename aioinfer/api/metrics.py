@@ -88,8 +88,20 @@ class EngineCollector(Collector):
             lambda e: e.scheduler.kv_cache.usage,
         )
 
+        yield show(
+            "aioinfer:engine_serving",
+            "1 while the engine serves; 0 while its workers are started anew, and once it is dead.",
+            lambda e: float(e.metrics.is_serving),
+        )
+
     def _counters(self) -> Iterator[Metric]:
         show = self._counter
+        about = "Attempts to start an engine's workers anew after they died or hung."
+        yield show("aioinfer:worker_restarts", about, lambda e: e.metrics.restarts)
+        about = "Requests that ran when an engine's workers were lost."
+        yield show("aioinfer:interrupted_requests", about, lambda e: e.metrics.interrupted)
+        about = "Checks of the scheduler's and the engine's records that failed."
+        yield show("aioinfer:integrity_violations", about, lambda e: e.metrics.violations)
         about = "Requests whose KV blocks were given to older ones, and that began anew."
         yield show("vllm:num_preemptions", about, lambda e: e.scheduler.stats.preemptions)
         yield show(

@@ -8,9 +8,11 @@ event loop. The HTTP handlers and `LLM` use nothing else of this package.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEnco
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
+from aioinfer.engine.recovery import EngineState
 from aioinfer.engine.router import Router
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
@@ -30,6 +33,8 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ForkGroup, Request
 from aioinfer.text.generation_defaults import GenerationDefaults
 from aioinfer.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -53,13 +58,30 @@ class Frontend:
     max_model_len: int
     vocab_size: int
 
-    def __init__(self, config: Config, executors: Sequence[Executor]):
-        """Makes an engine for each executor. Nothing runs before `start`."""
+    def __init__(
+        self,
+        config: Config,
+        executors: Sequence[Executor],
+        renew: Callable[[int], Executor] | None = None,
+    ):
+        """Makes an engine for each executor. Nothing runs before `start`.
+
+        `renew` makes a new executor for the engine of a number, whose workers were lost; without
+        it, workers are not started anew.
+        """
         self.config = config
         self.dead_reason: str | None = None
         self.engines = [
-            Engine(number, config, executor, self._die) for number, executor in enumerate(executors)
+            Engine(
+                number,
+                config,
+                executor,
+                self._handle_death,
+                None if renew is None else partial(renew, number),
+            )
+            for number, executor in enumerate(executors)
         ]
+        self._is_started = False
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
         self._seeds = random.Random(config.model.seed)
@@ -80,13 +102,8 @@ class Frontend:
         begin = time.perf_counter()
         folder = await asyncio.to_thread(_find_model, config)
         resolved = time.perf_counter()
-        frontend = cls(
-            config,
-            [
-                make_executor(config, folder, number)
-                for number in range(config.parallel.data_parallel_size)
-            ],
-        )
+        renew = partial(make_executor, config, folder)
+        frontend = cls(config, [*map(renew, range(config.parallel.data_parallel_size))], renew)
         try:
             await frontend.start(folder, on_progress)
         except BaseException:
@@ -119,7 +136,10 @@ class Frontend:
             raise failures.exceptions[0] from None
         self._require_alive()
         self.max_model_len = min(engine.report.max_model_len for engine in self.engines)
-        self._router = Router([engine.scheduler for engine in self.engines])
+        self._router = Router(
+            [engine.scheduler for engine in self.engines],
+            lambda number: self.engines[number].state,
+        )
         has_cache = self.engines[0].scheduler.kv_cache.prefix_caching
         self._encoder = PromptEncoder(
             self.tokenizer,
@@ -128,6 +148,9 @@ class Frontend:
             vocab_size=self.vocab_size,
             hash_block_size=self.engines[0].report.block_size if has_cache else None,
         )
+        self._is_started = True
+        for engine in self.engines:
+            engine.begin_service()
 
     async def _raise_death(self) -> None:
         await self._dead.wait()
@@ -166,11 +189,15 @@ class Frontend:
         return self.tokenizer
 
     def is_healthy(self) -> bool:
-        """Whether requests can be served."""
+        """Whether an engine lives: it serves, or its workers are being started anew."""
         return self.dead_reason is None
 
+    def is_ready(self) -> bool:
+        """Whether an engine serves. While none does and one lives, requests are taken and wait."""
+        return any(engine.state is EngineState.SERVING for engine in self.engines)
+
     async def wait_dead(self) -> None:
-        """Returns when a worker has died or hung; `dead_reason` describes it."""
+        """Returns when the last engine is dead; `dead_reason` describes it."""
         await self._dead.wait()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -388,8 +415,16 @@ class Frontend:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
 
-    def _die(self, reason: str) -> None:
-        """Ends everything, the other engines included: a worker of one of them died or hung."""
+    def _handle_death(self, reason: str) -> None:
+        """Ends everything once no engine lives, or one dies while they start; until then the others
+        go on without the one that has died."""
+        living = [engine for engine in self.engines if engine.state is not EngineState.DEAD]
+        if self._is_started and living:
+            _log.error(
+                "%s; this engine is dead, and %d of %d go on", reason, len(living),
+                len(self.engines),
+            )  # fmt: skip
+            return
         self._end_all(reason)
         self._dead.set()
 

@@ -36,8 +36,6 @@ _LENGTH_BOUNDS = tuple(float(4**power) for power in range(10))
 _LAG_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LAG_INTERVAL_S = 0.05
 
-#: How requests end, and what the event loop does for a step: it reads the result from the ring,
-#: updates the scheduler, plans, posts, and emits text.
 #: How a request may end.
 FINISH_REASONS = ("stop", "length", "abort", "error")
 #: What the event loop does for a step: it reads the result from the ring, updates the scheduler,
@@ -164,6 +162,10 @@ class EngineMetrics:
             of those that ended by a stop or their length.
         phases: seconds that the event loop spent on each phase of a step, by the names of `PHASES`.
         timer: measures these phases.
+        is_serving: whether the workers execute steps.
+        restarts: attempts to start the workers anew after they died or hung.
+        interrupted: requests that ran when the workers were lost.
+        violations: checks of the engine's records that failed.
         steps: the last steps one by one, while somebody watches them.
     """
 
@@ -184,6 +186,10 @@ class EngineMetrics:
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.timer = StepTimer()
         self.steps = StepLog()
+        self.is_serving = False
+        self.restarts = 0
+        self.interrupted = 0
+        self.violations = 0
         self._open: dict[Request, _Times] = {}
         self._step_time = -1.0
 
@@ -210,6 +216,11 @@ class EngineMetrics:
             self.time_per_output_token.add(decoding / (request.num_output - 1))
         self.request_prompt_tokens.add(request.prompt_len)
         self.request_generation_tokens.add(request.num_output)
+
+    @property
+    def open_requests(self) -> set[Request]:
+        """The requests that have begun and not ended."""
+        return set(self._open)
 
     def end_all(self, reason: str) -> None:
         """Records the end of all requests."""

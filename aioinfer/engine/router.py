@@ -23,9 +23,11 @@ computing on another engine as well.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from aioinfer.engine.recovery import EngineState
+from aioinfer.errors import EngineDeadError
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 
@@ -59,8 +61,15 @@ class Router:
     With one engine nothing is computed.
     """
 
-    def __init__(self, schedulers: Sequence[Scheduler]):
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        state_of: Callable[[int], EngineState] = lambda engine: EngineState.SERVING,
+    ):
+        """`state_of` returns the state of an engine. One that serves is preferred to one that will
+        serve, and one that is dead gets no requests."""
         self._schedulers = schedulers
+        self._state_of = state_of
         self._promises = [_Promises() for _ in schedulers]
         self._next = 0
 
@@ -76,8 +85,11 @@ class Router:
         count = len(self._schedulers)
         if count == 1:
             return Route(0)
-        best: tuple[tuple[bool, int, int, int], Route] | None = None
+        best: tuple[tuple[bool, bool, int, int, int], Route] | None = None
         for engine, scheduler in enumerate(self._schedulers):
+            state = self._state_of(engine)
+            if state is EngineState.DEAD:
+                continue
             num_blocks = self._promises[engine].count(
                 hashes, scheduler.kv_cache.count_cached(hashes)
             )
@@ -91,6 +103,7 @@ class Router:
                 + REQUEST_COST * requests
             )
             rank = (
+                state is not EngineState.SERVING,
                 not _has_room(scheduler, prompt_len, n),
                 cost,
                 requests,
@@ -98,7 +111,8 @@ class Router:
             )
             if best is None or rank < best[0]:
                 best = rank, route
-        assert best is not None
+        if best is None:
+            raise EngineDeadError("no engine lives")
         self._next = best[1].engine + 1
         return best[1]
 

@@ -77,6 +77,10 @@ class StepLog:
         decodes = int(np.count_nonzero((plan.lengths == 1) & (plan.samples == 1)))
         self._posted.append((plan.step_id, plan.num_tokens - decodes, decodes, plan_s, post_s))
 
+    def forget_posted(self) -> None:
+        """Forgets the posted steps, whose results will not come."""
+        self._posted.clear()
+
     def record_result(self, result: StepResult, update_s: float, emit_s: float) -> None:
         """Records the end of a step. One that was posted before anybody watched is left out."""
         if not self._posted or self._posted[0][0] != result.step_id:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -40,6 +41,7 @@ from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring, RingFullError
+from aioinfer.ipc.stack_dump import StackDump
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
@@ -49,6 +51,9 @@ _GRACE_S = 2.0
 _LOOPBACK = "127.0.0.1"
 # executors that start together would restore each other's substitute
 _MAIN_MODULE_LOCK = threading.Lock()
+# from asking the ranks for their stacks until they are read: writing them takes milliseconds
+_STACKS_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class MultiprocessExecutor:
@@ -77,6 +82,8 @@ class MultiprocessExecutor:
         self._reports: list[FailureReport] = []
         self._report_timer: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
+        self._hang: Exception | None = None  # reported once the stacks have been read
+        self._stacks = [StackDump() for _ in range(self._size)]
         self._started = False
         self._ending: asyncio.Future[None] | None = None
         # A program that ends without a shutdown would send its workers SIGTERM, which they ignore,
@@ -141,7 +148,7 @@ class MultiprocessExecutor:
             place = RankSpec(rank, self._size, rank, _LOOPBACK, port, (("tp", self._size),))
             spec = WorkerSpec(
                 self.config, self._folder, place, self._plans, self._results, self._heartbeat,
-                there, lifeline, self._engine,
+                there, lifeline, self._stacks[rank], self._engine,
             )  # fmt: skip
             process = context.Process(
                 target=main,
@@ -248,7 +255,12 @@ class MultiprocessExecutor:
             return
         self._monitor.check()
         fault = self._describe_stopped() or self._describe_overdue()
-        if fault:
+        if fault and self._started:
+            self._hang = EngineDeadError(fault)
+            for process, stacks in zip(self._processes, self._stacks, strict=True):
+                stacks.request(cast(int, process.pid))
+            self._watchdog = self._loop.call_later(_STACKS_S, self._fail_with_stacks, self._hang)
+        elif fault:
             self._fail(EngineDeadError(fault))
         else:
             self._watchdog = self._loop.call_later(self._check_every_s, self._check)
@@ -277,6 +289,20 @@ class MultiprocessExecutor:
             self._heartbeat.describe(rank) for rank in self._heartbeat.laggards(step_id)
         )
         return f"step {step_id} was not answered within {timeout:g} s: {states}"
+
+    def _fail_with_stacks(self, error: Exception) -> None:
+        """Logs the stacks of this process and of all ranks, and fails with `error`."""
+        own = StackDump()
+        own.write_own()
+        parts = [f"stacks of the server (process {os.getpid()}):\n{own.read()}"]
+        own.close()
+        for rank, (process, stacks) in enumerate(zip(self._processes, self._stacks, strict=True)):
+            text = stacks.read() or (
+                "none came: it is stopped, or in a system call that cannot be interrupted\n"
+            )
+            parts.append(f"stacks of worker {rank} (process {process.pid}):\n{text}")
+        _log.error("engine %d: %s\n%s", self._engine, error, "\n".join(parts))
+        self._fail(error)
 
     # ---------------------------------------------------------------- the end
 
@@ -326,7 +352,7 @@ class MultiprocessExecutor:
         """Reports the first failure and ends all workers: none can go on without the others."""
         if self._failure is not None or self._ending is not None:
             return
-        self._failure = error
+        self._failure = error = self._hang or error  # what the stopped ranks cause comes later
         _kill_all(self._processes)
         if self._started:
             self._on_failure(error)
@@ -375,6 +401,8 @@ class MultiprocessExecutor:
         self._results.close()
         self._heartbeat.close()
         self._monitor.close()
+        for stacks in self._stacks:
+            stacks.close()
 
 
 def _kill_all(processes: list[SpawnProcess]) -> None:

@@ -19,7 +19,11 @@ from typing import Any
 
 import numpy as np
 
-_LINE = 8  # int64 of a rank: a cache line. In it: step begun, when, step finished, when
+from aioinfer.ipc.anonymous_file import anonymous_file
+
+# int64 of a rank: a cache line. In it: step begun, when, step finished, when, step launched, when
+# the last even one was launched, when the last odd one was
+_LINE = 8
 _STATUS = re.compile(
     rb"^State:\t(\w).*^voluntary_ctxt_switches:\t(\d+)\nnonvoluntary_ctxt_switches:\t(\d+)$",
     re.DOTALL | re.MULTILINE,
@@ -33,7 +37,8 @@ _REASONS = {
 
 class Heartbeat:
     """The last step that each rank began and the last that it finished; on a GPU the next begins
-    before one is finished.
+    before one is finished. There a rank also records that it has launched a step: from then on the
+    device alone is at it, and an error tells a device that hangs from a host that does.
 
     Times are of `time.monotonic_ns`, one clock for all processes of a machine. It can be pickled
     only for a process that is being spawned, which inherits the memory.
@@ -41,8 +46,7 @@ class Heartbeat:
 
     def __init__(self, num_ranks: int):
         self._num_ranks = num_ranks
-        self._fd = os.memfd_create("aioinfer-heartbeat", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, num_ranks * _LINE * 8)
+        self._fd = anonymous_file("aioinfer-heartbeat", num_ranks * _LINE * 8)
         self._map()
 
     def _map(self) -> None:
@@ -53,6 +57,12 @@ class Heartbeat:
     def begin(self, rank: int, step_id: int) -> None:
         """Records that `rank` begins a step."""
         self._lines[rank, :2] = step_id, time.monotonic_ns()
+
+    def launch(self, rank: int, step_id: int) -> None:
+        """Records that `rank` has given all of a step to its device, which computes it while the
+        host does something else."""
+        self._lines[rank, 5 + step_id % 2] = time.monotonic_ns()
+        self._lines[rank, 4] = step_id
 
     def finish(self, rank: int, step_id: int) -> None:
         """Records that `rank` has finished a step."""
@@ -76,16 +86,29 @@ class Heartbeat:
 
     def describe(self, rank: int) -> str:
         """Returns what `rank` recorded last, and how long ago."""
-        begun, begun_ns, finished, finished_ns = (int(x) for x in self._lines[rank, :4])
+        begun, begun_ns, finished, finished_ns, _, *launched_ns = self._lines[rank, :7].tolist()
         if not begun_ns:
             return f"rank {rank} has begun no step"
         doing = (
             f"waiting for a plan after step {finished}"
             if finished_ns and finished == begun
-            else f"executing step {begun}"
+            else f"executing step {begun}{self._describe_device(rank)}"
         )
-        age_s = (time.monotonic_ns() - max(begun_ns, finished_ns)) / 1e9
+        age_s = (time.monotonic_ns() - max(begun_ns, finished_ns, *launched_ns)) / 1e9
         return f"rank {rank} was {doing}, last heartbeat {age_s:.1f} s ago"
+
+    def _describe_device(self, rank: int) -> str:
+        """Returns how far the host and the device of `rank` are with its steps; an empty text
+        where they are one, as on a CPU."""
+        begun, _, finished, finished_ns, launched, *launched_ns = self._lines[rank, :7].tolist()
+        if not any(launched_ns):
+            return ""
+        if launched < begun:
+            return " (the host has not launched it)"
+        oldest = finished + 1 if finished_ns else launched - all(launched_ns)
+        # the device was free for it once it was launched and the one before was finished
+        still_s = (time.monotonic_ns() - max(launched_ns[oldest % 2], finished_ns)) / 1e9
+        return f" (the device has not finished step {oldest} for {still_s:.1f} s)"
 
     def close(self) -> None:
         """Closes the descriptor. Safe to call twice."""

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from aioinfer.ipc.anonymous_file import anonymous_file
+
 _COUNTERS_TO_A_LINE = 8
 _LENGTH_BYTES = 8
 _SKIP = -1  # in place of a length: the rest of this lap is unused
@@ -48,11 +50,12 @@ class Ring:
         self.num_readers = num_readers
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self._memory_fd = os.memfd_create("aioinfer-ring", os.MFD_CLOEXEC)
+        self._memory_fd = anonymous_file(
+            "aioinfer-ring", self._header_bytes + num_slots * slot_bytes
+        )
         self._event_fds = [
             os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(num_readers)
         ]
-        os.ftruncate(self._memory_fd, self._header_bytes + num_slots * slot_bytes)
         self._map()
 
     @property

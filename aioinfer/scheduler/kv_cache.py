@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.prefix_cache import extend_hashes
@@ -368,7 +369,7 @@ class KVCacheManager:
     # ---------------------------------------------------------------- checks
 
     def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raises AssertionError unless the block tables of the running requests are complete and
+        """Raises IntegrityError unless the block tables of the running requests are complete and
         they and the held blocks are the only owners."""
         running = list(running)
         for request in running:
@@ -381,11 +382,13 @@ class KVCacheManager:
         name = request.request_id
         for group, table in zip(self.groups, request.blocks, strict=True):
             length = request.num_blocks if group.keeps_tokens else 1
-            assert len(table) == length, f"request {name} has {len(table)} blocks, not {length}"
+            if len(table) != length:
+                raise IntegrityError(f"request {name} has {len(table)} blocks, not {length}")
             freed = 0
             if group.window is not None:
                 freed = max(0, request.num_computed - group.window + 1) // self._block_size
-            assert NULL_BLOCK not in table[freed:], f"request {name} lacks a block that it reads"
+            if NULL_BLOCK in table[freed:]:
+                raise IntegrityError(f"request {name} lacks a block that it reads")
 
 
 def _is_block(entry: int) -> bool:

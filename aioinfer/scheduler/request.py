@@ -76,6 +76,9 @@ class Request:
             for it.
         finish_reason: "stop", "length", "abort" or "error"; stop_reason: the token or string that
             ended it.
+
+    Kept by the engine:
+        num_interruptions: how often its workers were lost while it ran.
     """
 
     request_id: str
@@ -108,6 +111,7 @@ class Request:
     num_prefill_steps: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_interruptions: int = 0
 
     def __post_init__(self) -> None:
         if len(self.end_tokens) > MAX_END_TOKENS:
@@ -138,6 +142,15 @@ class Request:
     def awaits_result(self) -> bool:
         """Whether no token can be planned before the result of a posted step has come."""
         return self.total >= self.max_len or (not self.plans_ahead and self.num_pending > 0)
+
+    def detach(self) -> None:
+        """Takes its slot and its blocks away, which no longer exist, and forgets the tokens whose
+        results have not come: all of it is computed anew."""
+        self.total = len(self.tokens)
+        self.num_computed = 0
+        self.blocks = []
+        self.num_blocks = self.num_committed = 0
+        self.slot = self.prefill_step = -1
 
     def __lt__(self, other: Request) -> bool:
         return self.key < other.key

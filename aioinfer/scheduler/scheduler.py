@@ -34,10 +34,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
+from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -80,6 +81,18 @@ class Scheduler:
     """First come, first served, or by priority; preempts from the back."""
 
     def __init__(self, limits: SchedulerLimits):
+        self.stats = SchedulerStats()
+        # slots that the next plan names in its `Vacated`
+        self._vacated: list[int] = []
+        # (step id, the requests it samples)
+        self._posted: deque[tuple[int, list[Request]]] = deque()
+        self._arrivals = count()
+        self._step_id = 0
+        self._clear(limits)
+        limits.check_plan_bytes(self.kv_cache.max_stand_ins)
+
+    def _clear(self, limits: SchedulerLimits) -> None:
+        """Makes all slots and blocks free, the prefix index and the queues empty."""
         self.limits = limits
         self.kv_cache = KVCacheManager(
             limits.groups,
@@ -88,8 +101,6 @@ class Scheduler:
             max_chunk=limits.token_budget,
             prefix_caching=limits.prefix_caching,
         )
-        self.stats = SchedulerStats()
-        limits.check_plan_bytes(self.kv_cache.max_stand_ins)
         # sorted by key: who came first is served first and preempted last
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
@@ -98,12 +109,6 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
-        # slots that the next plan names in its `Vacated`
-        self._vacated: list[int] = []
-        # (step id, the requests it samples)
-        self._posted: deque[tuple[int, list[Request]]] = deque()
-        self._arrivals = count()
-        self._step_id = 0
 
     @property
     def num_waiting(self) -> int:
@@ -183,10 +188,47 @@ class Scheduler:
             self.running.remove(request)
             self._leave_slot(request)
 
+    def restart(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
+        """Goes on with workers that hold nothing: posted steps count as never posted, and
+        `requests` are queued at the places that they had, to be computed anew.
+
+        Args:
+            limits: of the new workers.
+            requests: all that have not ended. Others that are queued are forgotten.
+        """
+        self._posted.clear()
+        self._vacated.clear()
+        self._requeue(limits, requests)
+
+    def rebuild(self, kept: Iterable[Request], ended: Iterable[Request]) -> None:
+        """Makes all records anew, after they were found to contradict each other. The workers go
+        on: results of posted steps still come, and their tokens are dropped.
+
+        Args:
+            kept: requests that wait and have no posted step.
+            ended: all others, which end with an error.
+        """
+        for request in ended:
+            request.detach()
+            self._end(request, "error", None)
+        self._requeue(self.limits, kept)
+        self._vacated = list(range(self.limits.max_num_seqs))
+
+    def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
+        """Queues `requests`, and nothing else, with none of their tokens computed."""
+        self._clear(limits)
+        for request in requests:
+            request.detach()
+            if request.status is Status.BLOCKED:
+                self._blocked[request] = None
+            else:
+                self._waiting.add(request)
+
     def hold(self, request: Request) -> HeldBlocks:
         """Returns the KV blocks of a running request. They stay allocated, past its end too, until
         `release`; who needs them meanwhile waits."""
-        assert request.slot >= 0, f"request {request.request_id} has no blocks to hold"
+        if request.slot < 0:
+            raise IntegrityError(f"request {request.request_id} has no blocks to hold")
         return self.kv_cache.hold(request)
 
     def release(self, held: HeldBlocks) -> None:
@@ -403,9 +445,10 @@ class Scheduler:
         """Takes the result of the oldest posted step: appends its tokens and ends the requests that
         are done."""
         step_id, sampled = self._posted.popleft()
-        assert result.step_id == step_id, (
-            f"the result of step {result.step_id} came where {step_id} was due"
-        )
+        if result.step_id != step_id:
+            raise IntegrityError(
+                f"the result of step {result.step_id} came where {step_id} was due"
+            )
         output = StepOutput([], [], [])
         ended = False
         if result.tokens.shape[1] > 1 or len(result.num_taken):
@@ -455,9 +498,11 @@ class Scheduler:
         needed again. (A state that has taken it up cannot do so twice: where layers keep a state,
         every row takes a token.)
         """
-        assert not request.plans_ahead, "the next row was planned for exactly one token"
+        if request.plans_ahead:
+            raise IntegrityError("the next row was planned for exactly one token")
         request.total += taken - 1
-        assert taken or not self.kv_cache.has_states, "a state cannot be computed again"
+        if not taken and self.kv_cache.has_states:
+            raise IntegrityError("a state cannot be computed again")
         if not taken and request.slot >= 0:
             self._num_prefill_tokens -= request.num_uncomputed
             request.num_computed -= 1
@@ -505,20 +550,17 @@ class Scheduler:
         yield from self._waiting
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless blocks, slots and queues agree with the requests (for
-        tests, and when idle)."""
+        """Raises IntegrityError unless blocks, slots and queues agree with the requests."""
         self.kv_cache.check_integrity(self.running)
         slots = [r.slot for r in self.running] + self._free_slots
-        assert sorted(slots) == list(range(self.limits.max_num_seqs)), (
-            "a slot was lost or given twice"
-        )
-        assert self.running == sorted(self.running), "the running requests are out of order"
-        assert all(r.status is Status.RUNNING for r in self.running), (
-            "a request that ended still runs"
-        )
-        assert all(
-            r.status is Status.BLOCKED and r.slot < 0 and not r.blocks for r in self._blocked
-        )
+        if sorted(slots) != list(range(self.limits.max_num_seqs)):
+            raise IntegrityError("a slot was lost or given twice")
+        if any(later < earlier for earlier, later in pairwise(self.running)):
+            raise IntegrityError("the running requests are out of order")
+        if any(r.status is not Status.RUNNING for r in self.running):
+            raise IntegrityError("a request that ended still runs")
+        if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
+            raise IntegrityError("a blocked request holds a slot or blocks")
         self._waiting.check_integrity()
-        prefill = sum(request.num_uncomputed for request in self.running)
-        assert prefill == self._num_prefill_tokens, "the tokens to prefill are miscounted"
+        if sum(request.num_uncomputed for request in self.running) != self._num_prefill_tokens:
+            raise IntegrityError("the tokens to prefill are miscounted")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from aioinfer.errors import IntegrityError
 from aioinfer.scheduler.request import Request, Status
 
 
@@ -64,11 +65,12 @@ class WaitingQueue:
         self.num_prefill_tokens -= request.prompt_len - request.num_expected
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the counts agree with the requests."""
+        """Raises IntegrityError unless the counts agree with the requests."""
         waiting = list(self)
-        assert len(waiting) == self.num_requests, "the waiting requests are miscounted"
-        assert sum(request.prompt_len for request in waiting) == self.num_tokens, (
-            "the waiting tokens are miscounted"
-        )
+        if len(waiting) != self.num_requests:
+            raise IntegrityError("the waiting requests are miscounted")
+        if sum(request.prompt_len for request in waiting) != self.num_tokens:
+            raise IntegrityError("the waiting tokens are miscounted")
         prefill = sum(request.prompt_len - request.num_expected for request in waiting)
-        assert prefill == self.num_prefill_tokens, "the waiting tokens to prefill are miscounted"
+        if prefill != self.num_prefill_tokens:
+            raise IntegrityError("the waiting tokens to prefill are miscounted")

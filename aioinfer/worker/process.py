@@ -27,6 +27,7 @@ from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.ring import Ring
+from aioinfer.ipc.stack_dump import StackDump
 
 if TYPE_CHECKING:
     from aioinfer.layers.parallel import ProcessGroups
@@ -45,6 +46,7 @@ class WorkerSpec:
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
             parent.
+        stacks: where this rank writes its stacks when it is asked for them.
         engine: the number of the engine that the rank belongs to.
     """
 
@@ -56,6 +58,7 @@ class WorkerSpec:
     heartbeat: Heartbeat
     control: Connection
     lifeline: Connection
+    stacks: StackDump
     engine: int = 0
 
     @property
@@ -89,6 +92,7 @@ def main(spec: WorkerSpec) -> None:
 
     Errors travel to the parent; the exit status is not 0 then.
     """
+    spec.stacks.register()
     # terminals and service managers send these to the whole process group; the parent lets running
     # requests finish, and then ends its workers
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -172,6 +176,8 @@ def _serve(spec: WorkerSpec, worker: Worker) -> None:
             plan = StepPlan.decode(spec.plans.read(spec.rank))
             spec.heartbeat.begin(spec.rank, plan.step_id)
             pending = worker.execute(plan)
+            if worker.device.type != "cpu":
+                spec.heartbeat.launch(spec.rank, plan.step_id)
             spec.plans.release(spec.rank)
             finish(spec, pending)
 

@@ -252,7 +252,7 @@ def test_a_second_sigterm_does_not_wait(process: Process) -> None:
     assert process.end(timeout=5) == 0
 
 
-@pytest.mark.parametrize("process", ["multiprocess"], indirect=True)
+@pytest.mark.parametrize("process", ["multiprocess parallel.restart_workers=0"], indirect=True)
 def test_a_killed_worker_ends_the_server(process: Process) -> None:
     response = process.tell_a_story(max_tokens=2000)
     killed_at = time.monotonic()
@@ -265,13 +265,18 @@ def test_a_killed_worker_ends_the_server(process: Process) -> None:
     assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1
 
 
-@pytest.mark.parametrize("process", ["multiprocess parallel.data_parallel_size=2"], indirect=True)
-def test_a_killed_worker_of_one_engine_ends_both(process: Process) -> None:
+@pytest.mark.parametrize(
+    "process",
+    ["multiprocess parallel.data_parallel_size=2 parallel.restart_workers=0"],
+    indirect=True,
+)
+def test_killed_workers_of_all_engines_end_the_server(process: Process) -> None:
     responses = [
         process.tell_a_story(max_tokens=2000, prompt=f"Story {number}") for number in range(2)
     ]
     killed_at = time.monotonic()
-    max(process.workers, key=lambda worker: worker.memory_info().rss).kill()
+    for worker in sorted(process.workers, key=lambda worker: worker.memory_info().rss)[-2:]:
+        worker.kill()
     for response in responses:
         error = json.loads(events(response)[-1])["error"]
         assert error["code"] == "engine_dead"

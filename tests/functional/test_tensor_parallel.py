@@ -93,7 +93,12 @@ def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size:
 
 def test_a_stopped_rank_ends_the_server_within_ten_seconds(tmp_path: Path) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=4096)
-    process = Process("multiprocess", f"model.path={tmp_path}", "parallel.tensor_parallel_size=2")
+    process = Process(
+        "multiprocess",
+        f"model.path={tmp_path}",
+        "parallel.tensor_parallel_size=2",
+        "parallel.restart_workers=0",
+    )
     try:
         workers = [
             worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())

@@ -415,6 +415,7 @@ def failing_settings(size: int) -> dict[str, Any]:
         "parallel.device": "cuda",
         "parallel.executor": "multiprocess",
         "parallel.tensor_parallel_size": size,
+        "parallel.restart_workers": 0,
         "model.dtype": "float32",
         "model.max_model_len": 1024,
         "cache.num_blocks": 400,

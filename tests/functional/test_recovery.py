@@ -1,0 +1,178 @@
+"""Workers that are lost while a server process serves: they come back, streams go on with the text
+of an undisturbed run, queued requests are served, and repeated crashes end the server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.functional.test_lifecycle import Process, events
+from tests.gpu.random_models import random_model
+
+VOCAB_SIZE = 512
+TOKENS = 300
+#: Two that run, greedily and by seed under every count of tokens, and one that waits.
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "ĀāĂă", "temperature": 0},
+    {
+        "prompt": "ĄąĆć",
+        "temperature": 1.0,
+        "seed": 7,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+    },
+    {"prompt": "ĈĉĊċ", "temperature": 0.8, "seed": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, max_position_embeddings=4096
+    )
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest, folder: Path) -> Iterator[Process]:
+    process = Process(
+        "multiprocess", f"model.path={folder}", "scheduler.max_num_seqs=2", *request.param.split()
+    )
+    yield process
+    process.close()
+
+
+def workers(process: Process) -> list[psutil.Process]:
+    """Returns the worker processes that live, in the order of their ranks."""
+    found = []
+    for child in psutil.Process(process.popen.pid).children(recursive=True):
+        try:
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return sorted(found, key=lambda worker: worker.pid)
+
+
+def stream(process: Process, body: dict[str, Any], **more: Any) -> str:
+    """Returns the text of a whole stream, or the error that ends it."""
+    response = process.request(
+        "POST",
+        "/v1/completions",
+        **{"stream": True, "ignore_eos": True, "max_tokens": TOKENS} | body | more,
+    )
+    assert response.status == 200
+    *chunks, last = events(response)
+    if last != "[DONE]":
+        return str(json.loads(last)["error"])
+    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+
+
+def metric(process: Process, name: str) -> list[float]:
+    """Returns the values of a metric, by engine."""
+    lines = process.request("GET", "/metrics").read().decode().splitlines()
+    return [float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{")]
+
+
+def until_running(process: Process, count: int) -> None:
+    """Returns when so many requests run that have generated some tokens."""
+    begun = metric(process, "vllm:generation_tokens_total")[0]
+    deadline = time.monotonic() + 30
+    while (
+        metric(process, "vllm:num_requests_running")[0] < count
+        or metric(process, "vllm:generation_tokens_total")[0] < begun + 10 * count
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("process", "fault"),
+    [
+        ("", signal.SIGKILL),
+        ("", signal.SIGSTOP),
+        ("parallel.tensor_parallel_size=2", signal.SIGKILL),
+    ],
+    indirect=["process"],
+    ids=["one rank, killed", "one rank, stopped", "two ranks, one killed"],
+)
+def test_requests_outlive_their_workers(process: Process, fault: signal.Signals) -> None:
+    expected = [stream(process, body) for body in BODIES]
+    assert len({*expected}) == 3
+    before = workers(process)
+    with ThreadPoolExecutor(3) as pool:
+        texts = [pool.submit(stream, process, body) for body in BODIES]
+        until_running(process, 2)
+        before[-1].send_signal(fault)
+        assert [text.result(60) for text in texts] == expected
+    after = workers(process)
+    assert len(after) == len(before)
+    assert not {worker.pid for worker in before} & {worker.pid for worker in after}
+    assert metric(process, "aioinfer:worker_restarts_total") == [1]
+    assert metric(process, "aioinfer:interrupted_requests_total") == [2]
+    assert metric(process, "aioinfer:engine_serving") == [1]
+    health = process.request("GET", "/health")
+    assert (health.status, json.loads(health.read())) == (200, {"status": "ok"})
+    process.popen.send_signal(signal.SIGTERM)
+    process.workers += after
+    assert process.end(timeout=10) == 0
+    assert process.popen.stderr is not None
+    log = process.popen.stderr.read()
+    assert "the workers are started anew" in log
+    assert "the workers serve again; 3 requests go on" in log
+
+
+@pytest.mark.parametrize("process", ["parallel.restart_workers=2"], indirect=True)
+def test_repeated_crashes_end_the_server(process: Process) -> None:
+    """A request that ran at two of them is ended at the second."""
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(stream, process, BODIES[0], max_tokens=3000)
+        for number in range(2):
+            until_running(process, 1)
+            workers(process)[0].kill()
+            while metric(process, "aioinfer:worker_restarts_total") != [number + 1]:
+                time.sleep(0.01)
+            health = process.request("GET", "/health")
+            assert health.status == 200
+            assert json.loads(health.read()) == {"status": "degraded", "engines": ["restarting"]}
+        assert "ran when workers were lost, and cannot be resumed: worker 0" in text.result(60)
+    assert len(stream(process, BODIES[1])) > 0
+    workers(process)[0].kill()
+    assert process.end(timeout=20) == 1
+    assert process.popen.stderr is not None
+    assert "the engine has died: worker 0 was killed by SIGKILL" in process.popen.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "process", ["parallel.data_parallel_size=2 parallel.restart_workers=0"], indirect=True
+)
+def test_one_engine_dies_alone(process: Process) -> None:
+    expected = stream(process, BODIES[0])
+    with ThreadPoolExecutor(2) as pool:
+        texts = [pool.submit(stream, process, BODIES[0], max_tokens=3000) for _ in range(2)]
+        deadline = time.monotonic() + 30
+        while metric(process, "vllm:num_requests_running") != [1, 1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        workers(process)[1].kill()
+        results = sorted((text.result(60) for text in texts), key=len)
+    assert "engine_dead" in results[0]
+    assert results[1].startswith(expected)
+    assert sorted(metric(process, "aioinfer:engine_serving")) == [0, 1]
+    health = process.request("GET", "/health")
+    assert health.status == 200
+    assert sorted(json.loads(health.read())["engines"]) == ["dead", "serving"]
+    assert [stream(process, BODIES[0]) for _ in range(2)] == [expected] * 2
+    workers(process)[0].kill()
+    assert process.end(timeout=20) == 1
+    assert process.popen.stderr is not None
+    log = process.popen.stderr.read()
+    assert "worker 0 was killed by SIGKILL" in log
+    assert "this engine is dead, and 1 of 2 go on" in log
