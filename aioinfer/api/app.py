@@ -88,7 +88,10 @@ def settle_process() -> None:
 async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str], None]) -> int:
     server = HttpServer(frontend)
     try:
-        announce(_ready_text(await server.start(), frontend))
+        url = await server.start()
+        if frontend.config.server.api_key_file is not None:
+            stop.on_hangup(server.reload_keys)
+        announce(_ready_text(url, frontend))
         await _first(stop.first.wait(), frontend.wait_dead())
         if frontend.is_healthy():
             drained = asyncio.wait_for(server.drain(), frontend.config.server.shutdown_timeout_s)
@@ -105,11 +108,13 @@ async def _serve(frontend: Frontend, stop: _StopSignals, announce: Callable[[str
 
 class _StopSignals:
     """SIGTERM and SIGINT as events: the first requests a graceful shutdown, the second for an
-    immediate one."""
+    immediate one. SIGHUP ends the process, as a terminal that closes wants it, until `on_hangup`
+    gives it another meaning."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self._hangup: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._receive)
@@ -117,8 +122,17 @@ class _StopSignals:
     def _receive(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
+    def on_hangup(self, reload: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """From now on runs `reload` for each SIGHUP."""
+
+        def begin() -> None:
+            self._hangup = self._loop.create_task(reload())  # a task needs an owner
+
+        self._loop.add_signal_handler(signal.SIGHUP, begin)
+
     def close(self) -> None:
         """Restores the default handling: from now on a signal ends the process, whatever hangs."""
+        self._loop.remove_signal_handler(signal.SIGHUP)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 

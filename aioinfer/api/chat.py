@@ -46,7 +46,7 @@ async def _answer(
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
     async with submitted(
-        request, [prompt], params, name=envelope.id, priority=body.priority or 0
+        request, [prompt], params, name=envelope.id, priority=body.priority
     ) as outputs:
         if body.stream:
             return await stream(

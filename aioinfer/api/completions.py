@@ -48,9 +48,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
     n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
-    async with submitted(
-        request, ids, params, name=envelope.id, priority=body.priority or 0
-    ) as outputs:
+    async with submitted(request, ids, params, name=envelope.id, priority=body.priority) as outputs:
         if body.stream:
             choices = [
                 _stream_choices(frontend, envelope, range(i * n, i * n + n), echo, prompt)

@@ -21,6 +21,7 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import ADMISSION, deadline_of
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
+from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event
 from aioinfer.sampling_params import SamplingParams
 
@@ -47,15 +48,20 @@ async def submitted(
     params: SamplingParams,
     *,
     name: str,
-    priority: int,
+    priority: int | None,
 ) -> AsyncIterator[list[RequestOutput]]:
     """Submits a request for each prompt (token ids), and aborts those that are unfinished at the
     end of the block.
 
     At the deadline of the HTTP request they end with an error. Raises what `Frontend.submit` does,
-    and `OverloadedError` if the queue has no room for all of them.
+    `OverloadedError` if the queue has no room for all of them, and `RateLimitError` if the API key
+    has not so many tokens left.
     """
-    frontend = request.app[FRONTEND]
+    frontend, account = request.app[FRONTEND], request[ACCOUNT]
+    by_priority = frontend.config.scheduler.policy == "priority"
+    priority = account.priority(priority, has_priorities=by_priority)
+    longest = sum(map(len, prompts)) + len(prompts) * params.n * (params.max_tokens or 0)
+    charge = TokenCharge(account, longest)
     outputs: list[RequestOutput] = []
     cancel_deadline = None
     try:
@@ -74,6 +80,7 @@ async def submitted(
             cancel_deadline()
         for output in outputs:
             output.abort()
+        charge.settle(outputs)
 
 
 class ChoiceEvents:

@@ -13,7 +13,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from aioinfer.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
+from aioinfer.errors import (
+    EngineDeadError,
+    GenerationError,
+    OverloadedError,
+    RateLimitError,
+    RequestError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +41,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     An unexpected one is logged and not shown.
     """
     match error:
+        case RateLimitError():
+            body = error_body(error.status, error.message, code=error.code)
+            body["error"]["type"] = error.kind  # as OpenAI has it
+            return error.status, body
         case RequestError():
             return error.status, error_body(
                 error.status, error.message, param=error.param, code=error.code
@@ -78,7 +88,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
     """Returns the headers that tell a client what to do about an error."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return {"Allow": error.headers["Allow"]}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | RateLimitError):
         return {"Retry-After": str(error.retry_after_s)}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.api import chat, completions, info, metrics, page, tokenization
-from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_key
+from aioinfer.api import chat, completions, info, limits, metrics, page, tokenization
+from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, json_errors
+from aioinfer.api.keys import ApiKeys
+from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.config import ServerConfig
@@ -36,6 +38,7 @@ class HttpServer:
 
     def __init__(self, frontend: Frontend):
         self._config = frontend.config.server
+        self._limits = frontend.config.limits
         self._listener: Listener | None = None
         self._draining = False
         self._num_handling = 0
@@ -53,11 +56,19 @@ class HttpServer:
     def _make_app(self, frontend: Frontend) -> web.Application:
         cors = Cors(self._config.cors_origins)
         app = web.Application(
-            middlewares=[self._count, json_errors, cors.answer_preflight, require_key, bound_time],
+            middlewares=[
+                self._count,
+                json_errors,
+                cors.answer_preflight,
+                require_key,
+                limits.bound_use,
+                bound_time,
+            ],
             client_max_size=self._config.max_body_bytes,
         )
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
+        app.on_response_prepare.append(limits.mark_response)
         app[FRONTEND] = frontend
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
@@ -97,12 +108,18 @@ class HttpServer:
             ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
                 be used.
         """
-        self._runner.app[API_KEYS] = await asyncio.to_thread(ApiKeys.load, self._config)
+        keys = await asyncio.to_thread(ApiKeys.load, self._config, self._limits)
+        self._runner.app[ACCOUNTS] = Accounts(keys)
         tls = await asyncio.to_thread(tls_context, self._config)
         await self._runner.setup()
         assert self._runner.server is not None
         self._listener = Listener(self._runner.server, self._config, tls)
         return await self._listener.start()
+
+    async def reload_keys(self) -> None:
+        """Reads the file of API keys again; one that cannot be used leaves the keys as they are."""
+        app = self._runner.app
+        await app[ACCOUNTS].reload(app[FRONTEND].config)
 
     async def drain(self) -> None:
         """Stops listening, and returns when the requests that have come are answered."""
