@@ -160,7 +160,8 @@ class SchedulerConfig:
     max_waiting_requests: int | None = key(
         "Maximum number of requests that wait for a slot, beyond the free ones, on all engines "
         "together (each of n completions is one); further ones are answered 503, with "
-        "`Retry-After`.",
+        "`Retry-After`. Where there are several API keys, the requests of one may be no more than "
+        "the places that are left free.",
         4096,
         minimum=0,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
@@ -33,7 +33,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     deadline_of(request).shorten(body.timeout_s)
     prompts = body.prompts()
     # before they are encoded: a rejection must be cheap
-    request.app[ADMISSION].check(len(prompts))
+    request.app[ADMISSION].check(len(prompts), flow=sharer(request))
     # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
     ids = [
         await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from aioinfer.api.access import request_id
-from aioinfer.api.admission import ADMISSION, deadline_of
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
@@ -65,11 +65,15 @@ async def submitted(
     outputs: list[RequestOutput] = []
     cancel_deadline = None
     try:
-        with request.app[ADMISSION].reserve(prompts, params.n) as places:
+        with request.app[ADMISSION].reserve(prompts, params.n, sharer(request)) as places:
             for index, prompt in enumerate(prompts):
                 outputs.append(
                     await frontend.submit(
-                        prompt, params, priority=priority, request_id=f"{name}-{index}"
+                        prompt,
+                        params,
+                        priority=priority,
+                        request_id=f"{name}-{index}",
+                        flow=account.flow,
                     )
                 )
                 places.use(len(prompt), params.n)

@@ -33,6 +33,7 @@ from aioinfer.api.errors import Handler
 from aioinfer.api.keys import ApiKey, ApiKeys
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RateLimitError, RequestError
+from aioinfer.scheduler.request import Flow
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import RequestOutput
@@ -119,6 +120,7 @@ class Account:
 
     Attributes:
         key: the key, with its limits.
+        flow: its requests, for the scheduler.
         requests, tokens: its rates; None without a limit.
         num_requests, num_prompt_tokens, num_generated_tokens: totals, of requests that were
             accepted and of tokens of those that have ended.
@@ -137,6 +139,7 @@ class Account:
     def set_key(self, key: ApiKey) -> None:
         """Sets new limits. A rate that stays goes on as it was, one that changes begins anew."""
         self.key = key
+        self.flow = Flow(key.name, key.weight)
         self.requests = _rate(self.requests, key.requests_per_minute)
         self.tokens = _rate(self.tokens, key.tokens_per_minute)
 
@@ -227,6 +230,9 @@ class Accounts:
     def __init__(self, keys: ApiKeys):
         self._keys = keys
         self._accounts = {key.name: Account(key) for key in keys.all}
+
+    def __len__(self) -> int:
+        return len(self._accounts)
 
     def __iter__(self) -> Iterator[Account]:
         """Yields the accounts in the order of their keys."""

@@ -22,7 +22,7 @@ keys of a layer before they attend to any.
 
 Requests that cannot be planned yet. One that waits for something else than slots and blocks (a
 grammar that is compiled, keys from another host) is BLOCKED: it is in no queue and holds nobody up,
-and `unblock` puts it where it belongs by its arrival. One whose rows may take any number of tokens,
+and `unblock` puts it where it belongs by its key. One whose rows may take any number of tokens,
 or that needs its last token before the next is sampled, is not planned ahead
 (`Request.plans_ahead`): only it waits for its result, not the others.
 
@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
+from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
@@ -77,7 +78,8 @@ class StepOutput:
 
 
 class Scheduler:
-    """First come, first served, or by priority; preempts from the back."""
+    """First come, first served, or by priority, and fairly between flows; preempts from the
+    back."""
 
     def __init__(self, limits: SchedulerLimits):
         self.limits = limits
@@ -90,9 +92,10 @@ class Scheduler:
         )
         self.stats = SchedulerStats()
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
-        # sorted by key: who came first is served first and preempted last
+        # sorted by key: who is served first is preempted last
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
+        self._fair_queuing = FairQueuing()
         self._blocked: dict[Request, None] = {}
         self._num_prefill_tokens = 0  # of the running requests
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -120,6 +123,10 @@ class Scheduler:
         """Prompt tokens of the requests that wait for a slot or for blocks."""
         return self._waiting.num_tokens
 
+    def num_waiting_of(self, flow: str) -> int:
+        """Returns how many requests of a flow were never admitted and have not ended."""
+        return self._fair_queuing.num_waiting(flow)
+
     @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of all requests that no plan has had computed yet, without those that
@@ -143,7 +150,9 @@ class Scheduler:
 
         The caller has checked that its `max_len` fits (see `fits`).
         """
-        request.key = (request.priority if self.limits.by_priority else 0, next(self._arrivals))
+        priority = request.priority if self.limits.by_priority else 0
+        start = self._fair_queuing.arrive(request, priority)
+        request.key = (priority, start, next(self._arrivals))
         if request.blocked_on is None:
             self._waiting.add(request)
         else:
@@ -151,7 +160,7 @@ class Scheduler:
             self._blocked[request] = None
 
     def unblock(self, request: Request) -> None:
-        """Queues a request that was blocked, at its place by arrival. Nothing if it has ended."""
+        """Queues a request that was blocked, at its place by its key. Nothing if it has ended."""
         request.blocked_on = None
         if request.status is Status.BLOCKED:
             del self._blocked[request]
@@ -365,6 +374,7 @@ class Scheduler:
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
         if request.num_cached < 0:
+            self._fair_queuing.admit(request)
             request.num_cached = computed
             self.stats.prefix_queried += request.prompt_len
             self.stats.prefix_hit += computed
@@ -495,6 +505,10 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        if request.num_cached < 0:
+            self._fair_queuing.drop(request)
+        else:
+            self._fair_queuing.end(request)
 
     # ---------------------------------------------------------------- checks
 
@@ -520,5 +534,8 @@ class Scheduler:
             r.status is Status.BLOCKED and r.slot < 0 and not r.blocks for r in self._blocked
         )
         self._waiting.check_integrity()
+        self._fair_queuing.check_integrity(
+            sum(request.num_cached < 0 for request in self.requests())
+        )
         prefill = sum(request.num_uncomputed for request in self.running)
         assert prefill == self._num_prefill_tokens, "the tokens to prefill are miscounted"
