@@ -160,7 +160,8 @@ class SchedulerConfig:
     max_waiting_requests: int | None = key(
         "Maximum number of requests that wait for a slot, beyond the free ones, on all engines "
         "together (each of n completions is one); further ones are answered 503, with "
-        "`Retry-After`.",
+        "`Retry-After`. Where there are several API keys, the requests of one may be no more than "
+        "the places that are left free.",
         4096,
         minimum=0,
     )
@@ -247,7 +248,12 @@ class ServerConfig:
         secret=True,
     )
     api_key_file: str | None = key(
-        "File with further keys, one a line; lines that begin with `#` are skipped.", None
+        "File with further keys: plain ones, one a line (lines that begin with `#` are skipped), "
+        "and then a TOML table `[NAME]` for each key with a name. A table has `key` or `sha256` "
+        "(the key's SHA-256 in hexadecimal, or a list of several; `python -m aioinfer.api.keys "
+        "NAME` makes both), and may have the keys of `[limits]` (0 lifts a limit) and `weight`: "
+        "the key's share while requests of several keys wait (1). SIGHUP has the file read again.",
+        None,
     )
     cors_origins: list[str] = key(
         "Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is "
@@ -325,6 +331,38 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """What an API key may use unless `server.api_key_file` says otherwise; without keys, what all
+    requests together may. Requests beyond it are answered 429, with `Retry-After`."""
+
+    requests_per_minute: int | None = key(
+        "POST requests a minute; as many may come at once after a minute without any. "
+        "Default: no limit.",
+        None,
+        minimum=1,
+        maximum=10**12,
+    )
+    tokens_per_minute: int | None = key(
+        "Tokens a minute, of prompts (cached ones included) and outputs. A request is charged its "
+        "prompt and its `max_tokens` when it is queued, and when it ends what it has used. A "
+        "request of more tokens than this passes when nothing is used up. Default: no limit.",
+        None,
+        minimum=1,
+        maximum=10**12,
+    )
+    max_concurrent_requests: int | None = key(
+        "POST requests that are being answered at a time. Default: no limit.", None, minimum=1
+    )
+    min_priority: int | None = key(
+        "Lowest `priority` that a request may ask for (lower goes first); a lower one is answered "
+        "400. It is the default of requests that bring none, if it is above 0. Default: any.",
+        None,
+        minimum=-(2**31),
+        maximum=2**31 - 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration: one field for each section."""
 
@@ -334,6 +372,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     @property
     def served_model_names(self) -> list[str]:

@@ -47,6 +47,20 @@ class NotReadyError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimitError(RequestError):
+    """An API key has used up one of its limits; the same request may pass after `retry_after_s`
+    seconds.
+
+    Attributes:
+        kind: which limit: "requests", "tokens" or "concurrency".
+    """
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: int):
+        super().__init__(message, status=429, code="rate_limit_exceeded")
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
 class EngineDeadError(AioinferError):
     """A worker died or hung, or the engine was closed: no request can be served any more."""
 

@@ -11,11 +11,7 @@ import aiohttp
 import pytest
 from multidict import CIMultiDictProxy
 
-from aioinfer.__main__ import main
-from aioinfer.api.access import ApiKeys
 from aioinfer.api.page import PAGE_FILES
-from aioinfer.config import load_config
-from aioinfer.errors import ConfigError
 from tests.test_server import make_server
 
 PAGE = "https://page.example"
@@ -120,51 +116,9 @@ async def test_only_monitoring_and_the_page_need_no_key() -> None:
 
 
 async def test_without_keys_every_request_is_accepted() -> None:
-    assert ApiKeys([]).admit(None)
-    assert not ApiKeys(["key"]).admit(None)
     async with client() as http:
         for headers in ({}, bearer("any"), {"Authorization": "nonsense"}):
             assert (await fetch(http, headers=headers))[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file"),
-        (b"", "it holds no key"),
-        (b"# only\n", "it holds no key"),
-        (b"\xff\xfe", "not text"),
-        (b"sk-two words", "without blanks"),
-    ],
-)
-def test_a_wrong_key_file(
-    tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "keys"
-    if content is not None:
-        file.write_bytes(content)
-    assert main(["--set", "model.path=./nowhere", "--set", f"server.api_key_file={file}"]) == 2
-    shown = capsys.readouterr().err
-    assert "server.api_key_file" in shown
-    assert message in shown
-    assert "sk-" not in shown
-
-
-@pytest.mark.parametrize("key", ["", "sk two", "sk-ü", "sk\n"])
-def test_a_key_that_no_header_can_hold(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"server\.api_keys") as caught:
-        ApiKeys.load(load_config(None, {"model.path": "x", "server.api_keys": [key]}).server)
-    assert "sk" not in str(caught.value)
-
-
-def test_keys_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config(None, {"model.path": "x", "server.api_keys": ["sk-secret"]})
-    assert "sk-secret" not in f"{config} {config.server!r} {vars(ApiKeys.load(config.server))}"
-    for value in ("sk-secret", '["sk-secret", 5]', '{"sk-secret" = 1}', "[sk-secret"):
-        assert main(["--set", "model.path=x", "--set", f"server.api_keys={value}"]) == 2
-        shown = capsys.readouterr().err
-        assert "server.api_keys must be list of string" in shown
-        assert "sk-secret" not in shown
 
 
 # ---------------------------------------------------------------- CORS

@@ -4,6 +4,7 @@ yet."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ def admission(
     running: int = 4,
     waiting: int = 0,
     waiting_tokens: int = 0,
+    waiting_of: Mapping[str, int] | None = None,
     engines: int = 1,
     **limits: Any,
 ) -> Admission:
@@ -33,7 +35,10 @@ def admission(
         f"scheduler.{name}": value for name, value in limits.items()
     }
     scheduler = SimpleNamespace(
-        running=[None] * running, num_waiting=waiting, num_waiting_tokens=waiting_tokens
+        running=[None] * running,
+        num_waiting=waiting,
+        num_waiting_tokens=waiting_tokens,
+        num_waiting_of=lambda flow: (waiting_of or {}).get(flow, 0),
     )
     engine = SimpleNamespace(scheduler=scheduler, state=EngineState.SERVING)
     return Admission(
@@ -106,6 +111,30 @@ def test_what_is_on_its_way_counts_once() -> None:
     with pytest.raises(ZeroDivisionError), tested.reserve([[1]], 1):
         _ = 1 / 0
     assert (tested.coming_requests, tested.coming_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "own", "room"),
+    [(0, 0, 100), (40, 0, 60), (40, 40, 20), (50, 50, 0), (60, 30, 10), (100, 0, 0)],
+)
+def test_one_of_several_keys_leaves_as_much_room_as_it_takes(
+    waiting: int, own: int, room: int
+) -> None:
+    tested = admission(waiting=waiting, waiting_of={"a": own}, max_waiting_requests=100)
+    if room:
+        tested.check(room, flow="a")
+    with pytest.raises(OverloadedError):
+        tested.check(room + 1, flow="a")
+
+
+def test_a_key_may_take_all_free_slots() -> None:
+    tested = admission(running=0, max_waiting_requests=0)
+    with tested.reserve([[1]] * 3, 1, "a"):
+        assert tested.coming_of["a"] == 3
+        tested.check(1, flow="a")
+        with pytest.raises(OverloadedError):
+            tested.check(2, flow="a")
+    assert tested.coming_of["a"] == 0
 
 
 # ---------------------------------------------------------------- deadlines

@@ -19,7 +19,7 @@ from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingPar
 from aioinfer.scheduler import kv_cache
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request, Status
+from aioinfer.scheduler.request import NULL_BLOCK, Flow, ForkGroup, Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output
 
@@ -615,9 +615,9 @@ def test_only_requests_that_are_not_planned_ahead_wait_for_their_results():
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
-    """Random groups of layers, arrivals, forks, blocked requests, rows of several tokens, aborts,
-    held blocks and pool sizes: every request ends as if it had run alone, no row reads a freed
-    block, and nothing leaks."""
+    """Random groups of layers, arrivals, flows, forks, blocked requests, rows of several tokens,
+    aborts, held blocks and pool sizes: every request ends as if it had run alone, no row reads a
+    freed block, and nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
@@ -646,6 +646,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         # a state cannot be taken back: there a row takes one token at least
         fewest = int(any(not group.keeps_tokens for group in groups))
         harness.worker.take = lambda k: draw(st.integers(fewest, k))
+    flows = draw(st.integers(1, 3), "flows")
     plans_ahead = not isinstance(harness.worker, TakingWorker)
     requests: list[Request] = []
     aborted: set[Request] = set()
@@ -659,6 +660,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 f"{number}.{sibling}", prompt, draw(st.integers(1, 20)), seed=sibling,
                 end_tokens=ends, group=group,
                 priority=draw(st.integers(0, 3)),
+                flow=Flow(str(number % flows), 1.0 + number % flows),
                 blocked_on=draw(st.sampled_from([None, None, "grammar"])),
                 plans_ahead=plans_ahead or sibling % 2 == 0,
             )  # fmt: skip

@@ -1,94 +1,42 @@
 """What happens before a handler sees a request: API keys, CORS, and the id of the request.
 
 `server` installs `require_key` and `Cors` as middleware and `mark_response` as a signal handler for
-all responses. Keys are kept only as digests: nothing here could print one.
+all responses. `keys` has the keys, `limits` what each of them has used.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 from collections.abc import Iterable
-from hashlib import sha256
-from pathlib import Path
 
 from aiohttp import web
 
 from aioinfer.api.errors import Handler
+from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS
 from aioinfer.api.page import PAGE_FILES
-from aioinfer.config import ServerConfig
-from aioinfer.errors import ConfigError, RequestError
+from aioinfer.errors import RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
+#: What a script of another origin may read of a response's headers.
+_EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
 _OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *PAGE_FILES))
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
-_KEY = re.compile(r"[\x21-\x7e]+")
 #: Seconds for which a browser may remember the answer to a preflight.
 _PREFLIGHT_AGE_S = 600
-
-
-class ApiKeys:
-    """The API keys. Without any, every request is accepted."""
-
-    def __init__(self, keys: Iterable[str]):
-        self._digests = [_digest(key) for key in keys]
-
-    @classmethod
-    def load(cls, config: ServerConfig) -> ApiKeys:
-        """Returns the keys of `server.api_keys` and of `server.api_key_file`.
-
-        Raises `ConfigError`, which shows none of them.
-        """
-        keys = list(config.api_keys)
-        if config.api_key_file is not None:
-            try:
-                lines = Path(config.api_key_file).read_text("utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "it is not text"
-                raise ConfigError(
-                    f"server.api_key_file = {config.api_key_file!r}: {reason}"
-                ) from None
-            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-            if not found:
-                raise ConfigError(f"server.api_key_file = {config.api_key_file!r}: it holds no key")
-            keys += found
-        if not all(_KEY.fullmatch(key) for key in keys):
-            raise ConfigError(
-                "server.api_keys and the lines of server.api_key_file must be "
-                "printable ASCII without blanks"
-            )
-        return cls(keys)
-
-    def admit(self, authorization: str | None) -> bool:
-        """Whether an `Authorization` header holds one of the keys; the time it takes does not
-        depend on which, or how nearly."""
-        if not self._digests:
-            return True
-        scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())  # of one length for all keys
-        found = False
-        for digest in self._digests:
-            found |= hmac.compare_digest(digest, given)
-        return found and scheme.lower() == "bearer"
-
-
-def _digest(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-API_KEYS = web.AppKey("api_keys", ApiKeys)
 
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answers 401 to a request without a right key, whatever its path, but for `/health` and
-    what is below it, `/metrics` and the files of the page."""
-    if request.path not in _OPEN_PATHS and not request.app[API_KEYS].admit(
-        request.headers.get("Authorization")
-    ):
+    what is below it, `/metrics` and the files of the page; the others get their key's account."""
+    if request.path not in _OPEN_PATHS:
+        account = request.app[ACCOUNTS].find(request.headers.get("Authorization"))
+        if account is not None:
+            request[ACCOUNT] = account
+            return await handler(request)
         message = "a valid API key is needed, as in 'Authorization: Bearer KEY'"
         raise RequestError(message, status=401, code="invalid_api_key")
     return await handler(request)
@@ -135,7 +83,7 @@ class Cors:
             return
         if (origin := self._allowed(request)) is not None:
             response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = f"{REQUEST_ID_HEADER}, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         if origin != "*":
             response.headers.add("Vary", "Origin")
 

@@ -3,11 +3,17 @@
 The bound is one for all clients, so a request beyond it is answered 503 with `Retry-After` (429
 would mean that this client sends too much). It is a matter of the HTTP server and not of the
 frontend: `LLM` submits all of its prompts at once.
+
+Where there are several API keys, none may fill the queue alone: one's requests wait only as long as
+they are no more than the places that are still free. So a key alone gets half of the queue, two get
+a third each, and there is always room for the next (dynamic thresholds: Choudhury and Hahne,
+"Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998, with a factor of 1).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -16,6 +22,7 @@ from aiohttp import web
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import Handler
+from aioinfer.api.limits import ACCOUNT, ACCOUNTS
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import OverloadedError, RequestError
 
@@ -32,16 +39,18 @@ class Admission:
 
     Attributes:
         coming_requests, coming_tokens: reserved requests, and their prompt tokens.
+        coming_of: reserved requests by flow.
     """
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
         self.coming_requests = 0
         self.coming_tokens = 0
+        self.coming_of: Counter[str] = Counter()
 
-    def check(self, requests: int, tokens: int = 0) -> None:
+    def check(self, requests: int, tokens: int = 0, flow: str | None = None) -> None:
         """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may
-        join the queue.
+        join the queue; `flow` is given where several share it.
 
         Free slots count as room beside `max_waiting_requests`. The bound on tokens applies only
         while some wait: otherwise a prompt longer than the bound could never be served.
@@ -61,6 +70,14 @@ class Admission:
             raise OverloadedError(
                 f"{waiting} requests wait, {requests} more are too many; try again later"
             )
+        if flow is not None and limits.max_waiting_requests is not None:
+            own = sum(s.num_waiting_of(flow) for s in schedulers) + self.coming_of[flow]
+            places = limits.max_waiting_requests - max(0, waiting - free_slots)
+            if own + requests - free_slots > places:
+                raise OverloadedError(
+                    f"{own} requests of this API key wait, {requests} more are too many beside "
+                    "those of others; try again later"
+                )
         waiting_tokens = (
             sum(scheduler.num_waiting_tokens for scheduler in schedulers) + self.coming_tokens
         )
@@ -73,21 +90,24 @@ class Admission:
                 f"{waiting_tokens} prompt tokens wait, {tokens} more are too many; try again later"
             )
 
-    def reserve(self, prompts: Sequence[Sequence[int]], n: int) -> Reservation:
+    def reserve(
+        self, prompts: Sequence[Sequence[int]], n: int, flow: str | None = None
+    ) -> Reservation:
         """Returns places in the queue for n sequences of each prompt (token ids), all or none.
 
         Raises `OverloadedError`.
         """
-        return Reservation(self, len(prompts) * n, sum(map(len, prompts)) * n)
+        return Reservation(self, len(prompts) * n, sum(map(len, prompts)) * n, flow)
 
 
 class Reservation:
     """Places in the queue for requests that are being submitted. The end of the `with` block gives
     back those that are not used."""
 
-    def __init__(self, admission: Admission, requests: int, tokens: int):
-        admission.check(requests, tokens)
+    def __init__(self, admission: Admission, requests: int, tokens: int, flow: str | None):
+        admission.check(requests, tokens, flow)
         self._admission = admission
+        self._flow = flow
         self._requests = self._tokens = 0
         self._change(requests, tokens)
 
@@ -96,6 +116,8 @@ class Reservation:
         self._tokens += tokens
         self._admission.coming_requests += requests
         self._admission.coming_tokens += tokens
+        if self._flow is not None:
+            self._admission.coming_of[self._flow] += requests
 
     def use(self, prompt_len: int, n: int) -> None:
         """Records that n sequences of a prompt are in the queue now."""
@@ -111,6 +133,11 @@ class Reservation:
         trace: TracebackType | None,
     ) -> None:
         self._change(-self._requests, -self._tokens)
+
+
+def sharer(request: web.Request) -> str | None:
+    """Returns the name of a request's API key if others share the queue with it."""
+    return request[ACCOUNT].key.name if len(request.app[ACCOUNTS]) > 1 else None
 
 
 ADMISSION = web.AppKey("admission", Admission)

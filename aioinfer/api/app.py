@@ -66,6 +66,8 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
             return 0
         try:
             await server.serve(frontend)
+            if config.server.api_key_file is not None:
+                stop.on_hangup(server.reload_keys)
             (announce or _print)(_ready_text(url, frontend))
             return await _run(server, frontend, stop)
         finally:
@@ -119,11 +121,13 @@ async def _run(server: HttpServer, frontend: Frontend, stop: _StopSignals) -> in
 
 class _StopSignals:
     """SIGTERM and SIGINT as events: the first requests a graceful shutdown, the second for an
-    immediate one."""
+    immediate one. SIGHUP ends the process, as a terminal that closes wants it, until `on_hangup`
+    gives it another meaning."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self._hangup: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._receive)
@@ -131,8 +135,17 @@ class _StopSignals:
     def _receive(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
+    def on_hangup(self, reload: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """From now on runs `reload` for each SIGHUP."""
+
+        def begin() -> None:
+            self._hangup = self._loop.create_task(reload())  # a task needs an owner
+
+        self._loop.add_signal_handler(signal.SIGHUP, begin)
+
     def close(self) -> None:
         """Restores the default handling: from now on a signal ends the process, whatever hangs."""
+        self._loop.remove_signal_handler(signal.SIGHUP)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 

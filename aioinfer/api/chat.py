@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
@@ -30,7 +30,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     deadline_of(request).shorten(body.timeout_s)
-    request.app[ADMISSION].check(1)  # before it is encoded: a rejection must be cheap
+    # before it is encoded: a rejection must be cheap
+    request.app[ADMISSION].check(1, flow=sharer(request))
     try:
         return await _answer(request, frontend, body)
     except RequestError as error:
@@ -46,7 +47,7 @@ async def _answer(
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
     async with submitted(
-        request, [prompt], params, name=envelope.id, priority=body.priority or 0
+        request, [prompt], params, name=envelope.id, priority=body.priority
     ) as outputs:
         if body.stream:
             return await stream(

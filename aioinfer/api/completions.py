@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
@@ -33,7 +33,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     deadline_of(request).shorten(body.timeout_s)
     prompts = body.prompts()
     # before they are encoded: a rejection must be cheap
-    request.app[ADMISSION].check(len(prompts))
+    request.app[ADMISSION].check(len(prompts), flow=sharer(request))
     # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
     ids = [
         await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
@@ -48,9 +48,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
     n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
-    async with submitted(
-        request, ids, params, name=envelope.id, priority=body.priority or 0
-    ) as outputs:
+    async with submitted(request, ids, params, name=envelope.id, priority=body.priority) as outputs:
         if body.stream:
             choices = [
                 _stream_choices(frontend, envelope, range(i * n, i * n + n), echo, prompt)

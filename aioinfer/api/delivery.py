@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from aioinfer.api.access import request_id
-from aioinfer.api.admission import ADMISSION, deadline_of
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
+from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event
 from aioinfer.sampling_params import SamplingParams
 
@@ -47,23 +48,32 @@ async def submitted(
     params: SamplingParams,
     *,
     name: str,
-    priority: int,
+    priority: int | None,
 ) -> AsyncIterator[list[RequestOutput]]:
     """Submits a request for each prompt (token ids), and aborts those that are unfinished at the
     end of the block.
 
     At the deadline of the HTTP request they end with an error. Raises what `Frontend.submit` does,
-    and `OverloadedError` if the queue has no room for all of them.
+    `OverloadedError` if the queue has no room for all of them, and `RateLimitError` if the API key
+    has not so many tokens left.
     """
-    frontend = request.app[FRONTEND]
+    frontend, account = request.app[FRONTEND], request[ACCOUNT]
+    by_priority = frontend.config.scheduler.policy == "priority"
+    priority = account.priority(priority, has_priorities=by_priority)
+    longest = sum(map(len, prompts)) + len(prompts) * params.n * (params.max_tokens or 0)
+    charge = TokenCharge(account, longest)
     outputs: list[RequestOutput] = []
     cancel_deadline = None
     try:
-        with request.app[ADMISSION].reserve(prompts, params.n) as places:
+        with request.app[ADMISSION].reserve(prompts, params.n, sharer(request)) as places:
             for index, prompt in enumerate(prompts):
                 outputs.append(
                     await frontend.submit(
-                        prompt, params, priority=priority, request_id=f"{name}-{index}"
+                        prompt,
+                        params,
+                        priority=priority,
+                        request_id=f"{name}-{index}",
+                        flow=account.flow,
                     )
                 )
                 places.use(len(prompt), params.n)
@@ -74,6 +84,7 @@ async def submitted(
             cancel_deadline()
         for output in outputs:
             output.abort()
+        charge.settle(outputs)
 
 
 class ChoiceEvents:

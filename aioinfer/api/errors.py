@@ -19,6 +19,7 @@ from aioinfer.errors import (
     GenerationError,
     NotReadyError,
     OverloadedError,
+    RateLimitError,
     RequestError,
 )
 
@@ -53,6 +54,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     An unexpected one is logged and not shown.
     """
     match error:
+        case RateLimitError():
+            body = error_body(error.status, error.message, code=error.code)
+            body["error"]["type"] = error.kind  # as OpenAI has it
+            return error.status, body
         case RequestError():
             return error.status, error_body(
                 error.status, error.message, param=error.param, code=error.code
@@ -101,7 +106,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
     """Returns the headers that tell a client what to do about an error."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return {"Allow": error.headers["Allow"]}
-    if isinstance(error, OverloadedError | NotReadyError):
+    if isinstance(error, OverloadedError | NotReadyError | RateLimitError):
         return {"Retry-After": str(error.retry_after_s)}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 

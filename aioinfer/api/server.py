@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from aioinfer.api import chat, completions, info, metrics, page, tokenization
-from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_key
+from aioinfer.api import chat, completions, info, limits, metrics, page, tokenization
+from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import Connection, ConnectionServer
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.hosts import AllowedHosts
 from aioinfer.api.info import READINESS, Readiness
+from aioinfer.api.keys import ApiKeys
+from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
@@ -36,6 +38,7 @@ class HttpServer:
 
     def __init__(self, config: Config, frontend: Frontend | None = None):
         """With a `frontend`, `start` calls `serve` as well."""
+        self._whole_config = config
         self._config = config.server
         self._frontend = frontend
         self._listener: Listener | None = None
@@ -50,13 +53,21 @@ class HttpServer:
     def _make_app(self, frontend: Frontend) -> web.Application:
         cors = Cors(self._config.cors_origins)
         app = web.Application(
-            middlewares=[self._count, json_errors, cors.answer_preflight, require_key, bound_time],
+            middlewares=[
+                self._count,
+                json_errors,
+                cors.answer_preflight,
+                require_key,
+                limits.bound_use,
+                bound_time,
+            ],
             client_max_size=self._config.max_body_bytes,
         )
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
+        app.on_response_prepare.append(limits.mark_response)
         app[FRONTEND] = frontend
-        app[API_KEYS] = self._keys
+        app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
         app[REQUEST_BODIES] = RequestBodies(self._config)
@@ -152,7 +163,8 @@ class HttpServer:
             ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
                 be used.
         """
-        self._keys = await asyncio.to_thread(ApiKeys.load, self._config)
+        keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
+        self._accounts = Accounts(keys)
         tls = await asyncio.to_thread(tls_context, self._config)
         self._connections = ConnectionServer(self._handle, self._make_request, self._config)
         self._listener = Listener(self._connections, self._config, tls)
@@ -177,6 +189,10 @@ class HttpServer:
         """From now on reports on `/health/ready` that no more requests should be sent, and answers
         those that come all the same."""
         self._readiness.obstacle = "the server is shutting down"
+
+    async def reload_keys(self) -> None:
+        """Reads the file of API keys again; one that cannot be used leaves the keys as they are."""
+        await self._accounts.reload(self._whole_config)
 
     async def drain(self) -> None:
         """Stops listening, and returns when the requests that have come are answered."""

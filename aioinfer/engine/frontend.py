@@ -30,7 +30,7 @@ from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
 from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.request import ForkGroup, Request
+from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
 from aioinfer.text.generation_defaults import GenerationDefaults
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -265,6 +265,7 @@ class Frontend:
         add_special_tokens: bool = True,
         priority: int = 0,
         request_id: str | None = None,
+        flow: Flow = ONE_FLOW,
     ) -> RequestOutput:
         """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
         nothing behind.
@@ -275,6 +276,7 @@ class Frontend:
             add_special_tokens: whether encoding text adds the tokenizer's BOS and the like.
             priority: lower goes first; only under `scheduler.policy = "priority"`.
             request_id: for messages; made up if missing.
+            flow: with which requests it shares a part of the server.
 
         Raises:
             RequestError: the request is wrong or could never fit.
@@ -284,7 +286,7 @@ class Frontend:
         self._require_alive()
         prepared = await self.prepare(prompt, add_special_tokens)
         return self.admit(
-            prepared, params, priority=priority, request_id=request_id, arrived=arrived
+            prepared, params, priority=priority, request_id=request_id, flow=flow, arrived=arrived
         )
 
     async def prepare(
@@ -305,6 +307,7 @@ class Frontend:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        flow: Flow = ONE_FLOW,
         arrived: float,
     ) -> RequestOutput:
         """Does the second half of `submit`, without a wait: requests that are admitted one after
@@ -331,7 +334,7 @@ class Frontend:
             params,
             engine.abort,
         )
-        self._make_sequences(output, prompt, max_len, priority, route.num_tokens)
+        self._make_sequences(output, prompt, max_len, priority, flow, route.num_tokens)
         self._router.promise(route, output.sequences[0].request)
         engine.add(output, arrived)
         self.loop_lag.watch()
@@ -377,6 +380,7 @@ class Frontend:
         prompt: PreparedPrompt,
         max_len: int,
         priority: int,
+        flow: Flow,
         num_expected: int,
     ) -> None:
         """Makes the n sequences of a request; `num_expected` tokens of the prompt are likely to be
@@ -399,6 +403,7 @@ class Frontend:
                 priority,
                 prompt.hashes[:],
                 group=group,
+                flow=flow,
                 # the first computes the prompt for all
                 num_expected=num_expected if index == 0 else len(tokens) - 1,
             )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
@@ -27,6 +28,17 @@ class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Flow(NamedTuple):
+    """Requests that share a part of the server. `weight` is that part, relative to the others'."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+#: Of all requests where nothing tells them apart.
+ONE_FLOW = Flow()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,10 +69,13 @@ class Request:
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
         blocked_on: what it waits for before it can be scheduled at all, such as "grammar", or None.
+        flow: the requests with which it shares a part of the server (see `fair_queuing`).
         plans_ahead: whether a step may be planned while the result of the former step is pending.
             Required if every row takes exactly one token; without it, rows may take any number.
 
     Kept by the scheduler:
+        key: its place in the order of all requests: priority, start tag, arrival.
+        finish_tag: the tag at which it ends (see `fair_queuing`).
         total: tokens known plus tokens sampled in posted steps whose results have not come yet
             (placeholders).
         plan_limit: the `total` up to which tokens are planned without a look at what is pending.
@@ -95,9 +110,11 @@ class Request:
     num_expected: int = 0
     blocked_on: str | None = None
     plans_ahead: bool = True
+    flow: Flow = ONE_FLOW
 
     status: Status = Status.WAITING
-    key: tuple[int, int] = (0, 0)
+    key: tuple[int, float, int] = (0, 0.0, 0)
+    finish_tag: float = 0.0
     total: int = 0
     plan_limit: int = 0
     num_computed: int = 0

@@ -22,7 +22,7 @@ keys of a layer before they attend to any.
 
 Requests that cannot be planned yet. One that waits for something else than slots and blocks (a
 grammar that is compiled, keys from another host) is BLOCKED: it is in no queue and holds nobody up,
-and `unblock` puts it where it belongs by its arrival. One whose rows may take any number of tokens,
+and `unblock` puts it where it belongs by its key. One whose rows may take any number of tokens,
 or that needs its last token before the next is sampled, is not planned ahead
 (`Request.plans_ahead`): only it waits for its result, not the others.
 
@@ -40,6 +40,7 @@ from itertools import count, pairwise
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
+from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
@@ -78,7 +79,8 @@ class StepOutput:
 
 
 class Scheduler:
-    """First come, first served, or by priority; preempts from the back."""
+    """First come, first served, or by priority, and fairly between flows; preempts from the
+    back."""
 
     def __init__(self, limits: SchedulerLimits):
         self.stats = SchedulerStats()
@@ -87,6 +89,7 @@ class Scheduler:
         # (step id, the requests it samples)
         self._posted: deque[tuple[int, list[Request]]] = deque()
         self._arrivals = count()
+        self._fair_queuing = FairQueuing()
         self._step_id = 0
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
@@ -101,7 +104,7 @@ class Scheduler:
             max_chunk=limits.token_budget,
             prefix_caching=limits.prefix_caching,
         )
-        # sorted by key: who came first is served first and preempted last
+        # sorted by key: who is served first is preempted last
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
@@ -124,6 +127,10 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the requests that wait for a slot or for blocks."""
         return self._waiting.num_tokens
+
+    def num_waiting_of(self, flow: str) -> int:
+        """Returns how many requests of a flow were never admitted and have not ended."""
+        return self._fair_queuing.num_waiting(flow)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -148,7 +155,9 @@ class Scheduler:
 
         The caller has checked that its `max_len` fits (see `fits`).
         """
-        request.key = (request.priority if self.limits.by_priority else 0, next(self._arrivals))
+        priority = request.priority if self.limits.by_priority else 0
+        start = self._fair_queuing.arrive(request, priority)
+        request.key = (priority, start, next(self._arrivals))
         if request.blocked_on is None:
             self._waiting.add(request)
         else:
@@ -156,7 +165,7 @@ class Scheduler:
             self._blocked[request] = None
 
     def unblock(self, request: Request) -> None:
-        """Queues a request that was blocked, at its place by arrival. Nothing if it has ended."""
+        """Queues a request that was blocked, at its place by its key. Nothing if it has ended."""
         request.blocked_on = None
         if request.status is Status.BLOCKED:
             del self._blocked[request]
@@ -210,14 +219,16 @@ class Scheduler:
         """
         for request in ended:
             request.detach()
-            self._end(request, "error", None)
+            self._mark_finished(request, "error", None)
         self._requeue(self.limits, kept)
         self._vacated = list(range(self.limits.max_num_seqs))
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Queues `requests`, and nothing else, with none of their tokens computed."""
         self._clear(limits)
-        for request in requests:
+        requeued = list(requests)
+        self._fair_queuing.restore(requeued)
+        for request in requeued:
             request.detach()
             if request.status is Status.BLOCKED:
                 self._blocked[request] = None
@@ -407,6 +418,7 @@ class Scheduler:
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
         if request.num_cached < 0:
+            self._fair_queuing.admit(request)
             request.num_cached = computed
             self.stats.prefix_queried += request.prompt_len
             self.stats.prefix_hit += computed
@@ -536,10 +548,18 @@ class Scheduler:
             self._leave_slot(request)
         return True
 
-    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+    @staticmethod
+    def _mark_finished(request: Request, reason: str, stop_reason: int | str | None) -> None:
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+
+    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
+        self._mark_finished(request, reason, stop_reason)
+        if request.num_cached < 0:
+            self._fair_queuing.drop(request)
+        else:
+            self._fair_queuing.end(request)
 
     # ---------------------------------------------------------------- checks
 
@@ -562,5 +582,8 @@ class Scheduler:
         if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
             raise IntegrityError("a blocked request holds a slot or blocks")
         self._waiting.check_integrity()
+        self._fair_queuing.check_integrity(
+            sum(request.num_cached < 0 for request in self.requests())
+        )
         if sum(request.num_uncomputed for request in self.running) != self._num_prefill_tokens:
             raise IntegrityError("the tokens to prefill are miscounted")

@@ -1,0 +1,252 @@
+"""Fair queuing between flows: the order of one flow, the shares of several, and that none
+starves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.scheduler.fair_queuing import OUTPUT_COST, FairQueuing
+from aioinfer.scheduler.request import Flow, Request, Status
+from tests.test_scheduler import Harness, assert_complete, make_request
+
+
+class Queue:
+    """Requests by their keys, as the scheduler has them, served one by one."""
+
+    def __init__(self) -> None:
+        self.fair = FairQueuing()
+        self.waiting: list[Request] = []
+        self.arrivals = 0
+
+    def arrive(self, flow: Flow, prompt: int = 10, new: int = 5, priority: int = 0) -> Request:
+        request = make_request(f"{flow.name}{self.arrivals}", [1] * prompt, new, flow=flow)
+        request.key = (priority, self.fair.arrive(request, priority), self.arrivals)
+        self.arrivals += 1
+        self.waiting.append(request)
+        self.fair.check_integrity(len(self.waiting))
+        return request
+
+    def serve(self) -> Request:
+        """Admits and ends the first request."""
+        request = min(self.waiting)
+        self.waiting.remove(request)
+        self.fair.admit(request)
+        self.fair.end(request)
+        self.fair.check_integrity(len(self.waiting))
+        return request
+
+    def drop(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.fair.drop(request)
+        self.fair.check_integrity(len(self.waiting))
+
+
+def cost(request: Request) -> float:
+    """What a request costs whose output is shorter than its flow's mean."""
+    return request.prompt_len + OUTPUT_COST * (request.max_len - request.prompt_len)
+
+
+A, B = Flow("a"), Flow("b")
+
+
+def test_one_request_passes_a_thousand_of_another_flow() -> None:
+    queue = Queue()
+    thousand = [queue.arrive(A) for _ in range(1000)]
+    assert [queue.serve() for _ in range(10)] == thousand[:10]
+    one = queue.arrive(B)
+    assert one in [queue.serve() for _ in range(2)]
+    assert [queue.serve() for _ in range(989)] == thousand[11:]
+
+
+def test_shares_follow_the_weights() -> None:
+    queue = Queue()
+    heavy = Flow("heavy", 3.0)
+    for _ in range(400):
+        queue.arrive(A)
+        queue.arrive(heavy)
+    served = Counter(queue.serve().flow.name for _ in range(400))
+    assert served["heavy"] == pytest.approx(300, abs=2)
+
+
+def test_long_requests_count_for_more() -> None:
+    queue = Queue()
+    for _ in range(300):
+        queue.arrive(A, prompt=90)
+        queue.arrive(B, prompt=10)
+    served = Counter(queue.serve().flow.name for _ in range(300))
+    assert served["b"] / served["a"] == pytest.approx(100 / 20, rel=0.05)
+
+
+def test_a_flow_that_rested_saves_nothing_up() -> None:
+    queue = Queue()
+    for _ in range(100):
+        queue.arrive(A)
+    queue.arrive(B)
+    for _ in range(50):
+        queue.serve()
+    for _ in range(50):
+        queue.arrive(B)
+    served = Counter(queue.serve().flow.name for _ in range(40))
+    assert served["a"] == pytest.approx(20, abs=1)
+
+
+def test_what_vanished_unserved_is_not_charged() -> None:
+    queue = Queue()
+    for _ in range(50):
+        queue.arrive(B)
+    gone = [queue.arrive(A) for _ in range(100)]
+    for request in gone:
+        queue.drop(request)
+    new = queue.arrive(A)
+    assert new in [queue.serve() for _ in range(2)]
+
+
+def test_flows_learn_how_long_their_outputs_are() -> None:
+    queue = Queue()
+    talkative, terse = Flow("talkative"), Flow("terse")
+    for _ in range(100):
+        for flow, output in ((talkative, 100), (terse, 1)):
+            request = queue.arrive(flow, prompt=1, new=1000)
+            request.tokens.extend([7] * output)
+            queue.serve()
+    for _ in range(300):
+        queue.arrive(talkative, prompt=1, new=1000)
+        queue.arrive(terse, prompt=1, new=1000)
+    served = Counter(queue.serve().flow.name for _ in range(60))
+    assert served["terse"] > 5 * served["talkative"]
+
+
+def test_priorities_have_virtual_times_of_their_own() -> None:
+    queue = Queue()
+    backlog = [queue.arrive(A, priority=5) for _ in range(50)]
+    for _ in range(50):
+        queue.arrive(A, priority=0)
+        assert queue.serve().key[0] == 0
+    newcomer = queue.arrive(B, priority=5)
+    assert newcomer in [queue.serve() for _ in range(2)]
+    assert queue.serve() in backlog
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "serve", "drop"]),
+        st.integers(0, 5),
+        st.integers(1, 50),
+        st.integers(0, 1),
+    ),
+    max_size=120,
+)
+
+
+@given(moves=MOVES)
+def test_a_flow_alone_is_first_come_first_served(
+    moves: list[tuple[str, int, int, int]],
+) -> None:
+    """Whatever ends, is dropped or takes long: within a priority, no tag is before that of an
+    earlier request that waits or runs."""
+    queue, served = Queue(), []
+    for move, which, size, priority in moves:
+        if move == "arrive":
+            request = queue.arrive(A, size, which + 1, priority)
+            earlier = [r for r in (*queue.waiting, *served) if r.key[0] == priority]
+            assert all(r.key <= request.key for r in earlier)
+        elif queue.waiting and move == "serve":
+            expected = min(queue.waiting, key=lambda request: (request.key[0], request.key[2]))
+            assert queue.serve() is expected
+            served.append(expected)
+        elif queue.waiting:
+            queue.drop(queue.waiting[which % len(queue.waiting)])
+
+
+@settings(max_examples=200)
+@given(
+    weights=st.lists(st.sampled_from([0.25, 1.0, 2.0, 7.0]), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 200), min_size=40, max_size=80),
+)
+def test_flows_that_wait_differ_by_no_more_than_a_request_each(
+    weights: list[float], sizes: list[int]
+) -> None:
+    """The bound of start-time fair queuing, for flows that all wait, in tokens by weight."""
+    queue = Queue()
+    flows = [Flow(str(number), weight) for number, weight in enumerate(weights)]
+    for size in sizes:
+        for flow in flows:
+            queue.arrive(flow, size)
+    longest = max(map(cost, queue.waiting))
+    served = dict.fromkeys(flows, 0.0)
+    while {request.flow for request in queue.waiting} == set(flows):
+        request = queue.serve()
+        served[request.flow] += cost(request) / request.flow.weight
+        for one in flows:
+            for other in flows:
+                bound = longest / one.weight + longest / other.weight
+                assert abs(served[one] - served[other]) <= bound + 1e-6
+
+
+@given(
+    backlog=st.integers(1, 30),
+    before=st.integers(0, 20),
+    weight=st.sampled_from([0.1, 1.0, 10.0]),
+    size=st.integers(1, 100),
+)
+def test_nobody_starves(backlog: int, before: int, weight: float, size: int) -> None:
+    """However many requests of a heavier flow keep coming, a request is served."""
+    queue = Queue()
+    rich, poor = Flow("rich", weight), Flow("poor", 0.1)
+    for _ in range(before):
+        queue.arrive(poor, size)
+        queue.serve()
+    for _ in range(backlog):
+        queue.arrive(rich, 100)
+    waiting = queue.arrive(poor, size)
+    # its flow's last request costs no more, and one of the others is worth as many of the rich ones
+    served = []
+    for _ in range(backlog + int(weight / 0.1) + 2):
+        queue.arrive(rich, 100)
+        served.append(queue.serve())
+    assert waiting in served, "it starves"
+
+
+def test_the_scheduler_serves_flows_by_turns() -> None:
+    harness = Harness(max_num_seqs=1, num_blocks=256)
+    many = [make_request(f"a{i}", [i] * 8, 3, flow=A) for i in range(12)]
+    harness.add(*many)
+    for _ in range(3):
+        harness.step()
+    few = [make_request(f"b{i}", [50 + i] * 8, 3, flow=B) for i in range(3)]
+    harness.add(*few)
+    assert harness.scheduler.num_waiting_of("b") == 3
+    order: list[str] = []
+    while not harness.scheduler.is_idle:
+        order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
+        harness.step()
+    places = [order.index(request.request_id) for request in few]
+    assert places[0] <= 3
+    assert [later - former for former, later in pairwise(places)] == [2, 2]
+    left = [request.request_id for request in many[-len(order) + len(few) :]]
+    assert [name for name in order if name[0] == "a"] == left
+    for request in (*many, *few):
+        assert_complete(request)
+    assert harness.scheduler.num_waiting_of("b") == 0
+
+
+def test_a_newcomer_is_not_preempted_by_those_it_passed() -> None:
+    """Blocks are short: what was admitted earlier keeps its blocks, and what waits takes none."""
+    harness = Harness(max_num_seqs=2, num_blocks=16, prefix_caching=False)
+    harness.add(*(make_request(f"a{i}", [i] * 8, 20, flow=A) for i in range(20)))
+    while len(harness.scheduler.running) < 2:
+        harness.step()
+    one = make_request("b", [60] * 8, 20, flow=B)
+    harness.add(one)
+    ended = 0
+    while one.status is not Status.FINISHED:
+        before = len(list(harness.scheduler.requests()))
+        harness.step()
+        ended += before - len(list(harness.scheduler.requests()))
+    assert ended <= 5
+    harness.run()

@@ -1,0 +1,198 @@
+"""API keys: the file's formats, what is wrong with one, and that no message shows a key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.__main__ import main
+from aioinfer.api.keys import ANONYMOUS, ApiKey, ApiKeys
+from aioinfer.config import LimitsConfig, load_config
+from aioinfer.errors import ConfigError
+
+
+def load(file: Path | None, text: str = "", **settings: Any) -> ApiKeys:
+    if file is not None:
+        file.write_text(text)
+        settings["server.api_key_file"] = str(file)
+    config = load_config(None, {"model.path": "x"} | settings)
+    return ApiKeys.load(config.server, config.limits)
+
+
+def found(keys: ApiKeys, key: str) -> str | None:
+    key_found = keys.find(f"Bearer {key}")
+    return None if key_found is None else key_found.name
+
+
+def hexadecimal(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
+
+
+def test_plain_keys_and_tables_in_one_file(tmp_path: Path) -> None:
+    text = f"""# comment
+plain-1
+
+  plain-2
+[alice]
+sha256 = "{hexadecimal("sk-alice")}"
+requests_per_minute = 60
+weight = 2
+["bob@example.org"]
+sha256 = ["{hexadecimal("sk-old")}", "{hexadecimal("sk-new").upper()}"]
+[carol]
+key = "sk-carol"  # in clear
+min_priority = 3
+"""
+    keys = load(tmp_path / "keys", text, **{"server.api_keys": ["configured"]})
+    assert [key.name for key in keys.all] == [
+        "key-1", "key-2", "key-3", "alice", "bob@example.org", "carol",
+    ]  # fmt: skip
+    names = {
+        "configured": "key-1", "plain-1": "key-2", "plain-2": "key-3", "sk-alice": "alice",
+        "sk-old": "bob@example.org", "sk-new": "bob@example.org", "sk-carol": "carol",
+    }  # fmt: skip
+    assert {key: found(keys, key) for key in names} == names
+    assert keys.all[3] == ApiKey("alice", requests_per_minute=60, weight=2.0)
+    assert keys.all[5].min_priority == 3
+    for wrong in ("", "sk-alic", "alice", hexadecimal("sk-alice"), "[alice]"):
+        assert found(keys, wrong) is None
+    assert keys.find("Basic sk-alice") is None
+    assert keys.find(None) is None
+
+
+def test_a_key_has_the_configured_limits_unless_it_has_its_own(tmp_path: Path) -> None:
+    text = f"""plain
+[own]
+sha256 = "{hexadecimal("a")}"
+tokens_per_minute = 5
+min_priority = -1
+[lifted]
+sha256 = "{hexadecimal("b")}"
+requests_per_minute = 0
+tokens_per_minute = 0
+max_concurrent_requests = 0
+"""
+    defaults = {
+        "limits.requests_per_minute": 7,
+        "limits.tokens_per_minute": 8,
+        "limits.max_concurrent_requests": 9,
+        "limits.min_priority": 1,
+    }
+    assert load(tmp_path / "keys", text, **defaults).all == [
+        ApiKey("key-1", 7, 8, 9, min_priority=1),
+        ApiKey("own", 7, 5, 9, min_priority=-1),
+        ApiKey("lifted", None, None, None, min_priority=1),
+    ]
+
+
+def test_without_keys_there_is_one_name_for_all_requests() -> None:
+    keys = load(None, **{"limits.requests_per_minute": 7})
+    assert keys.all == [ApiKey(ANONYMOUS, 7)]
+    assert found(keys, "anything") == ANONYMOUS
+    assert keys.find(None) is keys.all[0]
+
+
+def test_a_plain_key_may_stand_twice(tmp_path: Path) -> None:
+    keys = load(tmp_path / "keys", "same\nsame\nother\n", **{"server.api_keys": ["same"]})
+    assert [key.name for key in keys.all] == ["key-1", "key-2"]
+    assert found(keys, "other") == "key-2"
+
+
+DIGEST = hexadecimal("sk-secret")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sk-plain\n[a]\nsk-secret\n", "not TOML at line 3"),
+        ('[a]\nkey = "sk-secret', "not TOML at"),
+        ('[a]\nkey = "sk-secret"\n[a]\nkey = "sk-other"', "not TOML at"),
+        ("[a]\nweight = 1", r"\[a\] needs either key or sha256"),
+        (f'[a]\nkey = "sk-secret"\nsha256 = "{DIGEST}"', r"\[a\] needs either key or sha256"),
+        ('[a]\nkey = "sk secret"', "without blanks"),
+        ('[a]\nsha256 = "sk-secret"', r"sha256"),
+        (f'[a]\nsha256 = "{DIGEST}"\nrequests_per_minute = "many"', "requests_per_minute"),
+        (f'[a]\nsha256 = "{DIGEST}"\nrequests_per_minute = -1', "requests_per_minute"),
+        (f'[a]\nsha256 = "{DIGEST}"\nweight = 0', "weight"),
+        (f'[a]\nsha256 = "{DIGEST}"\nweigth = 1', "weigth"),
+        (f'["a b"]\nsha256 = "{DIGEST}"', "names are"),
+        (f'["a\\nb"]\nsha256 = "{DIGEST}"', "names are"),
+        (f'[anonymous]\nsha256 = "{DIGEST}"', "names are"),
+        (f'[a]\nsha256 = "{DIGEST}"\n[b]\nkey = "sk-secret"', "a key twice"),
+        (f'sk-secret\n[b]\nsha256 = "{DIGEST}"', "a key twice"),
+        (f'plain\n[key-1]\nsha256 = "{DIGEST}"', "names like key-1"),
+    ],
+)
+def test_what_is_wrong_is_named_without_the_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(tmp_path / "keys", text)
+    assert "server.api_key_file" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert DIGEST not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_makes_a_key_that_the_file_takes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "aioinfer.api.keys"]
+    made = subprocess.run([*command, "a.b"], capture_output=True, text=True, check=True, timeout=60)
+    key = made.stderr.splitlines()[-1]
+    assert key.startswith("sk-")
+    assert len(key) > 40
+    assert key not in made.stdout
+    keys = load(tmp_path / "keys", made.stdout)
+    assert found(keys, key) == "a.b"
+    for arguments in ([], ["two words"], ["a", "b"]):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("usage:")
+
+
+def test_the_digests_are_all_that_is_kept() -> None:
+    keys = load(None, **{"server.api_keys": ["sk-secret"]})
+    assert "sk-secret" not in f"{vars(keys)} {keys.all}"
+    assert LimitsConfig().requests_per_minute is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "it holds no key"),
+        (b"# only\n", "it holds no key"),
+        (b"\xff\xfe", "not text"),
+        (b"sk-two words", "without blanks"),
+    ],
+)
+def test_a_wrong_key_file(
+    tmp_path: Path, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["--set", "model.path=./nowhere", "--set", f"server.api_key_file={file}"]) == 2
+    shown = capsys.readouterr().err
+    assert "server.api_key_file" in shown
+    assert message in shown
+    assert "sk-" not in shown
+
+
+@pytest.mark.parametrize("key", ["", "sk two", "sk-ü", "sk\n"])
+def test_a_key_that_no_header_can_hold(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.api_keys") as caught:
+        ApiKeys.load(load_config(None, {"model.path": "x", "server.api_keys": [key]}).server)
+    assert "sk" not in str(caught.value)
+
+
+def test_keys_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(None, {"model.path": "x", "server.api_keys": ["sk-secret"]})
+    assert "sk-secret" not in f"{config} {config.server!r} {vars(ApiKeys.load(config.server))}"
+    for value in ("sk-secret", '["sk-secret", 5]', '{"sk-secret" = 1}', "[sk-secret"):
+        assert main(["--set", "model.path=x", "--set", f"server.api_keys={value}"]) == 2
+        shown = capsys.readouterr().err
+        assert "server.api_keys must be list of string" in shown
+        assert "sk-secret" not in shown
