@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -256,8 +257,8 @@ def _is_longer(value: Any, limit: int) -> bool:
         if left < 0:
             return True
         if isinstance(item, Mapping):
-            pending.extend(item)
-            pending.extend(item.values())
+            pending.extend(islice(item, left + 1))
+            pending.extend(islice(item.values(), left + 1))
         elif isinstance(item, (list, tuple)):
             pending.extend(item[: left + 1])
     return False
