@@ -177,6 +177,7 @@ class ChatRequest(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    parse_special: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
@@ -221,6 +222,7 @@ class TokenizeRequest(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    parse_special: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -258,6 +260,7 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         if body.add_generation_prompt is None
         else body.add_generation_prompt,
         "continue_final_message": continues,
+        "parse_special": bool(body.parse_special),
         "template_kwargs": body.chat_template_kwargs,
     }
 
