@@ -75,14 +75,14 @@ def render_both(
     template_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> str:
-    """Renders here and with transformers, asserts that both agree on the text and on the ids, and
-    returns the text."""
+    """Renders here and with transformers, asserts that both agree on the text and, where special
+    tokens in messages are to be tokens, on the ids, and returns the text."""
     tokenizer, reference = pair
     everything = {"add_generation_prompt": True} | options | (template_kwargs or {})
-    text = tokenizer.render_chat(messages, template_kwargs=template_kwargs, **options)
+    text = tokenizer.render_chat(messages, template_kwargs=template_kwargs, **options).text
     assert text == reference.apply_chat_template(messages, tokenize=False, **everything)
     assert tokenizer.encode_chat(
-        messages, template_kwargs=template_kwargs, **options
+        messages, template_kwargs=template_kwargs, parse_special=True, **options
     ) == reference.apply_chat_template(messages, return_dict=False, **everything)
     return text
 
@@ -154,7 +154,7 @@ def test_a_template_of_the_configuration_goes_first(tokenizer_cache: Path, tmp_p
     file = tmp_path / "mine.jinja"
     file.write_text("mine: {{ messages[-1].content }}{{ eos_token }}", "utf-8")
     tokenizer = Tokenizer.load(smollm2_folder(tokenizer_cache), str(file))
-    assert tokenizer.render_chat(CONVERSATION) == "mine: Who are you?<|im_end|>"
+    assert tokenizer.render_chat(CONVERSATION).text == "mine: Who are you?<|im_end|>"
 
 
 def test_a_template_that_is_missing_or_wrong_ends_the_start(tokenizer_cache: Path, tmp_path: Path):

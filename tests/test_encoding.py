@@ -178,6 +178,20 @@ async def test_a_conversation_is_encoded_as_a_whole(
         await make_encoder(tokenizer, threads, 1000).encode_chat(messages)
 
 
+async def test_special_tokens_in_a_long_conversation_are_text(
+    tokenizer: Tokenizer, threads: EncodingThreads
+) -> None:
+    special = tokenizer.decode([tokenizer.eos_token_id or 0], skip_special_tokens=False)
+    for repetitions in (1, 2000):
+        messages = [{"role": "user", "content": f"{PROSE}{special}" * repetitions}]
+        encoder = make_encoder(tokenizer, threads, 10**7)
+        ids = await encoder.encode_chat(messages)
+        assert ids == tokenizer.encode_chat(messages)
+        parsed = await encoder.encode_chat(messages, parse_special=True)
+        extra = parsed.count(tokenizer.eos_token_id) - ids.count(tokenizer.eos_token_id)
+        assert extra == repetitions
+
+
 async def test_a_surrogate_is_reported_in_long_texts_too(
     tokenizer: Tokenizer, threads: EncodingThreads
 ) -> None:

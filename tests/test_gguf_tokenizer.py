@@ -220,8 +220,8 @@ def test_chat_templates(tmp_path: Path, ranks: dict[bytes, int]):
         write_byte_level(tmp_path / "model.gguf", ranks, "gpt-2", **fields), tmp_path / "model"
     )
     messages = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.render_chat(messages) == "plain Hi"
-    assert tokenizer.render_chat(messages, tools=[{"type": "function"}]) == "tools Hi"
+    assert tokenizer.render_chat(messages).text == "plain Hi"
+    assert tokenizer.render_chat(messages, tools=[{"type": "function"}]).text == "tools Hi"
     assert not list(tmp_path.rglob("outside*"))
 
 

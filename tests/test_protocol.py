@@ -274,9 +274,11 @@ class TestChat:
             "tools": None,
             "add_generation_prompt": True,
             "continue_final_message": False,
+            "parse_special": False,
             "template_kwargs": None,
         }
         assert template_options(chat()) == plain
+        assert template_options(chat(parse_special=True)) == plain | {"parse_special": True}
         assert template_options(chat(tools=tools)) == plain | {"tools": tools}
         assert template_options(chat(tools=tools, tool_choice="none")) == plain
         assert template_options(chat(chat_template_kwargs={"enable_thinking": False})) == plain | {

@@ -9,7 +9,13 @@ import random
 import pytest
 
 from aioinfer.api import token_list
-from aioinfer.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest, decode
+from aioinfer.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+)
 from aioinfer.api.token_list import PIECE, decode_large
 from aioinfer.errors import RequestError
 
@@ -26,9 +32,9 @@ def ids(count: int) -> list[int]:
 )
 def test_a_list_in_pieces(kind, field, count, indent, monkeypatch):
     pieces = []
-    whole = token_list._decode_ids
-    monkeypatch.setattr(
-        token_list, "_decode_ids", lambda piece: pieces.append(piece) or whole(piece)
+    whole = token_list._decode_ids[kind]
+    monkeypatch.setitem(
+        token_list._decode_ids, kind, lambda piece: pieces.append(piece) or whole(piece)
     )
     raw = json.dumps(
         {"model": "m", field: ids(count), "max_tokens": 3, "stop": ["["]}, indent=indent
@@ -52,6 +58,99 @@ def test_other_prompts_are_left_alone(prompt):
         except RequestError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_lists_of_lists_in_pieces(indent):
+    prompts = [ids(30_000), [], ids(5), ids(40_000)]
+    raw = json.dumps({"n": 1, "prompt": prompts, "stop": ["["]}, indent=indent).encode()
+    assert decode_large(raw, CompletionRequest).prompt == prompts
+    assert decode_large(raw, CompletionRequest) == decode(raw, CompletionRequest)
+
+
+def call(arguments):
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (CompletionRequest, {"prompt": [[]] * 60_000}, "prompt"),
+        (CompletionRequest, {"prompt": ["x"] * 60_000}, "prompt"),
+        (CompletionRequest, {"prompt": [1] * 1_100_000}, "prompt"),
+        (CompletionRequest, {"prompt": [[1] * 1_000] * 1_100}, "prompt"),
+        (DetokenizeRequest, {"tokens": [1] * 1_100_000}, "tokens"),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": [1] * 60_000}, "stop_token_ids"),
+        (CompletionRequest, {"prompt": "x", "stop": ["a"] * 60_000}, "stop"),
+        (CompletionRequest, {"prompt": "x", "unknown": [[1] * 6_000] * 10}, "unknown"),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}] * 30_000}, "messages"),
+        (ChatRequest, {"messages": [call({"a": [1] * 60_000})]}, "messages"),
+        (ChatRequest, {"messages": [call(json.dumps({"a": [1] * 60_000}))]}, "messages"),
+        (ChatRequest, {"messages": [call(json.dumps({"a": [1] * 200}))] * 300}, "messages"),
+        (
+            ChatRequest,
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "chat_template_kwargs": {str(i): i for i in range(60_000)},
+            },
+            "chat_template_kwargs",
+        ),
+    ],
+)
+def test_a_field_with_too_many_values_is_named(kind, fields, param):
+    with pytest.raises(RequestError, match="at most") as caught:
+        decode_large(json.dumps(fields).encode(), kind)
+    assert caught.value.param == param
+
+
+def test_values_that_many_fields_hold_together_are_bounded():
+    fields = {f"field{number}": [number] * 1000 for number in range(60)}
+    with pytest.raises(RequestError, match="at most 50000 values"):
+        decode_large(json.dumps({"prompt": "x"} | fields).encode(), CompletionRequest)
+    members = {f"field{number}": number for number in range(2000)}
+    with pytest.raises(RequestError, match="more than 1024 fields"):
+        decode_large(json.dumps({"prompt": "x"} | members).encode(), CompletionRequest)
+
+
+def test_text_does_not_count_as_values():
+    text = '[{"a": [1, 2, 3]}]' * 50_000
+    raw = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    assert decode_large(raw, ChatRequest).messages[0].content == text
+
+
+def test_a_list_that_is_given_twice():
+    listed = json.dumps(ids(20_000))
+    raw = f'{{"prompt": {listed}, "pr\\u006fmpt": {listed}}}'.encode()
+    with pytest.raises(RequestError, match="prompt is given twice"):
+        decode_large(raw, CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 200_000,
+        b'{"prompt": [' + b"1," * 100_000,
+        b'{"prompt": [' + b"1," * 100_000 + b"1]",
+        b'{"prompt": [[' + b"1," * 100_000 + b"1]",
+        b'{"prompt": [[' + b"1," * 100_000 + b"1]}",
+        b'{"prompt": ' + b"1," * 100_000 + b"1]}",
+        b'{"prompt": "' + b"x" * 100_000,
+        b'"' + b"x" * 100_000 + b'"',
+        b"[" + b"1," * 100_000 + b"1]",
+        b"{" + b'"a"' * 100_000 + b"}",
+        b"\\" * 100_000,
+        b"\x00" * 100_000,
+        b"}" * 100_000,
+    ],
+    ids=lambda raw: raw[:14].decode(),
+)
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_large_bodies_that_are_no_objects(kind, raw):
+    with pytest.raises(RequestError):
+        decode_large(raw, kind)
 
 
 @pytest.mark.parametrize(

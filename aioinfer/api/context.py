@@ -21,7 +21,7 @@ FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
-#: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for long lists of token ids.
+#: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for many small values.
 _SMALL_BODY = 64 * 1024
 #: Conversations of more messages are converted for the template in a thread: 1 us a message.
 _FEW_MESSAGES = 256

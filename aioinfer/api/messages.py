@@ -10,7 +10,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from aioinfer.api.json_members import count_values
 from aioinfer.errors import RequestError
+
+#: Shorter texts are not searched for JSON values: they cannot hold many.
+_SHORT_ARGUMENTS = 1024
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -68,6 +72,14 @@ class Message(Struct, kw_only=True):
         for index, call in enumerate(self.tool_calls or ()):
             _object(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments")
 
+    def count_argument_values(self) -> int:
+        """Returns how many values, or a few more, the JSON texts of tool calls' arguments hold."""
+        return sum(
+            _max_values(call.function.arguments)
+            for call in self.tool_calls or ()
+            if isinstance(call.function.arguments, str)
+        )
+
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates read it.
 
@@ -99,6 +111,12 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
         "arguments": _object(call.function.arguments, "arguments"),
     }
     return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})
+
+
+def _max_values(text: str) -> int:
+    if len(text) > _SHORT_ARGUMENTS:
+        return count_values(text.encode("utf-8", "replace"))
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def _object(arguments: str | dict[str, Any] | None, where: str) -> dict[str, Any]:

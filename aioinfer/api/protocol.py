@@ -22,6 +22,10 @@ from aioinfer.sampling_params import MAX_LOGPROBS
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
 
+#: Values in lists and objects of a body, token ids not counted: decoding, checking and freeing them
+#: takes up to 20 ms, in which the event loop may stand still.
+MAX_VALUES = 50_000
+
 #: Entries of a prompt whose types are looked at before other threads may run.
 _TYPES_PER_PIECE = 16_384
 
@@ -173,6 +177,7 @@ class ChatRequest(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    parse_special: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
@@ -217,6 +222,7 @@ class TokenizeRequest(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    parse_special: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -233,7 +239,14 @@ class DetokenizeRequest(Body, kw_only=True):
 
 
 def _check_messages(messages: list[Message]) -> None:
+    num_values = 0
     for index, message in enumerate(messages):
+        num_values += message.count_argument_values()
+        if num_values > MAX_VALUES:
+            raise RequestError(
+                f"the arguments of tool calls may hold at most {MAX_VALUES} values",
+                param="messages",
+            )
         message.check(f"messages[{index}]")
 
 
@@ -247,6 +260,7 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         if body.add_generation_prompt is None
         else body.add_generation_prompt,
         "continue_final_message": continues,
+        "parse_special": bool(body.parse_special),
         "template_kwargs": body.chat_template_kwargs,
     }
 
@@ -257,21 +271,27 @@ _PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
-def decode(raw: bytes, kind: type[B]) -> B:
-    """Decodes and checks a body.
+def decode(raw: bytes, kind: type[B], *, check: bool = True) -> B:
+    """Decodes a body, and checks it unless `check` is false.
 
     Raises `RequestError` naming the field by its path, such as `messages[0].role`.
     """
     try:
         body = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise RequestError("the body is nested too deeply") from error
-    body.check()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise as_request_error(error) from error
+    if check:
+        body.check()
     return body
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """Returns what a client is told about an error of the decoder."""
+    if isinstance(error, msgspec.ValidationError):
+        return _wrong_field(str(error))
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply")
+    return RequestError(f"the body is not valid JSON: {error}")
 
 
 def _wrong_field(message: str) -> RequestError:

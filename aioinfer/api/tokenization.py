@@ -10,9 +10,13 @@ from aiohttp import web
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.errors import json_response
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
+from aioinfer.errors import RequestError
 
 #: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
 MAX_TOKENS = 2**20
+#: Bytes of the text that `/detokenize` returns: a token may stand for a hundred spaces, and writing
+#: a reply as JSON keeps the event loop.
+MAX_TEXT_BYTES = 16 * 2**20
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -46,4 +50,13 @@ async def detokenize(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     body = await read_body(request, DetokenizeRequest)
     tokenizer = frontend.require_tokenizer("tokens")
-    return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)})
+
+    def decode() -> str:
+        table = tokenizer.token_bytes(False)
+        if sum(len(table[token]) for token in body.tokens) > MAX_TEXT_BYTES:
+            raise RequestError(
+                f"the text of these tokens has more than {MAX_TEXT_BYTES} bytes", param="tokens"
+            )
+        return tokenizer.decode(body.tokens, False)
+
+    return json_response({"prompt": await asyncio.to_thread(decode)})

@@ -18,12 +18,15 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
 from aioinfer.errors import RequestError
 from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
+from aioinfer.text.plain_content import ChatText
 from aioinfer.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -123,28 +126,29 @@ class PromptEncoder:
         """
         if len(text) > SHORT_TEXT:
             limit = self.max_prompt_len if max_tokens is None else max_tokens
-            return await self._encode_long(text, add_special_tokens, param, limit)
+            return await self._encode_long(ChatText(text), add_special_tokens, param, limit)
         return await self._threads.run(
             lambda: self._tokenizer.encode(text, add_special_tokens, param=param)
         )
 
     async def _encode_long(
-        self, text: str, add_special_tokens: bool, param: str, limit: int
+        self, chat: ChatText, add_special_tokens: bool, param: str, limit: int
     ) -> list[int]:
         """Encodes a text in pieces, up to the first with which it has more than `limit` tokens."""
         tokenizer, run = self._tokenizer, self._threads.run
         if tokenizer.bound is not None:
             find_bound = tokenizer.bound.min_tokens
-            _check_length(await run(lambda: find_bound(text, limit + 1)), limit, param)
+            _check_length(await run(lambda: find_bound(chat.text, limit + 1)), limit, param)
+        is_shielded = chat.shielded is not None
+        text = chat.text if chat.shielded is None else chat.shielded
+        encode = partial(tokenizer.encode, param=param, is_shielded=is_shielded)
         if tokenizer.pieces is None:
-            return await run(
-                lambda: tokenizer.encode(text, add_special_tokens, param=param), is_long=True
-            )
+            return await run(lambda: encode(text, add_special_tokens), is_long=True)
         pieces = tokenizer.pieces.cut(text)
 
         def encode_next() -> list[int] | None:
             piece = next(pieces, None)
-            return None if piece is None else tokenizer.encode(piece, False, param=param)
+            return None if piece is None else encode(piece, False)
 
         before, behind = (
             (tokenizer.pieces.prefix, tokenizer.pieces.suffix) if add_special_tokens else ([], [])
@@ -174,18 +178,19 @@ class PromptEncoder:
         """
         tokenizer = self._tokenizer
 
-        def encode_if_short() -> list[int] | str:
-            text = tokenizer.render_chat(messages, **options)
-            if len(text) > SHORT_TEXT:
-                return text
-            return tokenizer.encode(text, False, param="messages")
+        def encode_if_short() -> list[int] | ChatText:
+            chat = tokenizer.render_chat(messages, **options)
+            if len(chat.text) > SHORT_TEXT:
+                return chat
+            return tokenizer.encode_rendered(chat)
 
         is_long = _is_longer([messages, options], SHORT_TEXT)
         found = await self._threads.run(encode_if_short, is_long=is_long)
         if isinstance(found, list):
             return found
+        limit = self.max_prompt_len if max_tokens is None else max_tokens
         # the template writes BOS itself
-        return await self.encode(found, False, param="messages", max_tokens=max_tokens)
+        return await self._encode_long(found, False, "messages", limit)
 
     async def prepare(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
@@ -256,8 +261,8 @@ def _is_longer(value: Any, limit: int) -> bool:
         if left < 0:
             return True
         if isinstance(item, Mapping):
-            pending.extend(item)
-            pending.extend(item.values())
+            pending.extend(islice(item, left + 1))
+            pending.extend(islice(item.values(), left + 1))
         elif isinstance(item, (list, tuple)):
             pending.extend(item[: left + 1])
     return False

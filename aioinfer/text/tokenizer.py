@@ -20,6 +20,7 @@ from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
 from aioinfer.text.json_file import read_json
 from aioinfer.text.pieces import TextPieces
+from aioinfer.text.plain_content import ChatText, PlainContent
 from aioinfer.text.token_bound import TokenBound
 
 
@@ -57,6 +58,7 @@ class Tokenizer:
         self._text_bytes = TokenBytes(backend, self.decode_rules, self.special_ids)
         self.bound = TokenBound.of(backend)
         self.pieces = TextPieces.of(backend)
+        self._plain_content = PlainContent(backend)
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -105,7 +107,12 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        param: str = "prompt",
+        is_shielded: bool = False,
     ) -> list[int]:
         """Returns the token ids of `text`.
 
@@ -113,11 +120,15 @@ class Tokenizer:
             text: any text; the text of a special token becomes that token.
             add_special_tokens: put BOS (or what else the tokenizer prescribes) around it.
             param: the parameter that the text came in, for the error.
+            is_shielded: `text` is `ChatText.shielded`, or a piece of it; then no special tokens are
+                put around it.
 
         Raises:
             RequestError: `text` holds half of a surrogate pair, which stands for no character.
         """
         try:
+            if is_shielded:
+                return self._plain_content.encode(text)
             # Of the library's ways to encode, the batch ones let other threads run; this one also
             # skips offsets.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
@@ -131,16 +142,39 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Returns the token ids of a conversation; `options` and errors are those of
         `render_chat`."""
-        # the template writes BOS itself
-        return self.encode(self.render_chat(messages, **options), False, param="messages")
+        return self.encode_rendered(self.render_chat(messages, **options))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def encode_rendered(self, chat: ChatText) -> list[int]:
+        """Returns the token ids of what `render_chat` returned.
+
+        Raises `RequestError` as `encode` does.
+        """
+        # the template writes BOS itself
+        return self.encode(
+            chat.text if chat.shielded is None else chat.shielded,
+            False,
+            param="messages",
+            is_shielded=chat.shielded is not None,
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        parse_special: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> ChatText:
         """Returns the prompt that the chat template makes of a conversation.
 
         Args:
             messages: the messages, each a dict with at least a `role`.
-            options: `tools`, `add_generation_prompt`, `continue_final_message` and
-                `template_kwargs` as in `ChatTemplate.render`.
+            parse_special: whether the text of a special token in messages, tools or variables
+                becomes that token; otherwise it becomes the tokens of plain text.
+            tools, template_kwargs: as in `ChatTemplate.render`.
+            options: `add_generation_prompt` and `continue_final_message`, as in
+                `ChatTemplate.render`.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
@@ -151,7 +185,15 @@ class Tokenizer:
                 "model.chat_template to a file with a template",
                 param="messages",
             )
-        return self._chat_template.render(messages, **options)
+        given: Any = (messages, tools, template_kwargs)
+        marks: dict[str, str] = {}
+        if not parse_special:
+            given, marks = self._plain_content.mark(given)
+        messages, tools, template_kwargs = given
+        rendered = self._chat_template.render(
+            messages, tools=tools, template_kwargs=template_kwargs, **options
+        )
+        return self._plain_content.unmark(rendered, marks)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids.
