@@ -7,7 +7,7 @@ import sys
 
 from aioinfer import __version__
 from aioinfer.config import describe_keys, load_config
-from aioinfer.errors import AioinferError
+from aioinfer.errors import AioinferError, ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
         from aioinfer.api.app import run
 
         return run(config)
+    except ConfigError as error:
+        # messages of libraries, which some errors quote, may have several lines
+        sys.stderr.write(f"aioinfer: {' '.join(str(error).split())}\n")
+        return 2
     except AioinferError as error:
         sys.stderr.write(f"aioinfer: {error}\n")
         return 2

@@ -277,7 +277,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, content: str | None):
         (9, 3, 1539, [1, 3, 9], [2]),
         (8, 2, 96, [1, 2, 4, 8], [3, 16]),
         (14, 2, 4864, [1, 2], [7, 14]),  # Qwen2.5-0.5B
-        (6, 4, 96, [1, 2], [3, 6]),
+        (12, 4, 96, [1, 2, 4, 12], [3, 6]),
     ],
 )
 def test_ranks_that_divide_the_model(

@@ -89,7 +89,10 @@ def _converted(file: Path) -> Path:
         os.rename(scratch, folder)
     except OSError as error:
         if not folder.is_dir():
-            raise ConfigError(f"{file} cannot be converted into {folder}: {error}") from error
+            raise ConfigError(
+                f"{file} cannot be converted into {folder}: {error} (the environment variable "
+                f"XDG_CACHE_HOME can name another folder for conversions)"
+            ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder

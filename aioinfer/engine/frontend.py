@@ -25,7 +25,7 @@ from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.recovery import EngineState
 from aioinfer.engine.router import Router
-from aioinfer.errors import EngineDeadError, RequestError
+from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
 from aioinfer.models.registry import load_model_config
@@ -172,7 +172,12 @@ class Frontend:
             return None
         if model.tokenizer is not None:
             folder = resolve_model(ModelConfig(path=model.tokenizer, load_format="dummy"))
-        return Tokenizer.load(folder, model.chat_template)
+        try:
+            return Tokenizer.load(folder, model.chat_template)
+        except ConfigError:
+            raise
+        except Exception as error:  # what a file with a wrong content raises, depends on the file
+            raise ConfigError(f"the tokenizer in {folder} cannot be used: {error!r}") from error
 
     def require_tokenizer(self, param: str | None = None) -> Tokenizer:
         """Returns the tokenizer.

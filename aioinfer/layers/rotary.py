@@ -20,6 +20,11 @@ from typing import Any
 
 import torch
 
+from aioinfer.errors import ConfigError
+
+#: Longer than any text.
+_ANY_LEN = 2**31
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -46,6 +51,17 @@ class RopeConfig:
         """Equal for variants that have the same table."""
         scaling = sorted((name, repr(value)) for name, value in (self.scaling or {}).items())
         return self.theta, self.kind, tuple(scaling), self.rotary_size, self.interleaved
+
+    def check(self, rotary_size: int) -> None:
+        """Raises `ConfigError` unless `rotary_size` channels have finite angles at every length."""
+        for served_len in (0, _ANY_LEN):  # "longrope" has two sets of factors
+            try:
+                inverse, scale = inverse_wavelengths(self, rotary_size, served_len)
+                is_right = len(inverse) == rotary_size // 2 and bool(inverse.isfinite().all())
+            except (ArithmeticError, RuntimeError, ValueError, TypeError) as error:
+                raise ConfigError(f"rope_parameters cannot be computed: {error}") from error
+            if not is_right or not math.isfinite(scale):
+                raise ConfigError("rope_parameters give no finite angle for every pair of channels")
 
 
 class RotaryTable:

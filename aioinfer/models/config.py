@@ -18,6 +18,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.rotary import RopeConfig
+from aioinfer.models.fields import check_fields, check_shape
 
 #: What each variant of RoPE needs in the configuration.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,10 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 #: Other names of these variants.
 _ROPE_ALIASES = {"su": "longrope"}
+
+
+#: The cosines and sines of all positions are computed at the start.
+_MAX_POSITIONS = 2**27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +71,9 @@ class DecoderConfig:
         `own_fields`.
 
         Raises:
-            KeyError: a field is missing. ConfigError: a value is not supported.
+            KeyError: a field is missing. ConfigError: a value is wrong or not supported.
         """
+        check_fields(config)
         config = {**cls.DEFAULTS, **config}
         heads = config["num_attention_heads"]
         rope = read_rope(config)
@@ -91,7 +97,27 @@ class DecoderConfig:
             "windows": (None,) * config["num_hidden_layers"],
             "dtype": read_dtype(config),
         }
-        return cls(**{**fields, **cls.own_fields(config)})
+        read = cls(**{**fields, **cls.own_fields(config)})
+        read._check()
+        return read
+
+    def _check(self) -> None:
+        """Raises `ConfigError` unless the fields go together."""
+        head_size = self.head_size
+        for rope in (self.rope, getattr(self, "local_rope", self.rope)):
+            rotary_size = rope.rotary_size if rope.rotary_size is not None else head_size
+            check_shape(self.num_heads, self.num_kv_heads, head_size, rotary_size)
+            rope.check(rotary_size)
+        if self.max_len > _MAX_POSITIONS:
+            raise ConfigError(
+                f"max_position_embeddings, stretched by rope_parameters, gives {self.max_len} "
+                f"positions; at most {_MAX_POSITIONS} are supported"
+            )
+        if len(self.windows) != self.num_layers:
+            raise ConfigError(
+                f"layer_types has {len(self.windows)} entries for num_hidden_layers = "
+                f"{self.num_layers}"
+            )
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +157,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file} does not hold an object")

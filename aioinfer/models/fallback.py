@@ -99,7 +99,7 @@ class FallbackConfig:
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, ImportError, AttributeError) as error:
+    except Exception as error:  # each model's configuration checks itself in its own way
         remedy = ""
         if "auto_map" in (folder / "config.json").read_text("utf-8") and not trust_remote_code:
             remedy = (

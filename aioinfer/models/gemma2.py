@@ -51,7 +51,7 @@ class Gemma2Config(DecoderConfig):
             raise ConfigError("use_bidirectional_attention: only causal models are supported")
         if not config.get("layer_types"):
             kinds = ["sliding_attention"] * config["num_hidden_layers"]
-            every = config["sliding_window_pattern"]
+            every = config["sliding_window_pattern"] or cls.DEFAULTS["sliding_window_pattern"]
             kinds[every - 1 :: every] = ["full_attention"] * len(kinds[every - 1 :: every])
             config = {**config, "layer_types": kinds}
         return {

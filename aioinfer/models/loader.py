@@ -84,7 +84,7 @@ def _load_safetensors(
         with _open(file) as tensors:
             for name, shard in shards:
                 if file_of[name] == file:
-                    _copy_part(tensors.get_slice(name), name, shard)
+                    _copy_part(_slice_of(tensors, name, file), name, shard)
                     done += shard.destination.nbytes
                     on_progress(done, total)
 
@@ -101,6 +101,18 @@ def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
     shard.destination.copy_(stored[part] if shard.dim == 0 else stored[:, part])
 
 
+def _slice_of(tensors: Any, name: str, file: Path) -> Any:
+    """Returns a tensor of an open file, to be read in part. Raises `ConfigError` if it is not there
+    or holds no floating-point numbers."""
+    try:
+        stored = tensors.get_slice(name)
+    except SafetensorError as error:
+        raise ConfigError(f"{file} does not hold {name}, which the index locates there") from error
+    if not stored.get_dtype().startswith(("F", "BF")):
+        raise ConfigError(f"the tensor {name} of {file} is of the type {stored.get_dtype()}")
+    return stored
+
+
 def _locate_tensors(folder: Path) -> dict[str, Path]:
     """Returns the file of each tensor, from the index of a sharded checkpoint or from the files
     themselves."""
@@ -111,7 +123,8 @@ def _locate_tensors(folder: Path) -> dict[str, Path]:
                 name: folder / file
                 for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
             }
-        except (OSError, ValueError, KeyError) as error:
+        # a wrong content raises TypeError or AttributeError
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} cannot be read: {error!r}") from error
     # others beside it hold the same weights under other names
     single = folder / "model.safetensors"

@@ -29,7 +29,8 @@ class Qwen2Config(DecoderConfig):
         config = {"sliding_window": 4096, **config}
         if config.get("layer_types"):
             return {"windows": read_windows(config)}
-        first = config.get("max_window_layers", 28)
+        given = config.get("max_window_layers")
+        first = 28 if given is None else given
         window, layers = config["sliding_window"] or None, range(config["num_hidden_layers"])
         return {"windows": tuple(window if number >= first else None for number in layers)}
 

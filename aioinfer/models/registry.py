@@ -85,10 +85,13 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Model
 
 def _read_own(family: Family, folder: Path, config: Mapping[str, Any]) -> DecoderConfig:
     """Reads the configuration of a family that has a file here."""
+    file = folder / "config.json"
     try:
         return _load_class(family.module, family.config).read(config)
     except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}") from error
+        raise ConfigError(f"{file} lacks {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def build_model(
@@ -126,8 +129,10 @@ def build_model(
 def _find_family(config: Mapping[str, Any]) -> Family | None:
     """Returns the family of the first known architecture of a decoded `config.json`, or None if
     there is no file for any."""
-    names = config.get("architectures") or []
-    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    names = config.get("architectures")
+    if not isinstance(names, list):
+        return None
+    return next((FAMILIES[n] for n in names if isinstance(n, str) and n in FAMILIES), None)
 
 
 def _load_class(module: str, name: str) -> Any:

@@ -94,6 +94,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     Raises:
         ConfigError: the file has no tokenizer, or one of a kind that is not known here; the message
             names it, and states that `model.tokenizer` can name a folder to use in its place.
+        OSError: the folder cannot be written.
     """
     fields = _Fields(metadata)
     model = fields.get("ggml.model")
@@ -111,7 +112,8 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
         named["bos_token"] if adds_bos else None,
         named["eos_token"] if adds_eos else None,
     )
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    # the library's own `save` raises a bare Exception where the disk is full
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": adds_bos,

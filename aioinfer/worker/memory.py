@@ -8,10 +8,13 @@ ranks agree on the numbers of blocks, `make_kv`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
+import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,16 +35,26 @@ def available_bytes(
     """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for
     it.
 
-    On a CPU that is configured. On a GPU it is the fraction that may be used, less what is in use
-    already (weights, and whatever else is on the GPU) and what the largest step adds, which is
-    found by running it. Graphs have memory of their own.
+    On a CPU that is configured, and no more than the machine's memory. On a GPU it is the fraction
+    that may be used, less what is in use already (weights, and whatever else is on the GPU) and
+    what the largest step adds, which is found by running it. Graphs have memory of their own.
 
     Args:
         largest_step: computes as many tokens as a step may have.
         captured: the fraction of these tokens that the largest graph computes.
+
+    Raises:
+        ConfigError: `cache.cpu_memory_gib` exceeds the machine's memory.
     """
     if device.type == "cpu":
-        return int(config.cache.cpu_memory_gib * GIB)
+        wanted, machine = config.cache.cpu_memory_gib * GIB, machine_memory()
+        # with cache.num_blocks the setting has no effect
+        if wanted > machine and config.cache.num_blocks is None:
+            raise ConfigError(
+                f"cache.cpu_memory_gib = {config.cache.cpu_memory_gib:g}, and the machine has "
+                f"{machine / GIB:.1f} GiB of memory: set it to less"
+            )
+        return min(int(wanted), machine)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     largest_step()
@@ -71,7 +84,8 @@ def count_blocks(
 
     Raises:
         ConfigError: there is not one block, or too few for `model.max_model_len`, or on a GPU
-            `cache.num_blocks` do not fit. The message states what to change, and to what.
+            `cache.num_blocks` do not fit (on a CPU: into the machine's memory). The message states
+            what to change, and to what.
     """
     longest, configured = config.model.max_model_len, config.cache.num_blocks
     max_len = longest or model_max_len
@@ -116,16 +130,52 @@ def _configured_blocks(
             f"or model.max_model_len to at most {configured * demand.block_size}"
         )
     wanted = demand.total_bytes(blocks_of(configured))
-    if wanted > available and device.type == "cuda":
+    if device.type == "cpu":
+        available = machine_memory()
+    if wanted > available:
         fitting = bisect_right(
             range(configured), available, key=lambda count: demand.total_bytes(blocks_of(count))
         )
+        if device.type == "cpu":
+            raise ConfigError(
+                f"cache.num_blocks = {configured} take {_mib(wanted)}, and the machine has "
+                f"{_mib(available)} of memory: set it to less than {fitting}"
+            )
         fewer = f", or cache.num_blocks to at most {fitting - 1}" if fitting > 1 else ""
         raise ConfigError(
             f"cache.num_blocks = {configured} take {_mib(wanted)}, and {_mib(max(0, available))} "
             f"are left: set {_memory_remedy(config, device, wanted - available)}{fewer}"
         )
     return blocks_of(configured)
+
+
+def machine_memory() -> int:
+    """Returns the bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def report_shortage(what: str, remedy: str) -> Iterator[None]:
+    """Raises `ConfigError` where an allocation fails within the block.
+
+    Args:
+        what: needs memory.
+        remedy: which settings to change.
+    """
+    try:
+        yield
+    except (MemoryError, OverflowError, OSError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, RuntimeError):  # torch has a class of its own for GPUs only
+            is_shortage = any(
+                words in text for words in ("allocate memory", "out of memory", "overflow")
+            )
+        else:
+            is_shortage = not isinstance(error, OSError) or error.errno == errno.ENOMEM
+        if not is_shortage:
+            raise
+        first = text.partition("\n")[0]
+        raise ConfigError(f"there is not enough memory for {what}: {remedy} ({first})") from error
 
 
 def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

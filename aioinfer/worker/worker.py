@@ -26,7 +26,12 @@ from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
-from aioinfer.worker.memory import available_bytes, count_blocks, keep_freed_memory
+from aioinfer.worker.memory import (
+    available_bytes,
+    count_blocks,
+    keep_freed_memory,
+    report_shortage,
+)
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
 
@@ -119,12 +124,13 @@ class Worker:
         self._vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(self.device, dtype, self._group)
-        self._model = build_model(
-            self._folder,
-            self._backend,
-            served_len=config.model.max_model_len,
-            trust_remote_code=trusted,
-        )
+        with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
+            self._model = build_model(
+                self._folder,
+                self._backend,
+                served_len=config.model.max_model_len,
+                trust_remote_code=trusted,
+            )
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         self._groups = group_layers(self._model.kv_specs)
         demand = CacheDemand(
@@ -181,10 +187,15 @@ class Worker:
         Args:
             num_blocks: KV blocks of each group, the same on every rank.
             max_model_len: the maximum number of tokens of a request, prompt and output together.
+
+        Raises:
+            ConfigError: memory is too short.
         """
-        self._runner = self._make_runner(
-            num_blocks, self._config.scheduler.max_num_seqs, max_model_len
-        )
+        remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
+        with report_shortage("the KV cache and the slots", remedy):
+            self._runner = self._make_runner(
+                num_blocks, self._config.scheduler.max_num_seqs, max_model_len
+            )
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step, so that the first request is not slower; leaves no

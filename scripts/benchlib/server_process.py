@@ -33,6 +33,7 @@ class ServerProcess:
     Attributes:
         url: where it listens.
         ready_s: seconds from starting the process to its ready line.
+        status: the exit status, once it has ended.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ServerProcess:
         ]
         self._command = [sys.executable, "-m", "aioinfer", "--config", str(config), *laid_over]
         self._environment = {**os.environ, **(environment or {})}
+        self.status: int | None = None
 
     def __enter__(self) -> ServerProcess:
         begin = perf_counter()
@@ -69,6 +71,8 @@ class ServerProcess:
         finally:
             watchdog.cancel()
         self.ready_s = perf_counter() - begin
+        # a pipe that nobody reads fills, and then blocks the server
+        threading.Thread(target=self._discard_output, daemon=True).start()
         return self
 
     def __exit__(
@@ -95,13 +99,35 @@ class ServerProcess:
             f"ready:\n{self._errors.read()[-2000:]}"
         )
 
+    def _discard_output(self) -> None:
+        assert self._process.stdout is not None
+        for _ in self._process.stdout:
+            pass
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def log(self) -> str:
+        """Returns what it has written to stderr so far."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def end(self) -> int:
+        """Sends SIGTERM, waits for the end (SIGKILL after `END_TIMEOUT_S`), and returns the exit
+        status."""
+        if self.status is None:
+            self._process.terminate()
+            try:
+                self.status = self._process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self.status = self._process.wait()
+        return self.status
+
     def _end(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.end()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()

@@ -1,0 +1,176 @@
+"""Checks the values of `config.json` before a family reads them.
+
+A family's file reads fields by name, and computes with them. What it may rely on is declared here
+once for all families: the type and the bounds of every field that any of them reads. Fields that no
+family reads are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from aioinfer.errors import ConfigError
+
+_INT32_MAX = 2**31 - 1
+#: Far beyond any published model; each layer costs memory before its weights are looked for.
+_MAX_LAYERS = 4096
+_MAX_HEADS = 2**16
+
+
+class _Number(NamedTuple):
+    """The bounds of a number, `minimum` among the values unless it `is_open`."""
+
+    minimum: float
+    maximum: float = math.inf
+    is_open: bool = False
+
+
+#: Whole numbers.
+_COUNTS = {
+    "vocab_size": _Number(1, _INT32_MAX),
+    "hidden_size": _Number(1, _INT32_MAX),
+    "intermediate_size": _Number(1, _INT32_MAX),
+    "num_hidden_layers": _Number(1, _MAX_LAYERS),
+    "num_attention_heads": _Number(1, _MAX_HEADS),
+    "num_key_value_heads": _Number(1, _MAX_HEADS),
+    "head_dim": _Number(2, _MAX_HEADS),
+    "max_position_embeddings": _Number(1, _INT32_MAX),
+    "original_max_position_embeddings": _Number(1, _INT32_MAX),
+    "sliding_window": _Number(0, _INT32_MAX),
+    "sliding_window_pattern": _Number(1, _INT32_MAX),
+    "max_window_layers": _Number(0, _INT32_MAX),
+}
+_FLOATS = {
+    "rms_norm_eps": _Number(0, 1),
+    "rope_theta": _Number(1, is_open=True),
+    "rope_local_base_freq": _Number(1, is_open=True),
+    "partial_rotary_factor": _Number(0, 1, is_open=True),
+    "query_pre_attn_scalar": _Number(0, is_open=True),
+    "attn_logit_softcapping": _Number(0),
+    "final_logit_softcapping": _Number(0),
+    "embedding_multiplier": _Number(-math.inf),
+    "residual_multiplier": _Number(-math.inf),
+    "attention_multiplier": _Number(-math.inf),
+    "logits_scaling": _Number(0, is_open=True),
+}
+_FLAGS = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
+    "use_bidirectional_attention",
+)  # fmt: skip
+_TEXTS = ("hidden_act", "hidden_activation", "dtype", "torch_dtype")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ROPES = ("rope_parameters", "rope_scaling")
+#: Fields that may not be null; of the others null means the same as a field that is left out.
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "rms_norm_eps", "query_pre_attn_scalar", "embedding_multiplier",
+    "residual_multiplier", "attention_multiplier", "logits_scaling",
+)  # fmt: skip
+#: Numbers of a variant of RoPE. Beside them are its kind, flags, and lists of positive numbers.
+_ROPE_FLOATS = {
+    "rope_theta": _Number(1, is_open=True),
+    "factor": _Number(1, 2**20),
+    "low_freq_factor": _Number(0, is_open=True),
+    "high_freq_factor": _Number(0, is_open=True),
+    "attention_factor": _Number(0, is_open=True),
+    "partial_rotary_factor": _Number(0, 1, is_open=True),
+    "original_max_position_embeddings": _Number(1, _INT32_MAX),
+    "beta_fast": _Number(0, is_open=True),
+    "beta_slow": _Number(0, is_open=True),
+    "mscale": _Number(0),
+    "mscale_all_dim": _Number(0),
+}
+_ROPE_LISTS = ("short_factor", "long_factor")
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError`, naming the field, unless every field of a decoded `config.json` that a
+    family may read has the right type and lies within its bounds."""
+    for name, value in config.items():
+        if value is None:
+            if name in _REQUIRED:
+                raise ConfigError(f"{name} must not be null")
+        elif name in _COUNTS:
+            _check_number(name, value, _COUNTS[name], whole=True)
+        elif name in _FLOATS:
+            _check_number(name, value, _FLOATS[name])
+        elif name in _FLAGS:
+            _check_type(name, value, bool, "true or false")
+        elif name in _TEXTS:
+            _check_type(name, value, str, "a text")
+        elif name == "layer_types":
+            _check_layer_types(value)
+        elif name in _ROPES:
+            _check_rope(name, value)
+
+
+def check_shape(num_heads: int, num_kv_heads: int, head_size: int, rotary_size: int) -> None:
+    """Raises `ConfigError` unless heads share keys and values evenly, and channels are rotated in
+    pairs within a head."""
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_attention_heads = {num_heads} must be a multiple of num_key_value_heads = "
+            f"{num_kv_heads}"
+        )
+    if head_size < 1 or rotary_size < 2 or rotary_size % 2 or rotary_size > head_size:
+        raise ConfigError(
+            f"heads of size {head_size} (head_dim, or hidden_size / num_attention_heads), of which "
+            f"{rotary_size} channels are rotated (partial_rotary_factor): the latter must be even "
+            f"and at least 2"
+        )
+
+
+def _check_number(name: str, value: Any, bounds: _Number, *, whole: bool = False) -> None:
+    kind = "a whole number" if whole else "a number"
+    _check_type(name, value, int if whole else int | float, kind)
+    low, high, is_open = bounds
+    # of NaN every comparison is false; integers may be too large for a float
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be finite, not {value}")
+    if value < low or (is_open and value == low) or value > min(high, 1e308):
+        least = "" if low == -math.inf else f" {'above' if is_open else 'at least'} {low:g}"
+        most = "" if high == math.inf else f"{' and' if least else ''} at most {high:.10g}"
+        raise ConfigError(f"{name} must be{least}{most or ''}, not {_shown(value)}")
+
+
+def _check_type(name: str, value: Any, kind: Any, called: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} must be {called}, not {_shown(value)}")
+
+
+def _check_layer_types(value: Any) -> None:
+    _check_type("layer_types", value, list, "a list")
+    unknown = [kind for kind in value if kind not in _LAYER_TYPES]
+    if unknown:
+        known = " and ".join(_LAYER_TYPES)
+        raise ConfigError(f"layer_types holds {_shown(unknown[0])}; supported are {known}")
+
+
+def _check_rope(name: str, value: Any) -> None:
+    """Checks the parameters of a variant of RoPE, or an object of them by kind of layer."""
+    _check_type(name, value, dict, "an object")
+    for key, item in value.items():
+        path = f"{name}.{key}"
+        if item is None:
+            continue
+        if isinstance(item, dict):
+            _check_rope(path, item)
+        elif key in _ROPE_FLOATS:
+            _check_number(path, item, _ROPE_FLOATS[key])
+        elif key in ("rope_type", "type"):
+            _check_type(path, item, str, "a text")
+        elif key in _ROPE_LISTS:
+            _check_type(path, item, list, "a list of numbers")
+            for factor in item:
+                _check_number(path, factor, _Number(0, is_open=True))
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error message shows it."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."

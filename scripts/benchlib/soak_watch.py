@@ -1,0 +1,178 @@
+"""Samples what a server and its workers hold on to, and decides from many samples whether it
+grows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How much a figure may grow.
+
+    Attributes:
+        per_thousand: by which its slope over 1 000 requests may exceed 0, in the figure's unit.
+            The slope's lower confidence limit (two standard errors) counts, so that noise is not
+            taken for growth.
+        rise: by which the last sample may exceed the first, instead.
+    """
+
+    per_thousand: float | None = None
+    rise: float | None = None
+
+
+#: By the beginning of a figure's name. The first that fits counts.
+BOUNDS: dict[str, Bound] = {
+    "server RSS": Bound(per_thousand=1.0),
+    "worker": Bound(per_thousand=2.0),
+    "GPU": Bound(rise=64.0),
+    "descriptors": Bound(rise=4),
+    "threads": Bound(rise=8),
+    "asyncio tasks": Bound(rise=4),
+    "memfd": Bound(rise=0),
+    "/dev/shm": Bound(rise=0.1),
+    "KV cache in use": Bound(rise=0),
+    "requests": Bound(rise=0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A row of the table.
+
+    Attributes:
+        first, last: the figure in the first and the last sample.
+        slope: over 1 000 requests, by least squares.
+        error: the slope's standard error.
+        limit: the bound, as text.
+        grows: whether the figure exceeds its bound.
+    """
+
+    first: float
+    last: float
+    slope: float
+    error: float
+    limit: str
+    grows: bool
+
+
+def judge(name: str, requests: Sequence[int], values: Sequence[float]) -> Verdict:
+    """Returns whether a figure grows; `values[i]` was sampled after `requests[i]` requests."""
+    slope, error = fit([number / 1000 for number in requests], values)
+    bound = next(bound for start, bound in BOUNDS.items() if name.startswith(start))
+    if bound.per_thousand is not None:
+        limit = f"{bound.per_thousand:g} per 1 000"
+        grows = slope - 2 * error > bound.per_thousand
+    else:
+        assert bound.rise is not None
+        limit = f"{bound.rise:g} in all"
+        grows = values[-1] - values[0] > bound.rise
+    return Verdict(values[0], values[-1], slope, error, limit, grows)
+
+
+def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Returns the slope of the least-squares line through the points, and its standard error; with
+    fewer than three points the error is infinite."""
+    mean_x, mean_y = fmean(x), fmean(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    if not spread:
+        return 0.0, float("inf")
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    if len(x) < 3:
+        return slope, float("inf")
+    residual = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    return slope, float((residual / (len(x) - 2) / spread) ** 0.5)
+
+
+class Watch:
+    """Samples a server. Its load must have ended: what is still held then, is held for good."""
+
+    def __init__(self, pid: int, url: str):
+        self._url = url
+        self._server = psutil.Process(pid)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the figures of `/metrics` by name, summed over their labels."""
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=60) as reply:
+            text = reply.read().decode()
+        found: dict[str, float] = {}
+        for name, value in re.findall(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$", text, re.MULTILINE):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
+        found = self.metrics()
+        return not found["vllm:num_requests_running"] and not found["vllm:num_requests_waiting"]
+
+    def sample(self) -> dict[str, float]:
+        """Returns the figures of now: sizes in MiB, the rest are counts."""
+        workers = [
+            child
+            for child in self._server.children(recursive=True)
+            # multiprocessing has a helper process, which is no worker
+            if "spawn_main" in " ".join(child.cmdline())
+        ]
+        processes = [self._server, *workers]
+        figures = {"server RSS": self._server.memory_info().rss / MIB}
+        for number, worker in enumerate(workers):
+            figures[f"worker {number} RSS"] = worker.memory_info().rss / MIB
+        figures["descriptors"] = sum(process.num_fds() for process in processes)
+        figures["threads"] = sum(process.num_threads() for process in processes)
+        figures["memfd"] = sum(_count_memfds(process.pid) for process in processes)
+        figures["/dev/shm"] = _folder_bytes(Path("/dev/shm")) / MIB
+        found = self.metrics()
+        figures["KV cache in use"] = found["vllm:kv_cache_usage_perc"]
+        for state in ("running", "waiting"):
+            figures[f"requests {state}"] = found[f"vllm:num_requests_{state}"]
+        if "aioinfer:asyncio_tasks" in found:
+            figures["asyncio tasks"] = found["aioinfer:asyncio_tasks"]
+        if (gpu := gpu_memory()) is not None:
+            figures["GPU memory"] = gpu
+        return figures
+
+
+def _count_memfds(pid: int) -> int:
+    """Returns how many descriptors of a process are anonymous shared memory."""
+    folder = Path(f"/proc/{pid}/fd")
+    count = 0
+    for entry in folder.iterdir():
+        try:
+            count += os.readlink(entry).startswith("/memfd:")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return count
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for entry in folder.rglob("*"):
+        try:
+            total += entry.lstat().st_blocks * 512
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return total
+
+
+def gpu_memory() -> float | None:
+    """Returns the MiB in use on all GPUs together; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    ended = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    if ended.returncode:
+        return None
+    return sum(float(line) for line in ended.stdout.split())
