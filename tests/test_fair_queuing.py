@@ -250,3 +250,27 @@ def test_a_newcomer_is_not_preempted_by_those_it_passed() -> None:
         ended += before - len(list(harness.scheduler.requests()))
     assert ended <= 5
     harness.run()
+
+
+def test_restoring_counts_who_still_waits_and_keeps_the_order() -> None:
+    queue = Queue()
+    arrived = [queue.arrive(flow) for flow in (A, A, B, A, B)]
+    queue.serve().num_cached = 0
+    gone = queue.waiting.pop()  # ended without a word: with the workers, say
+    order = sorted(queue.waiting)
+    queue.fair.restore([arrived[0], *queue.waiting])
+    queue.fair.check_integrity(len(queue.waiting))
+    assert gone not in order
+    assert [queue.serve() for _ in order] == order
+    assert queue.fair.num_waiting("a") == queue.fair.num_waiting("b") == 0
+
+
+def test_restoring_without_a_former_state_keeps_the_tags() -> None:
+    queue = Queue()
+    for flow in (A, A, B, B, A):
+        queue.arrive(flow)
+    order = sorted(queue.waiting)
+    queue.fair = FairQueuing()
+    queue.fair.restore(queue.waiting)
+    queue.fair.check_integrity(5)
+    assert [queue.serve() for _ in order] == order
