@@ -60,10 +60,12 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
     async with (
         aiohttp.ClientSession(url) as busy,
         aiohttp.ClientSession(url) as kept,
+        aiohttp.ClientSession(url) as kept_too,
         aiohttp.ClientSession(url) as late,
     ):
-        async with kept.get("/version") as response:
-            assert response.status == 200
+        for http in (kept, kept_too):
+            async with http.get("/version") as response:
+                assert response.status == 200
         posting = asyncio.ensure_future(
             busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
         )
@@ -74,7 +76,10 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
         with pytest.raises(aiohttp.ClientConnectionError):
             await late.get("/version")
         assert not draining.done()
-        async with kept.get("/version") as response:
+        async with kept.get("/health/live") as response:
+            assert response.status == 200
+            assert response.headers["Connection"] == "close"
+        async with kept_too.get("/version") as response:
             assert response.status == 503
             assert (await response.json())["error"]["code"] == "not_ready"
             assert response.headers["Connection"] == "close"
