@@ -264,6 +264,36 @@ async def test_malformed_requests_are_answered_in_json_and_not_logged(
     assert [record.exc_info for record in caplog.records if record.exc_info] == []
 
 
+@pytest.mark.parametrize("earlier", [0, 1])
+async def test_a_head_of_many_headers_is_cut_off(earlier: int) -> None:
+    async with serve() as (server, url):
+        connection = await connect(url)
+        for _ in range(earlier):
+            assert await status_of(connection) == 200
+            await connection[0].readexactly(len(b'{"status":"ok"}'))
+        connection[1].write(HEAD)
+        for _ in range(100):
+            connection[1].write(b"X: " + b"y" * 1000 + b"\r\n")
+        head = await asyncio.wait_for(connection[0].readline(), 10)
+        assert head.split()[1] == b"431"
+        await close(connection)
+        await until(server, open=0, receiving=0)
+
+
+async def test_the_rest_of_a_refused_body_is_not_taken_for_a_head() -> None:
+    """The client has the whole reply, however much it sends before it reads."""
+    async with serve(max_body_bytes=1000, header_timeout_s=0.2) as (_, url):
+        connection = await connect(url)
+        connection[1].write(POST)
+        reply = await asyncio.wait_for(connection[0].readuntil(b"}}"), 10)
+        assert reply.split()[1] == b"413"
+        for _ in range(8):
+            connection[1].write(b" " * 12_500)
+            await asyncio.sleep(0.1)
+        assert await asyncio.wait_for(connection[0].read(), 10) == b""
+        await close(connection)
+
+
 async def test_many_malformed_requests_leave_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serve() as (_, url):

@@ -38,7 +38,7 @@ def test_a_missing_file_and_a_missing_model_are_reported_without_a_traceback():
         (["--set", "model.path=./nowhere"], "there is no such file or folder"),
         (["--set", "model.path=package:no-such-package/x.gguf"], "is not installed"),
     ):
-        ended = run(*arguments)
+        ended = run(*arguments, "--set", "server.port=0")
         assert ended.returncode == 2
         assert words in ended.stderr
         assert "Traceback" not in ended.stderr

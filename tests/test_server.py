@@ -66,10 +66,12 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
     async with (
         aiohttp.ClientSession(url) as busy,
         aiohttp.ClientSession(url) as kept,
+        aiohttp.ClientSession(url) as kept_too,
         aiohttp.ClientSession(url) as late,
     ):
-        async with kept.get("/version") as response:
-            assert response.status == 200
+        for http in (kept, kept_too):
+            async with http.get("/version") as response:
+                assert response.status == 200
         posting = asyncio.ensure_future(
             busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
         )
@@ -80,7 +82,10 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
         with pytest.raises(aiohttp.ClientConnectionError):
             await late.get("/version")
         assert not draining.done()
-        async with kept.get("/version") as response:
+        async with kept.get("/health/live") as response:
+            assert response.status == 200
+            assert response.headers["Connection"] == "close"
+        async with kept_too.get("/version") as response:
             assert response.status == 503
             assert (await response.json())["error"]["code"] == "not_ready"
             assert response.headers["Connection"] == "close"
@@ -92,3 +97,24 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
             assert response.headers["Connection"] == "close"
         await draining
     await server.close()
+
+
+async def test_a_request_that_came_before_the_model_is_not_handed_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model becomes ready between the making of a request and its handling."""
+    ready = make_server()
+    await ready.start()
+    starting = HttpServer(ready._frontend.config)  # type: ignore[union-attr]
+
+    def become_ready(_: Any) -> None:
+        starting._application = ready._application
+
+    monkeypatch.setattr(starting, "_check_head", become_ready)
+    async with aiohttp.ClientSession(await starting.start()) as http:
+        for status in (503, 200):
+            async with http.get("/version", headers={"X-Request-Id": "mine"}) as response:
+                assert response.status == status
+                assert response.headers["X-Request-Id"] == "mine"
+    await starting.close()
+    await ready.close()

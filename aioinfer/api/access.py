@@ -88,7 +88,7 @@ class Cors:
             response.headers.add("Vary", "Origin")
 
 
-def request_id(request: web.Request) -> str:
+def request_id(request: web.BaseRequest) -> str:
     """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII,
     else one made up for it."""
     if _REQUEST_ID_KEY not in request:
@@ -97,6 +97,6 @@ def request_id(request: web.Request) -> str:
     return request[_REQUEST_ID_KEY]
 
 
-async def mark_response(request: web.Request, response: web.StreamResponse) -> None:
+async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Sends the request's id back with a response."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)

@@ -27,6 +27,8 @@ from aioinfer.config import ServerConfig
 
 #: A connection that has waited for less than this is not closed to make room for another.
 MIN_WAIT_S = 1.0
+#: A request head may have so many bytes; aiohttp bounds its lines and their number.
+MAX_HEAD_BYTES = 64 * 1024
 #: aiohttp's own time-out of idle connections; it must never come before ours.
 _NEVER_S = 10 * 365 * 86400.0
 
@@ -44,7 +46,7 @@ class Connection(web.RequestHandler):
         body: the body of the request that came last.
     """
 
-    __slots__ = ("_has_begun", "_server", "body", "socket")
+    __slots__ = ("_head_bytes", "_server", "body", "socket")
 
     def __init__(self, server: ConnectionServer, loop: asyncio.AbstractEventLoop):
         super().__init__(
@@ -57,18 +59,26 @@ class Connection(web.RequestHandler):
         self.socket: socket.socket | None = None
         self.body: StreamReader | None = None
         self._server = server
-        self._has_begun = False  # whether a byte has come since the last request
+        self._head_bytes = 0  # what has come of a head that is not complete
 
     def data_received(self, data: bytes) -> None:
+        """Parses what a client has sent, and bounds the size of a head."""
+        body = self.body
+        if body is not None and not body.is_eof():
+            super().data_received(data)
+            if self._messages and not body.is_eof() and not body.exception():
+                # a request behind a body that has not ended: the parser gave up in its midst, and
+                # aiohttp leaves the body's reader waiting
+                body.set_exception(web.RequestPayloadError("the body is malformed"))
+            return
         if data:
-            self._has_begun = True
             self._server.note_received(self)
         super().data_received(data)
-        body = self.body
-        if self._messages and body is not None and not body.is_eof() and not body.exception():
-            # a request behind a body that has not ended: the parser gave up in its midst, and
-            # aiohttp leaves the body's reader waiting
-            body.set_exception(web.RequestPayloadError("the body is malformed"))
+        if self._messages or self not in self._server.receiving:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._reject(431, "the request's head is too long", "header_too_large")
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -83,7 +93,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Sends what remains of a response; from now on the connection is idle."""
         result = await super().finish_response(request, resp, start_time)
-        self._has_begun = False
+        self._head_bytes = 0
         if self.transport is not None:
             self._server.note_idle(self)
         return result
@@ -140,12 +150,16 @@ class Connection(web.RequestHandler):
 
     def time_out(self) -> None:
         """Answers 408 if a part of a request head has come, and closes the connection."""
-        if self._has_begun and self.transport is not None:
-            message = "the request's head took longer than it may"
-            self.transport.write(raw_response(408, error_body(408, message, code="timeout")))
-            self.force_close()
+        if self._head_bytes:
+            self._reject(408, "the request's head took longer than it may", "timeout")
         else:
             self.drop()
+
+    def _reject(self, status: int, message: str, code: str) -> None:
+        """Answers a request whose head is not complete, and closes the connection."""
+        if self.transport is not None:
+            self.transport.write(raw_response(status, error_body(status, message, code=code)))
+        self.force_close()
 
 
 class ConnectionServer(web.Server):
@@ -245,6 +259,9 @@ class WaitingConnections:
 
     def __len__(self) -> int:
         return len(self._since)
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._since
 
     def add(self, connection: Connection) -> None:
         """Lets a connection wait from now on."""

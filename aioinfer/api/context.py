@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from aioinfer.api.errors import shorten
 from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
 from aioinfer.api.rate_limit import RATE_LIMITER
 from aioinfer.api.request_body import REQUEST_BODIES
@@ -75,5 +76,8 @@ def check_model(config: Config, model: str | None) -> None:
     """Raises `RequestError` (404) unless `model` is missing or one of the served names."""
     if model is not None and model not in config.served_model_names:
         raise RequestError(
-            f"the model {model!r} does not exist", param="model", status=404, code="model_not_found"
+            f"the model {shorten(model)!r} does not exist",
+            param="model",
+            status=404,
+            code="model_not_found",
         )

@@ -7,6 +7,7 @@ have begun, whose status line has been sent.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -37,11 +38,12 @@ def error_body(
     """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP
     status. Of a long message only the beginning and the end are kept."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    param = None if param is None else _shorten(param)
-    return {"error": {"message": _shorten(message), "type": kind, "param": param, "code": code}}
+    param = None if param is None else shorten(param)
+    return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Returns a text of a client's as messages quote it: of a long one, its beginning and end."""
     if len(text) <= _MAX_MESSAGE_CHARS:
         return text
     half = _MAX_MESSAGE_CHARS // 2 - 2
@@ -51,7 +53,7 @@ def _shorten(text: str) -> str:
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Returns the HTTP status and the body that answer an exception.
 
-    An unexpected one is logged and not shown.
+    An unexpected one is logged and not shown; of its message, which may quote a prompt, neither.
     """
     match error:
         case RateLimitError():
@@ -79,8 +81,17 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return error.status, error_body(error.status, error.text or error.reason)
         case web.RequestPayloadError():
             return 400, error_body(400, "the body does not follow its Transfer-Encoding")
-    _log.error("a handler failed", exc_info=error)
+    _log.error("a handler failed; the last line is the kind of exception:\n%s", _trace(error))
     return 500, error_body(500, "internal error; the server's log says more")
+
+
+def _trace(error: BaseException | None) -> str:
+    """Returns where an exception and those behind it were raised, and their types."""
+    parts: list[str] = []
+    while error is not None:
+        parts += [f"{type(error).__name__}\n", *reversed(traceback.format_tb(error.__traceback__))]
+        error = error.__cause__ or error.__context__
+    return "".join(reversed(parts)).rstrip()
 
 
 @web.middleware

@@ -97,13 +97,16 @@ class HttpServer:
         application."""
         try:
             self._check_head(request)
+            # one that came before the application was there is not of its kind
+            if self._application is not None and isinstance(request, web.Request):
+                return await self._application.handle(request)
+            if request.path != "/health/live":
+                raise NotReadyError("the server is starting")
+            response = await info.live(request)
         except RequestError as error:
-            return error_response(error)
-        if self._application is not None:
-            return await self._application.handle(request)
-        if request.path == "/health/live":
-            return await info.live(request)
-        return error_response(NotReadyError("the server is starting"))
+            response = error_response(error)
+        await mark_response(request, response)
+        return response
 
     def _check_head(self, request: web.BaseRequest) -> None:
         """Raises `RequestError` for a name that is not the server's, or an expectation that is
@@ -181,8 +184,9 @@ class HttpServer:
 
     async def serve(self, frontend: Frontend) -> None:
         """From now on answers requests by a model that is loaded."""
-        self._application = _Application(self._make_app(frontend))
-        await self._application.start()
+        application = _Application(self._make_app(frontend))
+        await application.start()
+        self._application = application
         self._readiness.obstacle = None
 
     def leave(self) -> None:
