@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from aioinfer.api.heap import HEAP
 from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
 from aioinfer.api.rate_limit import RATE_LIMITER
 from aioinfer.api.token_list import decode_large
@@ -52,6 +53,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(limit)
     raw = await request.read()
+    request.app[HEAP].note_body(len(raw))
     body = (
         decode(raw, kind)
         if len(raw) <= _SMALL_BODY

@@ -14,6 +14,7 @@ from aioinfer.api.access import API_KEYS, ApiKeys, Cors, mark_response, require_
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, json_errors
+from aioinfer.api.heap import HEAP, Heap
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.config import ServerConfig
@@ -61,6 +62,7 @@ class HttpServer:
         app[FRONTEND] = frontend
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
+        app[HEAP] = Heap()
         app[STARTED] = int(time.time())
         app.router.add_post("/v1/completions", completions.create_completion)
         app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
