@@ -24,7 +24,7 @@ async def serve(
     await asyncio.to_thread(keys.write_text, text)
     settings = {name.replace("__", "."): value for name, value in settings.items()}
     frontend = await make_frontend(slots, delay_s, settings | {"server.api_key_file": str(keys)})
-    server = HttpServer(frontend)
+    server = HttpServer(frontend.config, frontend)
     async with aiohttp.ClientSession(await server.start()) as http:
         yield http
     await server.close()
