@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-<<<<<<< HEAD
 from aioinfer.api.errors import shorten
-=======
 from aioinfer.api.heap import HEAP
->>>>>>> bodies
 from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
 from aioinfer.api.rate_limit import RATE_LIMITER
 from aioinfer.api.request_body import REQUEST_BODIES
@@ -54,26 +51,14 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         raise RequestError(
             "compressed bodies are not understood", status=415, code="unsupported_media_type"
         )
-<<<<<<< HEAD
     with request.app[REQUEST_BODIES].hold() as held:
         raw = await held.receive(request)
+        request.app[HEAP].note_body(len(raw))
         body = (
             decode(raw, kind)
             if len(raw) <= _SMALL_BODY
             else await asyncio.to_thread(decode_large, raw, kind)
         )
-=======
-    limit = config.server.max_body_bytes
-    if request.content_length is not None and request.content_length > limit:
-        raise web.HTTPRequestEntityTooLarge(limit)
-    raw = await request.read()
-    request.app[HEAP].note_body(len(raw))
-    body = (
-        decode(raw, kind)
-        if len(raw) <= _SMALL_BODY
-        else await asyncio.to_thread(decode_large, raw, kind)
-    )
->>>>>>> bodies
     check_model(config, body.model)
     return body
 

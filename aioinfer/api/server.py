@@ -14,16 +14,12 @@ from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import Connection, ConnectionServer
 from aioinfer.api.context import FRONTEND, STARTED
-<<<<<<< HEAD
 from aioinfer.api.errors import Handler, error_response, json_errors
+from aioinfer.api.heap import HEAP, Heap
 from aioinfer.api.hosts import AllowedHosts
 from aioinfer.api.info import READINESS, Readiness
 from aioinfer.api.keys import ApiKeys
 from aioinfer.api.limits import ACCOUNTS, Accounts
-=======
-from aioinfer.api.errors import Handler, json_errors
-from aioinfer.api.heap import HEAP, Heap
->>>>>>> bodies
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
@@ -75,12 +71,9 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
-<<<<<<< HEAD
         app[REQUEST_BODIES] = RequestBodies(self._config)
         app[READINESS] = self._readiness
-=======
         app[HEAP] = Heap()
->>>>>>> bodies
         app[STARTED] = int(time.time())
         for path, handler in (
             ("/v1/completions", completions.create_completion),
