@@ -138,6 +138,7 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
     await inline.executor.shutdown()
     assert len(set(expected)) > 1
 
+    before = listening_addresses(os.getpid())
     report = await run.start()
     assert (report.num_blocks, report.block_size, report.max_model_len) == ((32,), 4, 128)
     assert [name for name, _ in report.phases] == [
@@ -148,7 +149,9 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
     ]
     assert run.progress[-1][1] == run.progress[-1][2]
     assert len(workers()) == 2
-    assert listening_addresses(os.getpid()) <= {"127.0.0.1"}
+    assert listening_addresses(os.getpid()) <= before, "the ranks meet without a port"
+    for worker in workers():
+        assert listening_addresses(worker.pid) <= {"127.0.0.1"}
     assert await greedy(run, 7) == expected
     assert all(0 < result.take_ns < 1e9 for result in run.results)
     await run.executor.shutdown()

@@ -304,7 +304,8 @@ class Engine:
         else, and that the scheduler's own records agree.
 
         What contradicts that is a fault of this program. It is logged and counted; requests that it
-        concerns end with an error, so that no client waits for ever. 0.5 ms with 512 requests.
+        concerns end with an error, so that no client waits for ever. It takes about 0.1 us a KV
+        block and 2 us a request: 5 to 10 ms with 80 000 blocks and 600 requests.
         """
         self._emit_rest()  # else requests that have ended are still open
         try:

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
+from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring, RingFullError
@@ -47,8 +47,6 @@ from aioinfer.worker.process import FailureReport, WorkerSpec, main
 _JOIN_TIMEOUT_S = 3.0
 # from a rank's error until it is reported: another rank's may have been first and not arrived yet
 _GRACE_S = 2.0
-# where the ranks of one host find each other
-_LOOPBACK = "127.0.0.1"
 # executors that start together would restore each other's substitute
 _MAIN_MODULE_LOCK = threading.Lock()
 # from asking the ranks for their stacks until they are read: writing them takes milliseconds
@@ -72,7 +70,7 @@ class MultiprocessExecutor:
         self._pidfds: list[int] = []
         self._controls: list[Connection] = []
         self._lifeline: Connection | None = None
-        self._store: Any = None
+        self._meeting = MeetingFile()
         self._spawning: asyncio.Future[None] | None = None
         self._answers: list[deque[Any]] = []
         self._news = asyncio.Event()  # an answer or a failure while starting
@@ -140,15 +138,14 @@ class MultiprocessExecutor:
     def _spawn_all(self) -> None:
         """Starts the processes; runs in a thread, since each start takes milliseconds."""
         context = multiprocessing.get_context("spawn")
-        self._store, port = _host_store(self._size)
         lifeline, self._lifeline = context.Pipe(duplex=False)
         for rank in range(self._size):
             here, there = context.Pipe()
             self._controls.append(here)
-            place = RankSpec(rank, self._size, rank, _LOOPBACK, port, (("tp", self._size),))
+            place = RankSpec(rank, self._size, rank, groups=(("tp", self._size),))
             spec = WorkerSpec(
                 self.config, self._folder, place, self._plans, self._results, self._heartbeat,
-                there, lifeline, self._stacks[rank], self._engine,
+                there, lifeline, self._stacks[rank], self._meeting, self._engine,
             )  # fmt: skip
             process = context.Process(
                 target=main,
@@ -396,7 +393,7 @@ class MultiprocessExecutor:
             os.close(pidfd)
         if self._lifeline is not None:
             self._lifeline.close()
-        self._store = None  # closes its socket
+        self._meeting.close()
         self._plans.close()
         self._results.close()
         self._heartbeat.close()
@@ -408,28 +405,6 @@ class MultiprocessExecutor:
 def _kill_all(processes: list[SpawnProcess]) -> None:
     for process in processes:
         process.kill()
-
-
-def _host_store(size: int) -> tuple[Any, int]:
-    """Returns the store through which the ranks of this host find each other, and its port: a free
-    one, so that two servers never share a store.
-
-    `TCPStore` by itself would listen on every address of the host, so it is given a socket that
-    listens on the loopback interface only.
-    """
-    if size == 1:
-        return None, 0
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server((_LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    ), port
 
 
 @contextmanager

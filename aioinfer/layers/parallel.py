@@ -140,7 +140,8 @@ class ProcessGroups:
         Args:
             spec: where this rank stands.
             device: what it computes on.
-            store: where the ranks find each other, in place of the `TCPStore` that `spec` names.
+            store: where the ranks find each other. Without it, at the `TCPStore` that `spec` names,
+                for ranks on several hosts: whoever reaches its port can write to it.
         """
         if spec.world_size == 1:
             return cls(spec, {})
@@ -177,10 +178,15 @@ class ProcessGroups:
 
 
 def _init_world(spec: RankSpec, device: torch.device, store: dist.Store) -> None:
-    """Makes torch's default process group of all ranks."""
+    """Makes torch's default process group of all ranks.
+
+    On one host, the connections between them are of the loopback interface.
+    """
     if device.type == "cuda":
         # multicast is not used here, and setting it up needs rights that containers lack
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        if spec.is_local:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl", store=store, rank=spec.rank, world_size=spec.world_size, device_id=device
         )

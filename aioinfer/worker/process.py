@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
 from aioinfer.ipc.heartbeat import Heartbeat
+from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.ring import Ring
@@ -46,6 +47,7 @@ class WorkerSpec:
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
             parent.
+        meeting: where the ranks of this host find each other.
         stacks: where this rank writes its stacks when it is asked for them.
         engine: the number of the engine that the rank belongs to.
     """
@@ -59,6 +61,7 @@ class WorkerSpec:
     control: Connection
     lifeline: Connection
     stacks: StackDump
+    meeting: MeetingFile
     engine: int = 0
 
     @property
@@ -215,5 +218,8 @@ def _join_groups(spec: WorkerSpec) -> ProcessGroups:
 
     if spec.place.world_size == 1:
         return ProcessGroups.single()
+    from torch.distributed import FileStore
+
     device = select_device(spec.config, spec.place.local_rank, spec.engine)
-    return ProcessGroups.connect(spec.place, device)
+    store = FileStore(spec.meeting.path, spec.place.world_size)
+    return ProcessGroups.connect(spec.place, device, store)
