@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.dense import DenseWeight, make_dense, pack_weight
+from aioinfer.layers.formats.dense import DenseWeight, make_dense, pack_weight, padded_rows
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
@@ -87,6 +87,14 @@ def test_every_layout_gives_the_product(
         )
     finally:
         torch.set_num_threads(before)
+
+
+def test_products_are_computed_with_few_numbers_of_rows():
+    padded = [padded_rows(rows) for rows in range(1, 8193)]
+    assert padded[:20] == [*range(1, 17), 18, 18, 20, 20]
+    assert all(rows <= more <= rows * 9 / 8 for rows, more in enumerate(padded, 1))
+    assert len(set(padded)) == 16 + 8 * 9
+    assert all(padded_rows(2**power) == 2**power for power in range(14))
 
 
 def test_float32_on_a_cpu_alone_is_packed():

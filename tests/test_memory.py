@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import Any
 
@@ -14,7 +15,13 @@ from aioinfer.config import CacheConfig, Config, ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.worker.kv_division import CacheDemand
-from aioinfer.worker.memory import available_bytes, count_blocks, make_kv
+from aioinfer.worker.memory import (
+    available_bytes,
+    count_blocks,
+    machine_memory,
+    make_kv,
+    report_shortage,
+)
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -116,3 +123,39 @@ def test_a_cpu_cache_takes_memory_only_as_it_is_used(dtype: torch.dtype) -> None
     assert process.memory_info().rss - before < 64 * MIB < kv.nbytes
     kv[1, 3, 1023] = 1
     assert kv[:, :, 1000:].float().sum() == np.prod(kv.shape[3:])
+
+
+def test_memory_that_the_machine_does_not_have_is_refused() -> None:
+    machine = machine_memory()
+    assert machine == psutil.virtual_memory().total
+    with pytest.raises(ConfigError, match=r"cache.cpu_memory_gib = 1e\+06, and the machine has "):
+        count(make_config(cpu_memory_gib=1e6))
+    most = machine // (3 * MIB)
+    assert count(make_config(num_blocks=most, cpu_memory_gib=1e6)) == (most,)
+    with pytest.raises(ConfigError, match=f"set it to less than {most + 1}$"):
+        count(make_config(num_blocks=most + 1))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OverflowError("too large"),
+        OSError(errno.ENOMEM, "no memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nto allocate"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+    ids=repr,
+)
+def test_an_allocation_that_fails_names_the_settings(error: Exception) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"^there is not enough memory for x: lower y"),
+        report_shortage("x", "lower y"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad"), OSError(errno.ENOENT, "x"), KeyError("x")])
+def test_other_errors_are_left_alone(error: Exception) -> None:
+    with pytest.raises(type(error), match=r"bad|x"), report_shortage("x", "lower y"):
+        raise error

@@ -114,6 +114,12 @@ class ServerProcess:
         self._errors.seek(0)
         return self._errors.read()
 
+    def wait(self, timeout_s: float) -> int:
+        """Returns the exit status of a process that ends by itself. Raises
+        `subprocess.TimeoutExpired`."""
+        self.status = self._process.wait(timeout_s)
+        return self.status
+
     def end(self) -> int:
         """Sends SIGTERM, waits for the end (SIGKILL after `END_TIMEOUT_S`), and returns the exit
         status."""
