@@ -217,6 +217,8 @@ class Engine:
             _log.warning("%s; the workers are started anew", reason)
             self._requeue_all(reason)
             self._recovery = asyncio.ensure_future(self._restart(reason))
+        elif self.state is EngineState.RESTARTING and not self._text_is_whole:
+            self._requeue_all(reason)  # the last tokens of the lost workers could not be emitted
         elif self.state in (EngineState.STARTING, EngineState.SERVING):
             self._give_up(reason)
             self._recovery = asyncio.ensure_future(self._executor.shutdown())
