@@ -212,11 +212,11 @@ class ParallelConfig:
         "Seconds that a step may take before its workers count as hung.", 300.0, above=0
     )
     restart_workers: int = key(
-        "How often in a row an engine's workers are started anew after one died or hung, with "
-        "delays of 1, 2, 4 ... 60 s; ten minutes of service begin a new row. Requests wait "
+        "Maximum number of consecutive restarts of an engine's workers after one died or hung, "
+        "with delays of 1, 2, 4 ... 60 s; ten minutes of service reset the count. Requests wait "
         "meanwhile, and those that ran go on with the text that they have, as after a preemption. "
-        "After that, or with 0 at once, the engine is dead, and without another one that lives the "
-        "server ends with status 1.",
+        "After that, or at once with 0, the engine is dead, and the server ends with status 1 once "
+        "no engine lives.",
         3,
         minimum=0,
     )

@@ -34,6 +34,8 @@ class ScriptedExecutor:
         self.error: Exception | None = None
         self.fail: Callable[[Exception], None]
         self.was_cancelled = False
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.num_shutdowns = 0
 
     async def start(
@@ -59,6 +61,7 @@ class ScriptedExecutor:
 
     async def shutdown(self) -> None:
         self.num_shutdowns += 1
+        await self.may_end.wait()
 
 
 class Fleet:
@@ -250,6 +253,26 @@ async def test_an_engine_whose_workers_do_not_come_back_is_dead(
     with pytest.raises(EngineDeadError, match="attempt 3"):
         await anext(output)
     await fleet.until(lambda: all(executor.num_shutdowns for executor in fleet.executors))
+    await fleet.frontend.close()
+
+
+async def test_workers_that_neither_end_nor_start_are_given_up(
+    folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_END_S", "MAX_START_S", "SLOWEST_START"):
+        monkeypatch.setattr(f"aioinfer.engine.engine.{name}", 0.05)
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    fleet = Fleet(folder, config, 900)
+    await fleet.start()
+    fleet.executors[0].may_end.clear()
+    fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
+    await fleet.until(lambda: fleet.executors[0].num_shutdowns == 1)
+    await fleet.until(lambda: fleet.executors[0].num_shutdowns == 2)  # the next attempt
+    fleet.executors[0].may_end.set()
+    await asyncio.wait_for(fleet.frontend.wait_dead(), 20)
+    assert fleet.frontend.dead_reason == "engine 0: TimeoutError() (after 3 restarts)"
+    assert len(fleet.executors) > 1
+    assert all(executor.was_cancelled for executor in fleet.executors[1:])
     await fleet.frontend.close()
 
 

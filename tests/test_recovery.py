@@ -18,7 +18,7 @@ def test_none_are_allowed() -> None:
     assert RestartPolicy(0).next_delay_s() is None
 
 
-def test_only_service_of_some_length_begins_a_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_service_of_some_length_resets_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(recovery.time, "monotonic", lambda: now)
     policy = RestartPolicy(2)

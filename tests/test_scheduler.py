@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
@@ -54,16 +55,29 @@ class Harness:
         }
         self.limits = SchedulerLimits(**{**defaults, **limits})
         self.scheduler = Scheduler(self.limits)
-        limits_ = self.limits
-        self.worker = SymbolicWorker(
-            limits_.groups,
-            limits_.num_blocks,
-            limits_.block_size,
-            limits_.max_num_seqs,
-            limits_.token_budget,
-        )
+        self.worker = self.new_worker()
         self.depth = depth
         self.plans: list[StepPlan] = []
+
+    def new_worker(self) -> SymbolicWorker:
+        limits = self.limits
+        return SymbolicWorker(
+            limits.groups,
+            limits.num_blocks,
+            limits.block_size,
+            limits.max_num_seqs,
+            limits.token_budget,
+        )
+
+    def restart(self) -> None:
+        """Loses the worker with all that it holds and all results on their way, and goes on with a
+        new one."""
+        old, self.worker = self.worker, self.new_worker()
+        if isinstance(old, TakingWorker):
+            self.worker.__class__ = TakingWorker
+            self.worker.k, self.worker.take = old.k, old.take
+        self.scheduler.restart(self.limits, list(self.scheduler.requests()))
+        self.scheduler.check_integrity()
 
     def post(self) -> bool:
         plan = self.scheduler.schedule()
@@ -612,12 +626,60 @@ def test_only_requests_that_are_not_planned_ahead_wait_for_their_results():
     assert harness.scheduler.stats.wasted_rows == 0
 
 
+@pytest.mark.parametrize("steps", range(12))
+def test_after_a_loss_of_workers_requests_end_as_they_would_have(steps: int) -> None:
+    harness = Harness(max_num_seqs=2, num_blocks=12)
+    group = ForkGroup()
+    requests = [
+        make_request(str(number), [prompt] * 9, 8, seed=number, group=group if prompt else None)
+        for number, prompt in enumerate([0, 0, 2, 2, 2])
+    ]
+    blocked = make_request("blocked", [7] * 5, 3, blocked_on="grammar")
+    harness.add(*requests, blocked)
+    for _ in range(steps):
+        harness.step()
+    ran = [request for request in requests if request.slot >= 0]
+    known = [len(request.tokens) for request in requests]
+    harness.restart()
+    scheduler = harness.scheduler
+    assert (scheduler.num_in_flight, scheduler.running, scheduler.num_blocked) == (0, [], 1)
+    assert [len(request.tokens) for request in requests] == known
+    assert scheduler.kv_cache.num_free_cached == 0
+    assert harness.post()
+    assert not ran or min(ran) in scheduler.running, "whoever came first goes first"
+    scheduler.unblock(blocked)
+    harness.run()
+    for request in [*requests, blocked]:
+        assert_complete(request)
+
+
+def test_records_that_are_made_anew_keep_who_waits_and_drop_what_is_on_its_way() -> None:
+    harness = Harness(max_num_seqs=2)
+    requests = [make_request(str(number), [number] * 9, 8) for number in range(4)]
+    harness.add(*requests)
+    harness.post()
+    harness.post()
+    scheduler = harness.scheduler
+    scheduler._free_slots.append(0)
+    with pytest.raises(IntegrityError, match="a slot was lost or given twice"):
+        scheduler.check_integrity()
+    scheduler.rebuild(requests[2:], requests[:2])
+    scheduler.check_integrity()
+    assert [request.finish_reason for request in requests] == ["error", "error", None, None]
+    harness.run()
+    assert scheduler.stats.wasted_rows == 4
+    assert [request.num_output for request in requests[:2]] == [0, 0]
+    for request in requests[2:]:
+        assert_complete(request)
+    assert harness.plans[2].section(Vacated).slots.tolist() == list(range(2))
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
     """Random groups of layers, arrivals, flows, forks, blocked requests, rows of several tokens,
-    aborts, held blocks and pool sizes: every request ends as if it had run alone, no row reads a
-    freed block, and nothing leaks."""
+    aborts, held blocks, lost workers and pool sizes: every request ends as if it had run alone, no
+    row reads a freed block, and nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
@@ -677,6 +739,9 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 held.append(
                     harness.scheduler.hold(draw(st.sampled_from(harness.scheduler.running)))
                 )
+            if draw(st.integers(0, 19)) == 0:
+                harness.restart()
+                held.clear()
             if blocked := [r for r in requests if r.status is Status.BLOCKED]:
                 assert harness.scheduler.num_blocked == len(blocked)
                 if draw(st.integers(0, 2)) == 0:

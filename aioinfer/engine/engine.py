@@ -19,12 +19,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from aioinfer.config import Config
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
-from aioinfer.engine.recovery import MAX_INTERRUPTIONS, EngineState, RestartPolicy
+from aioinfer.engine.recovery import (
+    MAX_END_S,
+    MAX_INTERRUPTIONS,
+    MAX_START_S,
+    SLOWEST_START,
+    EngineState,
+    RestartPolicy,
+)
 from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import Logprobs, StepResult
@@ -103,12 +111,14 @@ class Engine:
             ConfigError: the configuration does not go with the model or the machine.
             EngineDeadError: a worker failed to start.
         """
+        began = time.monotonic()
         try:
             self.report = report = await self._executor.start(
                 self._step, self._handle_loss, on_progress
             )
         except EngineDeadError as error:
             raise EngineDeadError(f"{self._name}{error}") from error
+        self._start_s = time.monotonic() - began
         self.scheduler = Scheduler(self._limits(report))
 
     def _limits(self, report: WorkerReport) -> SchedulerLimits:
@@ -207,6 +217,8 @@ class Engine:
             _log.warning("%s; the workers are started anew", reason)
             self._requeue_all(reason)
             self._recovery = asyncio.ensure_future(self._restart(reason))
+        elif self.state is EngineState.RESTARTING and not self._text_is_whole:
+            self._requeue_all(reason)  # the last tokens of the lost workers could not be emitted
         elif self.state in (EngineState.STARTING, EngineState.SERVING):
             self._give_up(reason)
             self._recovery = asyncio.ensure_future(self._executor.shutdown())
@@ -251,15 +263,17 @@ class Engine:
         many attempts."""
         while (delay_s := self._restarts.next_delay_s()) is not None:
             try:
-                await self._executor.shutdown()
+                async with asyncio.timeout(MAX_END_S):
+                    await self._executor.shutdown()
                 await asyncio.sleep(delay_s)
                 self._executor = self._renewed()
                 self.metrics.restarts += 1
-                report = await self._executor.start(self._step, self._handle_loss, _no_progress)
+                async with asyncio.timeout(max(MAX_START_S, SLOWEST_START * self._start_s)):
+                    report = await self._executor.start(self._step, self._handle_loss, _no_progress)
                 self._resume(report)
                 return
             except Exception as error:  # whatever it is, the next attempt may do better
-                reason = f"{self._name}{error}"
+                reason = f"{self._name}{str(error) or repr(error)}"
                 _log.warning("%s; the workers could not be started anew", reason)
         self._give_up(f"{reason} (after {self._restarts.max_restarts} restarts)")
         await self._executor.shutdown()

@@ -15,6 +15,11 @@ _FIRST_DELAY_S = 1.0
 _MAX_DELAY_S = 60.0
 #: A request that was running so many times when workers were lost may be the cause.
 MAX_INTERRUPTIONS = 2
+#: The end of killed workers may take so long; a new start so long, or `SLOWEST_START` times as long
+#: as the first one. What takes longer hangs.
+MAX_END_S = 60.0
+MAX_START_S = 300.0
+SLOWEST_START = 5.0
 
 
 class EngineState(enum.Enum):
@@ -31,14 +36,14 @@ class EngineState(enum.Enum):
 
 
 class RestartPolicy:
-    """Bounds the restarts of an engine's workers: so many in a row, with delays that double.
+    """Bounds the consecutive restarts of an engine's workers, with delays that double.
 
-    Restarts are in a row unless the engine served for `STABLE_S` seconds in between. (A count for a
-    span of time would never run out where each attempt takes longer than the span allows.)
+    `STABLE_S` seconds of service reset the count. (A bound on the restarts in a span of time would
+    never be reached where each attempt takes longer than the span allows.)
     """
 
     def __init__(self, max_restarts: int):
-        """`max_restarts` in a row; 0 allows none."""
+        """`max_restarts` consecutive ones; 0 allows none."""
         self.max_restarts = max_restarts
         self._num_restarts = 0
         self._serving_since: float | None = None

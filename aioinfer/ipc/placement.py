@@ -27,8 +27,9 @@ class RankSpec:
         rank: this rank's number in the world.
         world_size: the number of ranks, on all hosts.
         local_rank: its number among the ranks of its host, which is also that of its GPU.
-        master_address, master_port: of the `TCPStore` through which the ranks find each other. Not
-            used by a world of one.
+        master_address, master_port: of the `TCPStore` through which ranks on several hosts find
+            each other. Those of one host meet through a `MeetingFile`; a loopback address then
+            stands for that host.
         groups: (name, size) of each axis; names are of `GROUP_NAMES`, and the product of the sizes
             is `world_size`.
     """

@@ -66,7 +66,7 @@ export class Live {
       );
     }
     engines.forEach((engine, index) => this.#views[index].take(engine, time));
-    this.#onState(engines.some((engine) => engine.dead) ? "lost" : "live");
+    this.#onState(engines.every((engine) => engine.dead) ? "lost" : "live");
   }
 }
 

@@ -61,6 +61,13 @@ def workers(process: Process) -> list[psutil.Process]:
     return sorted(found, key=lambda worker: worker.pid)
 
 
+def num_descriptors(process: Process) -> int:
+    """Returns how many descriptors the server has open, connections of clients left out."""
+    server = psutil.Process(process.popen.pid)
+    clients = [c for c in server.net_connections("inet") if c.status != psutil.CONN_LISTEN]
+    return server.num_fds() - len(clients)
+
+
 def stream(process: Process, body: dict[str, Any], **more: Any) -> str:
     """Returns the text of a whole stream, or the error that ends it."""
     response = process.request(
@@ -106,7 +113,7 @@ def until_running(process: Process, count: int) -> None:
 def test_requests_outlive_their_workers(process: Process, fault: signal.Signals) -> None:
     expected = [stream(process, body) for body in BODIES]
     assert len({*expected}) == 3
-    before = workers(process)
+    before, descriptors = workers(process), num_descriptors(process)
     with ThreadPoolExecutor(3) as pool:
         texts = [pool.submit(stream, process, body) for body in BODIES]
         until_running(process, 2)
@@ -114,6 +121,8 @@ def test_requests_outlive_their_workers(process: Process, fault: signal.Signals)
         assert [text.result(60) for text in texts] == expected
     after = workers(process)
     assert len(after) == len(before)
+    assert num_descriptors(process) == descriptors
+    assert not any(worker.is_running() for worker in before)
     assert not {worker.pid for worker in before} & {worker.pid for worker in after}
     assert metric(process, "aioinfer:worker_restarts_total") == [1]
     assert metric(process, "aioinfer:interrupted_requests_total") == [2]
