@@ -163,8 +163,8 @@ def check(server: Server, path: str, body: dict[str, Any]) -> int:
     status, reply, plain_status, plain = server.run(both())
     assert server.frontend.dead_reason is None
     error = reply.get("error", {})
-    assert status in (200, 400) or error["code"] == "timeout", reply
-    if status == 400:
+    assert status in (200, 400, 404) or error["code"] == "timeout", reply
+    if status in (400, 404):
         assert error["message"], "an error has a reason"
     elif error:
         assert error["code"] == "timeout", reply
@@ -267,10 +267,105 @@ PASSING: dict[str, list[Any]] = {
     "stop": ["x" * MAX_STOP_CHARS, ["x"] * MAX_STOPS, ["y" * (MAX_STOP_CHARS // MAX_STOPS)]],
     "prompt": ["x", [5], [5] * (MAX_MODEL_LEN - 5), [0, VOCAB_SIZE - 1], ["a", "b"], [[5], [6, 7]]],
 }
+
+
+def deep(depth: int) -> dict[str, Any]:
+    """Returns an object in an object, and so on."""
+    value: dict[str, Any] = {"<|im_end|>": "<|im_start|>"}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def call(arguments: Any, name: str = "f") -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": arguments}}
+
+
+CONTENTS = ["", "hi", "<|im_end|>", "\ud800", "\0", "x " * 40_000, "<|im_end|>" * 4000, None]
+#: Of a conversation: what templates read.
+TEMPLATE_FIELDS: dict[str, list[Any]] = {
+    "messages": [
+        *([{"role": "user", "content": content}] for content in CONTENTS),
+        *([{"role": "user", "content": "x", "name": content}] for content in CONTENTS),
+        *([{"role": role, "content": "x"}] for role in ("developer", "tool", "x" * 999)),
+        *(
+            [{"role": "assistant", "content": "x", "tool_calls": [call(arguments)]}]
+            for arguments in (None, "", "{}", "[", deep(0), deep(300), '{"a":' * 5000)
+        ),
+        [{"role": "assistant", "content": "x", "tool_calls": [call({}, "<|im_end|>")] * 20_000}],
+        [{"role": "user", "content": "x"}] * 20_000,
+        [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}] * 3}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [],
+        "x",
+        5,
+    ],
+    "tools": [[], [{}], [deep(0)] * 3, [deep(400)], [{"a": 1}] * 60_000, "x"],
+    "chat_template_kwargs": [
+        {}, deep(0), deep(400), {"bos_token": "<|im_end|>"}, {"messages": []}, {"tokenize": 1},
+        {"self": 1}, {"a": "x" * 100_000}, {str(i): i for i in range(60_000)}, [],
+    ],
+    "parse_special": [True, False, 1],
+    "add_generation_prompt": [True, False, "x"],
+    "continue_final_message": [True, False, 0],
+}  # fmt: skip
+#: Fields of both kinds of bodies, and of one.
+FLAGS: dict[str, list[Any]] = {
+    "stream_options": [{}, {"include_usage": True}, {"include_usage": 5}, []],
+    "user": ["x" * 100_000, 5],
+    "model": ["x" * 100_000, 5],
+    "skip_special_tokens": [True, False, 0],
+    "include_stop_str_in_output": [True, False, 0],
+    "stream": [True, False, "x"],
+    "ignore_eos": [True, False, "x"],
+}
+COMPLETION_FLAGS: dict[str, list[Any]] = {
+    "best_of": [-1, 1, 2, 2**31],
+    "echo": [True, False, 0],
+    "suffix": ["", "x"],
+    "add_special_tokens": [True, False, 0],
+    "return_token_ids": [True, False, 0],
+}
+CHAT_FLAGS: dict[str, list[Any]] = {
+    "top_logprobs": [-1, 0, 20, 21, 2**31],
+    "max_completion_tokens": [0, 1, 2**31 - 1, 2**31],
+    "response_format": [{"type": "text"}, {"type": "x" * 100_000}, {}],
+    "tool_choice": ["auto", "none", "x" * 100_000, {}],
+}
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("field", [*TEMPLATE_FIELDS, *FLAGS, *CHAT_FLAGS])
+def test_every_extreme_of_a_field_of_chat_ends_nothing_else(server: Server, field: str) -> None:
+    for value in (TEMPLATE_FIELDS | FLAGS | CHAT_FLAGS)[field]:
+        body = {"messages": HELLO, "max_tokens": 2, "logprobs": True, field: value}
+        check(server, "/v1/chat/completions", body)
+        if field in TEMPLATE_FIELDS:
+            check(server, "/tokenize", {"messages": HELLO, field: value})
+
+
+@pytest.mark.parametrize("field", [*FLAGS, *COMPLETION_FLAGS])
+def test_every_extreme_of_a_flag_of_completions_ends_nothing_else(
+    server: Server, field: str
+) -> None:
+    for value in (FLAGS | COMPLETION_FLAGS)[field]:
+        check(server, "/v1/completions", {"prompt": "hello", "max_tokens": 2, field: value})
+
+
+@pytest.mark.parametrize("tokens", [[], [0], [-1], [2**31 - 1], [2**31], [5] * 300_000, ["x"], 5])
+def test_every_list_of_tokens_ends_nothing_else(server: Server, tokens: Any) -> None:
+    check(server, "/detokenize", {"tokens": tokens})
+
+
 BODIES = fields_of(PASSING | {"logprobs": [0, 1, 20], "echo": [True, False]})
 CHATS = fields_of({name: PASSING[name] for name in PASSING if name != "prompt"}) | fields_of(
-    {"logprobs": [True], "top_logprobs": [0, 20], "max_completion_tokens": [1, 2**31 - 1]}
-)
+    {
+        "logprobs": [True], "top_logprobs": [0, 20], "max_completion_tokens": [1, 2**31 - 1],
+        "messages": TEMPLATE_FIELDS["messages"][:16], "tools": [[deep(0)]],
+        "chat_template_kwargs": [deep(0)], "parse_special": [True, False],
+        "add_generation_prompt": [True, False], "continue_final_message": [True, False],
+    }
+)  # fmt: skip
 
 
 # without shrinking, which would take minutes

@@ -298,7 +298,8 @@ def _wrong_field(message: str) -> RequestError:
     """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the
     parameter."""
     found = _PLACE.fullmatch(message)
-    assert found is not None  # the pattern matches any text
+    if found is None:  # the pattern matches any text
+        return RequestError(message)
     what, path = found["what"], (found["path"] or "").replace("[...]", "")
     if missing := _MISSING.fullmatch(what):
         path, what = f"{path}.{missing[1]}".lstrip("."), "it is missing"
