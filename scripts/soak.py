@@ -77,7 +77,7 @@ async def soak(
         if number > options.warm_up:
             requests.append(load.total)
             samples.append(sample)
-        memory = ", ".join(f"{k} {v:.1f}" for k, v in sample.items() if k.endswith("RSS"))
+        memory = ", ".join(f"{k} {v:.1f}" for k, v in sample.items() if k.endswith("memory"))
         about = "warm-up" if number <= options.warm_up else "round"
         console.print(f"{about} {number}: {load.total} requests, {took:.1f} s; {memory} MiB")
         for fault in load.faults[before:]:

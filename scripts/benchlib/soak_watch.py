@@ -35,14 +35,15 @@ class Bound:
 
 #: By the beginning of a figure's name. The first that fits counts.
 BOUNDS: dict[str, Bound] = {
-    "server RSS": Bound(per_thousand=1.0),
+    "server memory": Bound(per_thousand=1.0),
     "worker": Bound(per_thousand=2.0),
     "GPU": Bound(rise=64.0),
     "descriptors": Bound(rise=4),
     "threads": Bound(rise=8),
     "asyncio tasks": Bound(rise=4),
     "memfd": Bound(rise=0),
-    "/dev/shm": Bound(rise=0.1),
+    # of all processes of the machine: a file that is left behind belongs to none
+    "/dev/shm": Bound(rise=16.0),
     "KV cache in use": Bound(rise=0),
     "requests": Bound(rise=0),
 }
@@ -127,9 +128,9 @@ class Watch:
             if "spawn_main" in " ".join(child.cmdline())
         ]
         processes = [self._server, *workers]
-        figures = {"server RSS": self._server.memory_info().rss / MIB}
+        figures = {"server memory": _own_memory(self._server.pid)}
         for number, worker in enumerate(workers):
-            figures[f"worker {number} RSS"] = worker.memory_info().rss / MIB
+            figures[f"worker {number} memory"] = _own_memory(worker.pid)
         figures["descriptors"] = sum(process.num_fds() for process in processes)
         figures["threads"] = sum(process.num_threads() for process in processes)
         figures["memfd"] = sum(_count_memfds(process.pid) for process in processes)
@@ -143,6 +144,14 @@ class Watch:
         if (gpu := gpu_memory()) is not None:
             figures["GPU memory"] = gpu
         return figures
+
+
+def _own_memory(pid: int) -> float:
+    """Returns the MiB of a process that no file backs: resident ones and those in swap. Pages of
+    files (libraries, mapped weights) come and go with the memory that the machine has left."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    kinds = re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB$", status, re.MULTILINE)
+    return sum(map(int, kinds)) / 1024
 
 
 def _count_memfds(pid: int) -> int:

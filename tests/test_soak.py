@@ -1,0 +1,52 @@
+"""scripts/soak.py: when a figure counts as growing, and a short run over a real server."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import soak
+from benchlib.soak_watch import BOUNDS, fit, judge
+
+
+def test_the_slope_of_a_line_and_its_error() -> None:
+    slope, error = fit([0, 1, 2, 3], [5, 7, 9, 11])
+    assert (slope, error) == (2, 0)
+    assert fit([1, 1], [2, 3]) == (0, float("inf"))
+    assert fit([0, 1], [2, 3]) == (1, float("inf"))
+    rng = random.Random(0)
+    slope, error = fit(range(100), [3 * x + rng.gauss(0, 10) for x in range(100)])
+    assert abs(slope - 3) < 3 * error < 0.3
+
+
+def test_growth_beyond_noise_is_found() -> None:
+    rng = random.Random(0)
+    requests = list(range(0, 10_000, 250))
+    flat = [300 + rng.gauss(0, 3) for _ in requests]
+    creeping = [value + number / 1000 * 5 for value, number in zip(flat, requests, strict=True)]
+    assert not judge("server memory", requests, flat).grows
+    assert judge("server memory", requests, creeping).grows
+    assert judge("worker 1 memory", requests, creeping).grows
+    # what ends before the end of the run is no creep, but what rises by a count is
+    assert not judge("descriptors", [1, 2, 3], [40, 90, 44]).grows
+    assert judge("descriptors", [1, 2, 3], [40, 42, 45]).grows
+    assert judge("KV cache in use", [1, 2], [0, 0.01]).grows
+
+
+@pytest.mark.parametrize("name", ["server memory", "worker 3 memory", "GPU memory", "threads"])
+def test_every_figure_has_a_bound(name: str) -> None:
+    bound = next(bound for start, bound in BOUNDS.items() if name.startswith(start))
+    assert (bound.per_thousand is None) != (bound.rise is None)
+
+
+def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every kind of request is answered as it should; a run this short says nothing of memory."""
+    options = ["--rounds", "2", "--round", "50", "--warm-up", "0", "--concurrency", "4"]
+    status = soak.main([*options, "--seed", "5", "--minutes", "3"])
+    shown = capsys.readouterr().out
+    assert status == 0, shown
+    assert "fault" not in shown
+    for figure in ("server memory", "worker 0 memory", "descriptors", "KV cache in use"):
+        assert figure in shown
+    assert "100 requests (" in shown
