@@ -18,6 +18,7 @@ from aioinfer.api.keys import ApiKeys
 from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
+from aioinfer.api.request_log import RequestLog
 from aioinfer.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class HttpServer:
         app = web.Application(
             middlewares=[
                 self._count,
+                RequestLog(frontend.config).record,
                 json_errors,
                 cors.answer_preflight,
                 require_key,

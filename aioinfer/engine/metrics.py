@@ -122,9 +122,9 @@ class StepTimer:
 
 
 @dataclass(slots=True)
-class _Times:
-    """A request that has not ended. Times are of `time.perf_counter`; 0 stands for what has not
-    happened.
+class RequestTimes:
+    """When what has happened to a request. Times are of `time.perf_counter`; 0 stands for what has
+    not happened.
 
     Attributes:
         arrived: when it was submitted.
@@ -184,16 +184,18 @@ class EngineMetrics:
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.timer = StepTimer()
         self.steps = StepLog()
-        self._open: dict[Request, _Times] = {}
+        self._open: dict[Request, RequestTimes] = {}
         self._step_time = -1.0
 
     # ---------------------------------------------------------------- requests
 
-    def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> None:
-        """Records a request that is queued now and was submitted at `arrived`."""
-        self._open[request] = _Times(
+    def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> RequestTimes:
+        """Records a request that is queued now and was submitted at `arrived`. Returns its times,
+        which are kept up to date."""
+        times = self._open[request] = RequestTimes(
             arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0
         )
+        return times
 
     def end(self, request: Request, reason: str) -> None:
         """Records the end of a request. Does nothing if it was recorded before."""
@@ -288,7 +290,7 @@ class EngineMetrics:
             self.inter_token_latency.add(now - before, in_step)
         self.generation_tokens += in_step + late
 
-    def _record_first_token(self, times: _Times, now: float) -> None:
+    def _record_first_token(self, times: RequestTimes, now: float) -> None:
         times.first_token = now
         self.prompt_tokens += times.prompt_tokens
         self.generation_tokens += 1
