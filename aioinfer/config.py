@@ -363,6 +363,21 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """The log on stderr."""
+
+    format: Literal["text", "json"] = key(
+        "Form of the lines: `text` for people, `json` for programs (an object a line).", "text"
+    )
+    requests: bool = key(
+        "Log a line for each request when it ends: its id, its API key's name, status, tokens and "
+        "times. GET requests are logged if they fail, `/health` and `/metrics` never.",
+        True,
+    )
+    prompts: bool = key("Log the text of prompts with these lines.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration: one field for each section."""
 
@@ -373,6 +388,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property
     def served_model_names(self) -> list[str]:

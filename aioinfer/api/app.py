@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from aioinfer.api.logs import LogWriter
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
@@ -32,7 +33,10 @@ def run(config: Config) -> int:
 
     Returns the exit status. Raises what `serve` does.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        LogWriter(config.logging.format),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         return runner.run(serve(config))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
@@ -11,6 +12,7 @@ from aioinfer.api.errors import shorten
 from aioinfer.api.heap import HEAP
 from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
 from aioinfer.api.rate_limit import RATE_LIMITER
+from aioinfer.api.record import RECORD
 from aioinfer.api.request_body import REQUEST_BODIES
 from aioinfer.api.token_list import decode_large
 from aioinfer.config import Config
@@ -60,6 +62,8 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
             else await asyncio.to_thread(decode_large, raw, kind)
         )
     check_model(config, body.model)
+    if (record := request.get(RECORD)) is not None:
+        record.decoded = time.perf_counter()
     return body
 
 

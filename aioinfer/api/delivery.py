@@ -22,6 +22,7 @@ from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
+from aioinfer.api.record import RECORD
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event
 from aioinfer.sampling_params import SamplingParams
 
@@ -61,8 +62,9 @@ async def submitted(
     by_priority = frontend.config.scheduler.policy == "priority"
     priority = account.priority(priority, has_priorities=by_priority)
     longest = sum(map(len, prompts)) + len(prompts) * params.n * (params.max_tokens or 0)
-    charge = TokenCharge(account, longest)
     outputs: list[RequestOutput] = []
+    await _note(request, prompts, outputs)
+    charge = TokenCharge(account, longest)
     cancel_deadline = None
     try:
         with request.app[ADMISSION].reserve(prompts, params.n, sharer(request)) as places:
@@ -85,6 +87,19 @@ async def submitted(
         for output in outputs:
             output.abort()
         charge.settle(outputs)
+
+
+async def _note(
+    request: web.Request, prompts: Sequence[list[int]], outputs: Sequence[RequestOutput]
+) -> None:
+    """Notes in a request's record what it submits: the list of its outputs, which may grow."""
+    record = request[RECORD]
+    record.submitted, record.outputs = time.perf_counter(), outputs
+    frontend = request.app[FRONTEND]
+    if frontend.config.logging.prompts and (tokenizer := frontend.tokenizer) is not None:
+        record.prompts = await asyncio.to_thread(
+            lambda: [tokenizer.decode(prompt, False) for prompt in prompts]
+        )
 
 
 class ChoiceEvents:

@@ -1,4 +1,5 @@
-"""`/metrics` for Prometheus: reads the engines' metrics for each scrape, and keeps none of its own.
+"""`/metrics` for Prometheus: reads the metrics of engines and API keys for each scrape, and keeps
+none of its own.
 
 What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is
 named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed here
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -23,6 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from aioinfer.api.context import FRONTEND
+from aioinfer.api.limits import ACCOUNTS, Accounts
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -38,7 +41,9 @@ async def show_metrics(request: web.Request) -> web.Response:
     Between two of them the event loop does other work: the whole takes milliseconds.
     """
     parts = []
-    for metric in EngineCollector(request.app[FRONTEND]).collect():
+    frontend = request.app[FRONTEND]
+    engines, keys = EngineCollector(frontend), KeyCollector(frontend, request.app[ACCOUNTS])
+    for metric in chain(engines.collect(), keys.collect()):
         parts.append(generate_latest(_Only(metric)))
         await asyncio.sleep(0)
     return web.Response(body=b"".join(parts), headers={"Content-Type": _TEXT})
@@ -233,6 +238,46 @@ class EngineCollector(Collector):
             histogram = of(engine.metrics)
             metric.add_metric(labels, _cumulative(histogram), histogram.sum)
         return metric
+
+
+class KeyCollector(Collector):
+    """What each API key has used; all metrics carry the labels `model_name` and `key`, its name."""
+
+    def __init__(self, frontend: Frontend, accounts: Accounts):
+        self._model = frontend.config.served_model_names[0]
+        self._accounts = accounts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields each metric with its values of now."""
+        labels = ("model_name", "key")
+        running = GaugeMetricFamily(
+            "aioinfer:api_key_requests_running", "Requests being answered.", labels=labels
+        )
+        requests = CounterMetricFamily(
+            "aioinfer:api_key_requests", "POST requests within the limits.", labels=labels
+        )
+        rejected = CounterMetricFamily(
+            "aioinfer:api_key_rejections",
+            "POST requests beyond a limit, answered 429.",
+            labels=(*labels, "limit"),
+        )
+        prompt = CounterMetricFamily(
+            "aioinfer:api_key_prompt_tokens", "Prompt tokens of ended requests.", labels=labels
+        )
+        generated = CounterMetricFamily(
+            "aioinfer:api_key_generation_tokens",
+            "Generated tokens of ended requests.",
+            labels=labels,
+        )
+        for account in self._accounts:
+            values = self._model, account.key.name
+            running.add_metric(values, account.num_concurrent)
+            requests.add_metric(values, account.num_requests)
+            prompt.add_metric(values, account.num_prompt_tokens)
+            generated.add_metric(values, account.num_generated_tokens)
+            for limit, number in account.num_rejected.items():
+                rejected.add_metric((*values, limit), number)
+        yield from (running, requests, rejected, prompt, generated)
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:

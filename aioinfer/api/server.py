@@ -23,6 +23,7 @@ from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
+from aioinfer.api.request_log import RequestLog
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
 
@@ -56,6 +57,7 @@ class HttpServer:
         app = web.Application(
             middlewares=[
                 self._count,
+                RequestLog(frontend.config).record,
                 json_errors,
                 cors.answer_preflight,
                 require_key,

@@ -180,7 +180,9 @@ class Engine:
         `time.perf_counter`)."""
         for sequence in output.sequences:
             self._sequences[sequence.request] = sequence
-            self.metrics.begin(sequence.request, arrived, counts_prompt=sequence.index == 0)
+            sequence.times = self.metrics.begin(
+                sequence.request, arrived, counts_prompt=sequence.index == 0
+            )
             self.scheduler.add(sequence.request)
         if self._next_check is None:
             self._check_later()

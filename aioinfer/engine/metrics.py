@@ -120,9 +120,9 @@ class StepTimer:
 
 
 @dataclass(slots=True)
-class _Times:
-    """A request that has not ended. Times are of `time.perf_counter`; 0 stands for what has not
-    happened.
+class RequestTimes:
+    """When what has happened to a request. Times are of `time.perf_counter`; 0 stands for what has
+    not happened.
 
     Attributes:
         arrived: when it was submitted.
@@ -190,16 +190,18 @@ class EngineMetrics:
         self.restarts = 0
         self.interrupted = 0
         self.violations = 0
-        self._open: dict[Request, _Times] = {}
+        self._open: dict[Request, RequestTimes] = {}
         self._step_time = -1.0
 
     # ---------------------------------------------------------------- requests
 
-    def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> None:
-        """Records a request that is queued now and was submitted at `arrived`."""
-        self._open[request] = _Times(
+    def begin(self, request: Request, arrived: float, *, counts_prompt: bool) -> RequestTimes:
+        """Records a request that is queued now and was submitted at `arrived`. Returns its times,
+        which are kept up to date."""
+        times = self._open[request] = RequestTimes(
             arrived, time.perf_counter(), request.prompt_len if counts_prompt else 0
         )
+        return times
 
     def end(self, request: Request, reason: str) -> None:
         """Records the end of a request. Does nothing if it was recorded before."""
@@ -299,7 +301,7 @@ class EngineMetrics:
             self.inter_token_latency.add(now - before, in_step)
         self.generation_tokens += in_step + late
 
-    def _record_first_token(self, times: _Times, now: float) -> None:
+    def _record_first_token(self, times: RequestTimes, now: float) -> None:
         times.first_token = now
         self.prompt_tokens += times.prompt_tokens
         self.generation_tokens += 1

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from aioinfer.engine.metrics import RequestTimes
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.text.detokenizer import Detokenizer
@@ -198,9 +199,12 @@ class RequestOutput:
 
 
 class OutputSequence:
-    """One sequence of a request's output: decodes its tokens, and finds stop strings."""
+    """One sequence of a request's output: decodes its tokens, and finds stop strings.
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "index", "output", "request")
+    `times` is when it was queued, scheduled and so on, once the engine has it.
+    """
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "index", "output", "request", "times")
 
     def __init__(
         self, index: int, request: Request, output: RequestOutput, detokenizer: Detokenizer | None
@@ -210,6 +214,7 @@ class OutputSequence:
         self.index = index
         self.request = request
         self.output = output
+        self.times: RequestTimes | None = None
         self._detokenizer = detokenizer
         params = request.params
         self._min_tokens = params.min_tokens

@@ -1,0 +1,152 @@
+"""How log records reach stderr: as text or as JSON, a line each, and never from the event loop.
+
+A pipe that nobody reads would stop the event loop with its first write. So records go through a
+queue to a thread, and what does not fit is dropped and counted. `app` runs a `LogWriter` for as
+long as the server serves; libraries and `LLM` leave logging as the program has it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+#: Records that wait for the thread, at most.
+_MAX_QUEUED = 10_000
+#: Seconds that the last lines get when the server ends.
+_LAST_LINES_S = 1.0
+#: Control characters, and the separators of lines and of paragraphs.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
+
+
+class FieldsMessage:
+    """A log message of named values. They are made text by the thread that writes them.
+
+    Attributes:
+        event: what has happened, the first word of the line.
+        fields: text and numbers by name; None stands for what is unknown, and is left out.
+    """
+
+    __slots__ = ("event", "fields")
+
+    def __init__(self, event: str, fields: Mapping[str, str | float | None]):
+        self.event = event
+        self.fields = fields
+
+    def __str__(self) -> str:
+        """Returns `event name=value ...`; values that could be taken for something else are in
+        quotation marks."""
+        shown = (f" {name}={_shown(v)}" for name, v in self.fields.items() if v is not None)
+        return self.event + "".join(shown)
+
+
+def _shown(value: str | float) -> str:
+    if isinstance(value, str) and not (value and value.isascii() and _is_word(value)):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped.translate(_ESCAPES)}"'
+    return str(value)
+
+
+def _is_word(value: str) -> bool:
+    return all(c.isalnum() or c in "-_.:/@,+" for c in value)
+
+
+class TextFormatter(logging.Formatter):
+    """A line a record; a traceback follows on lines of its own. A message cannot forge a line,
+    whatever of a client's text it holds."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        """Returns the line without line breaks and other control characters."""
+        return super().formatMessage(record).translate(_ESCAPES)
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON object a record: time (UTC), level, logger, and the message or its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the object as one line."""
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        entry: dict[str, Any] = {"time": when, "level": record.levelname, "logger": record.name}
+        if isinstance(record.msg, FieldsMessage):
+            entry["event"] = record.msg.event
+            entry |= {name: v for name, v in record.msg.fields.items() if v is not None}
+        else:
+            entry["message"] = record.getMessage()
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        # in ASCII: no reader takes an exotic separator for the end of the line
+        return json.dumps(entry, default=str, separators=(",", ":"))
+
+
+class LogWriter(logging.Handler):
+    """While its `with` block runs, all log records go to a file through a thread: those of
+    aioinfer from INFO on, others from WARNING on.
+
+    Attributes:
+        num_dropped: records that found the queue full and that no line has reported yet.
+    """
+
+    def __init__(self, form: str, descriptor: int = 2):
+        """`form` is "text" or "json"; `descriptor` is the file descriptor to write to, stderr by
+        default."""
+        super().__init__()
+        self.num_dropped = 0
+        self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._descriptor = descriptor
+        self._form = JsonFormatter() if form == "json" else TextFormatter()
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._own_logger = logging.getLogger("aioinfer")
+        self._old_level = self._own_logger.level
+
+    def __enter__(self) -> LogWriter:
+        logging.getLogger().addHandler(self)
+        self._own_logger.setLevel(logging.INFO)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        logging.getLogger().removeHandler(self)
+        self._own_logger.setLevel(self._old_level)
+        self._queue.put(None)
+        self._thread.join(_LAST_LINES_S)  # no longer: perhaps nobody reads
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queues a record."""
+        if self._queue.qsize() >= _MAX_QUEUED:
+            self.num_dropped += 1
+            return
+        if self.num_dropped:
+            dropped, self.num_dropped = self.num_dropped, 0
+            text = f"{dropped} lines were dropped: stderr is not read fast enough"
+            self._queue.put(
+                logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+            )
+        if record.args:  # they may change before the thread reads them
+            record.msg, record.args = record.getMessage(), None
+        self._queue.put(record)
+
+    def _write(self) -> None:
+        # neither a StreamHandler nor sys.stderr: the process would wait for their locks at its end
+        while (record := self._queue.get()) is not None:
+            with suppress(Exception):  # nobody could be told
+                data = f"{self._form.format(record)}\n".encode("utf-8", "backslashreplace")
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
