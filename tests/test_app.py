@@ -52,3 +52,22 @@ async def test_a_failure_to_load_is_raised_and_signals_are_by_default_again(
         await app.serve(CONFIG)
     assert not set(while_loading) & set(default)
     assert list(map(signal.getsignal, numbers)) == default
+
+
+async def test_a_hangup_reads_the_keys_again_and_ends_nothing() -> None:
+    reloaded = asyncio.Event()
+
+    async def reload() -> None:
+        reloaded.set()
+
+    stop = app._StopSignals()
+    try:
+        stop.on_hangup(reload)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(reloaded.wait(), 5)
+            reloaded.clear()
+        assert not stop.first.is_set()
+    finally:
+        stop.close()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
