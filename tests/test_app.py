@@ -79,7 +79,8 @@ class Loading:
         await self.may_end.wait()
         return SimpleNamespace(
             config=self.config, tokenizer=None, engines=[], dead_reason=None,
-            is_healthy=lambda: not self.dead.is_set(), wait_dead=self.dead.wait, close=self.close,
+            is_healthy=lambda: not self.dead.is_set(), is_ready=lambda: not self.dead.is_set(),
+            wait_dead=self.dead.wait, close=self.close,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -196,3 +197,22 @@ async def test_death_during_the_delay_is_a_failure(monkeypatch: pytest.MonkeyPat
         os.kill(os.getpid(), signal.SIGTERM)
         loading.dead.set()
         assert await asyncio.wait_for(task, 10) == 1
+
+
+async def test_a_hangup_reads_the_keys_again_and_ends_nothing() -> None:
+    reloaded = asyncio.Event()
+
+    async def reload() -> None:
+        reloaded.set()
+
+    stop = app._StopSignals()
+    try:
+        stop.on_hangup(reload)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.wait_for(reloaded.wait(), 5)
+            reloaded.clear()
+        assert not stop.first.is_set()
+    finally:
+        stop.close()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
