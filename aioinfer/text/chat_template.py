@@ -10,6 +10,7 @@ takes no time to make.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import jinja2
 import tokenizers
 
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.text.template_bounds import BoundedText, bound
+
+_log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
@@ -37,9 +41,14 @@ class ChatTemplate:
         # takes half a second: the start does it while the workers start
         from transformers import PreTrainedTokenizerFast
 
+        texts: Any = (
+            BoundedText(templates)
+            if isinstance(templates, str)
+            else {name: BoundedText(text) for name, text in templates.items()}
+        )
         empty = tokenizers.Tokenizer(tokenizers.models.BPE())
         self._renderer = PreTrainedTokenizerFast(
-            tokenizer_object=empty, chat_template=templates, **special_tokens
+            tokenizer_object=empty, chat_template=texts, **special_tokens
         )
         # The parameters of rendering itself: a request may set variables of the template, but none
         # of these.
@@ -47,7 +56,7 @@ class ChatTemplate:
             inspect.signature(self._renderer.apply_chat_template).parameters
         ) - {"documents"}
         for text in [templates] if isinstance(templates, str) else templates.values():
-            self._compile(text)
+            self._compile(BoundedText(text))
 
     @classmethod
     def load(
@@ -138,7 +147,7 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
 
-    def _compile(self, text: str) -> None:
+    def _compile(self, text: BoundedText) -> None:
         """Has transformers compile (and keep) a template, so that a bad one ends the start and no
         request waits for it."""
         try:
@@ -150,7 +159,15 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             ) from error
         except Exception:  # the template compiles, but needs other messages than this one
-            return
+            pass
+        from transformers.utils import chat_template_utils
+
+        # keeps what it compiles, and renders that
+        compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if compiled is None:
+            _log.warning("this release of transformers renders chat templates without bounds")
+        else:
+            bound(compiled(text), text)
 
 
 def _read(file: Path) -> str:
