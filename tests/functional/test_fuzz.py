@@ -186,7 +186,6 @@ def test_clients_that_leave_at_any_byte(server: ServerProcess) -> None:
     check_healthy(server)
 
 
-@pytest.mark.xfail(reason="aiohttp's parser logs malformed requests with tracebacks", strict=False)
 def test_the_log_holds_no_traceback_and_no_secret(server: ServerProcess) -> None:
     """After the tests above."""
     log = server.log()
@@ -195,9 +194,9 @@ def test_the_log_holds_no_traceback_and_no_secret(server: ServerProcess) -> None
 
 
 def test_a_worker_that_is_killed_ends_its_requests_with_an_error() -> None:
-    """The documented outcome: every client is told, and the process ends with a status that is not
-    0, in a bounded time."""
-    settings = ["cache.num_blocks=100", "parallel.cpu_threads=1"]
+    """Without restarts: every client gets an error, and the process ends with status 1, in a
+    bounded time. (`test_recovery` tests restarts.)"""
+    settings = ["cache.num_blocks=100", "parallel.cpu_threads=1", "parallel.restart_workers=0"]
     with ServerProcess(ROOT / "configs" / "smollm2.toml", settings) as server:
         url = URL(server.url)
         assert url.host is not None
