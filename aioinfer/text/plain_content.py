@@ -16,12 +16,12 @@ puts together from parts, of which messages hold some, is not found here.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -126,7 +126,7 @@ class PlainContent:
         for mark, special in marks.items():
             # also as a template writes it in JSON that is all ASCII
             for old, new in ((mark, special), (_ascii_json(mark), _ascii_json(special))):
-                text, shielded = text.replace(old, new), shielded.replace(old, new)
+                text, shielded = _replace_all(text, old, new), _replace_all(shielded, old, new)
         return ChatText(text, shielded)
 
     def encode(self, shielded: str) -> list[int]:
@@ -163,13 +163,16 @@ class PlainContent:
 
     def _substitute(self, text: str, new_texts: Mapping[str, str]) -> str:
         """Returns a text with other texts in place of special tokens."""
-        matches = list(self._matches(text))
-        if not matches:
+        # not a list of parts: freeing millions of them at once would hold the interpreter
+        written, end = io.StringIO(), 0
+        for match in self._matches(text):
+            written.write(text[end : match.start()])
+            written.write(new_texts[match[0]])
+            end = match.end()
+        if not end:
             return text
-        parts = [text[: matches[0].start()], new_texts[matches[0][0]]]
-        for before, match in pairwise(matches):
-            parts += [text[before.end() : match.start()], new_texts[match[0]]]
-        return "".join([*parts, text[matches[-1].end() :]])
+        written.write(text[end:])
+        return written.getvalue()
 
     def _replace(self, value: Any, new_texts: Mapping[str, str]) -> Any:
         """Returns a structure with other texts in place of special tokens."""
@@ -217,6 +220,17 @@ def _free_characters(texts: list[str], count: int) -> list[str]:
     if len(free) < count:
         raise RequestError("the messages hold too many private-use characters", param="messages")
     return free[:count]
+
+
+def _replace_all(text: str, old: str, new: str) -> str:
+    """Returns `text.replace(old, new)`. Other threads may run in between if `old` is one
+    character."""
+    if old not in text:
+        return text
+    if len(old) > 1:
+        return text.replace(old, new)
+    parts = range(0, len(text), _SEARCHED)
+    return "".join([text[start : start + _SEARCHED].replace(old, new) for start in parts])
 
 
 def _ascii_json(text: str) -> str:
