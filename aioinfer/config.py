@@ -241,9 +241,9 @@ class ServerConfig:
         None,
     )
     api_keys: list[str] = key(
-        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health`, "
-        "`/metrics` and the files of the page at `/` need none. A command line can be read by "
-        "others on the machine: keep keys in a file.",
+        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` "
+        "and what is below it, `/metrics` and the files of the page at `/` need none. A command "
+        "line can be read by others on the machine: keep keys in a file.",
         [],
         secret=True,
     )

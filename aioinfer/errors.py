@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-#: Characters of an error's message. What a client sent may be part of it, at any length.
-_MAX_MESSAGE = 1000
-
 
 class AioinferError(Exception):
     """The base of every error that aioinfer raises on purpose."""
@@ -26,16 +23,11 @@ class RequestError(AioinferError, ValueError):
     def __init__(
         self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
     ):
-        message, param = _shorten(message), param and _shorten(param)
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
         self.code = code
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 class OverloadedError(RequestError):
