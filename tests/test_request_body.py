@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies
 from aioinfer.api.server import HttpServer
 from tests.test_listener import Connection, close, connect
-from tests.test_server import make_server
+from tests.test_server import serve
 
 KIB = 1024
 
@@ -29,15 +26,6 @@ def head(length: int | None, *, expect: bool = False, **headers: str) -> bytes:
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
     lines += ["Expect: 100-continue"] if expect else []
     return "\r\n".join(["POST /tokenize HTTP/1.1", *lines, "", ""]).encode()
-
-
-@asynccontextmanager
-async def serve(**settings: Any) -> AsyncIterator[tuple[HttpServer, str]]:
-    server = make_server(**settings)
-    try:
-        yield server, await server.start()
-    finally:
-        await server.close()
 
 
 def bodies_of(server: HttpServer) -> RequestBodies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,6 +33,16 @@ def make_server(**settings: Any) -> HttpServer:
             ),
         ),
     )
+
+
+@asynccontextmanager
+async def serve(**settings: Any) -> AsyncIterator[tuple[HttpServer, str]]:
+    """A server that listens, and its URL."""
+    server = make_server(**settings)
+    try:
+        yield server, await server.start()
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

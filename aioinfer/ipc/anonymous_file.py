@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import reduction
+from typing import Any
 
 
 def anonymous_file(name: str, size: int = 0) -> int:
@@ -16,3 +18,26 @@ def anonymous_file(name: str, size: int = 0) -> int:
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, size)
     return fd
+
+
+class AnonymousFile:
+    """An anonymous file of several processes.
+
+    It can be pickled only for a process that is being spawned, which inherits the descriptor.
+    """
+
+    def __init__(self, name: str):
+        """Makes the file; see `anonymous_file`."""
+        self._fd = anonymous_file(name)
+
+    def close(self) -> None:
+        """Closes the descriptor. Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fd": reduction.DupFd(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fd = state["fd"].detach()

@@ -8,35 +8,16 @@ nothing of it is left behind, whatever ends the processes. Ranks on several host
 
 from __future__ import annotations
 
-import os
-from multiprocessing import reduction
-from typing import Any
-
-from aioinfer.ipc.anonymous_file import anonymous_file
+from aioinfer.ipc.anonymous_file import AnonymousFile
 
 
-class MeetingFile:
-    """The file of one world of ranks; for one start of them.
-
-    It can be pickled only for a process that is being spawned, which inherits the descriptor.
-    """
+class MeetingFile(AnonymousFile):
+    """The file of one world of ranks; for one start of them."""
 
     def __init__(self) -> None:
-        self._fd = anonymous_file("aioinfer-meeting")
+        super().__init__("aioinfer-meeting")
 
     @property
     def path(self) -> str:
         """A path by which this process can open the file, and no other."""
         return f"/proc/self/fd/{self._fd}"
-
-    def close(self) -> None:
-        """Closes the descriptor. Safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"fd": reduction.DupFd(self._fd)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._fd = state["fd"].detach()

@@ -12,23 +12,18 @@ import contextlib
 import faulthandler
 import os
 import signal
-from multiprocessing import reduction
-from typing import Any
 
-from aioinfer.ipc.anonymous_file import anonymous_file
+from aioinfer.ipc.anonymous_file import AnonymousFile
 
 _SIGNAL = signal.SIGUSR1
 _MAX_BYTES = 1 << 20
 
 
-class StackDump:
-    """The stacks of one process, in anonymous memory that it shares with whoever asks for them.
-
-    It can be pickled only for a process that is being spawned, which inherits the memory.
-    """
+class StackDump(AnonymousFile):
+    """The stacks of one process, in anonymous memory that it shares with whoever asks for them."""
 
     def __init__(self) -> None:
-        self._fd = anonymous_file("aioinfer-stacks")
+        super().__init__("aioinfer-stacks")
 
     def register(self) -> None:
         """Has this process write its stacks whenever they are requested. Until then a request ends
@@ -47,15 +42,3 @@ class StackDump:
     def read(self) -> str:
         """Returns what has been written so far, or an empty text."""
         return os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace")
-
-    def close(self) -> None:
-        """Closes the descriptor. Safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"fd": reduction.DupFd(self._fd)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._fd = state["fd"].detach()
