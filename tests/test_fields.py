@@ -98,6 +98,11 @@ def is_small(config: DecoderConfig) -> bool:
 @given(config=configs())
 @example(config={"architectures": ["LlamaForCausalLM"]} | WHOLE | {"num_attention_heads": 0})
 @example(config={"architectures": ["Phi3ForCausalLM"]} | WHOLE)
+@example(
+    config={"architectures": ["Gemma2ForCausalLM"]}
+    | WHOLE
+    | {"rope_parameters": {"rope_type": {"": None}}}
+)
 def test_any_config_is_served_or_refused_by_name(tmp_path: Path, config: dict[str, Any]) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config), "utf-8")

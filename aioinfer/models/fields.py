@@ -155,9 +155,7 @@ def _check_rope(name: str, value: Any) -> None:
         path = f"{name}.{key}"
         if item is None:
             continue
-        if isinstance(item, dict):
-            _check_rope(path, item)
-        elif key in _ROPE_FLOATS:
+        if key in _ROPE_FLOATS:
             _check_number(path, item, _ROPE_FLOATS[key])
         elif key in ("rope_type", "type"):
             _check_type(path, item, str, "a text")
@@ -165,6 +163,8 @@ def _check_rope(name: str, value: Any) -> None:
             _check_type(path, item, list, "a list of numbers")
             for factor in item:
                 _check_number(path, factor, _Number(0, is_open=True))
+        elif isinstance(item, dict):
+            _check_rope(path, item)
 
 
 def _shown(value: Any) -> str:
