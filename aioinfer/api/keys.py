@@ -11,7 +11,7 @@ line, and then a TOML table for each key that has a name:
 `python -m aioinfer.api.keys NAME` makes such a key. In memory there are digests only, so nothing
 can print a key. The digest is a plain SHA-256: slow password hashes protect what people invent
 against guessing, and would cost each request tens of milliseconds; a key of 256 random bits cannot
-be guessed, however fast the hash. `accounts` has what each key has used.
+be guessed, however fast the hash. `limits` has what each key has used.
 """
 
 from __future__ import annotations

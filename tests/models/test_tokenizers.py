@@ -42,7 +42,8 @@ def test_qwen_tokens_are_those_of_its_published_vocabulary(
     reference = AutoTokenizer.from_pretrained(qwen_folder(tokenizer_cache))
     for text in texts:
         assert ours.encode(text) == reference(text).input_ids, text
-    assert ours.decode(ours.encode(texts[-1])) == texts[-1]
+    # the README names a special token
+    assert ours.decode(ours.encode(texts[-1]), skip_special_tokens=False) == texts[-1]
     messages = [{"role": "user", "content": "Hi"}]
     whole = AutoTokenizer.from_pretrained(converted(QWEN))
     assert ours.encode_chat(messages) == whole.apply_chat_template(
