@@ -41,7 +41,8 @@ async def test_memory_is_given_back_after_a_large_body(monkeypatch: pytest.Monke
     timer = given._timer
     assert timer is not None
     async with asyncio.timeout(10):
-        while psutil.Process().memory_info().rss > before - BLOCK * COUNT // 2:  # noqa: ASYNC110  # no event
+        enough = before - BLOCK * COUNT // 2
+        while psutil.Process().memory_info().rss > enough:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0.01)
     assert given._timer is None, "three bodies are one call"
     free_last()

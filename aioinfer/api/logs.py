@@ -146,7 +146,7 @@ class LogWriter(logging.Handler):
     def _write(self) -> None:
         # neither a StreamHandler nor sys.stderr: the process would wait for their locks at its end
         while (record := self._queue.get()) is not None:
-            with suppress(Exception):  # nobody could be told
+            with suppress(Exception):  # there is nowhere to report it
                 data = f"{self._form.format(record)}\n".encode("utf-8", "backslashreplace")
                 while data:
                     data = data[os.write(self._descriptor, data) :]

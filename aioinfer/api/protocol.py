@@ -286,7 +286,7 @@ def decode(raw: bytes, kind: type[B], *, check: bool = True) -> B:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Returns what a client is told about an error of the decoder."""
+    """Returns the error that answers a body which the decoder rejects with `error`."""
     if isinstance(error, msgspec.ValidationError):
         return _wrong_field(str(error))
     if isinstance(error, RecursionError):

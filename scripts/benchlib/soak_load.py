@@ -22,7 +22,7 @@ _SHED = (429, 503)
 _WORDS = (
     "river", "stone", "window", "quiet", "market", "number", "yellow", "engine", "letter", "winter",
     "garden", "simple", "bridge", "method", "copper", "island", "travel", "signal", "butter",
-    "planet", "silver", "thunder", "pocket", "meadow", "ladder",
+    "planet", "silver", "thunder", "pocket", "meadow", "valley",
 )  # fmt: skip
 #: (path, body, status) of requests that are at fault. None as status: any 4xx.
 _BAD: list[tuple[str, bytes, int | None]] = [
