@@ -475,6 +475,7 @@ def test_the_server_ends_with_a_failure(folder: Path, number: signal.Signals) ->
         "model.max_model_len": 1024,
         "parallel.device": "cuda",
         "parallel.tensor_parallel_size": 2,
+        "parallel.restart_workers": 0,
     }
     process = Process("multiprocess", *(f"{key}={value}" for key, value in settings.items()))
     try:
