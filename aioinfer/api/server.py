@@ -54,10 +54,11 @@ class HttpServer:
 
     def _make_app(self, frontend: Frontend, connections: ConnectionServer) -> web.Application:
         cors = Cors(self._config.cors_origins)
+        log = RequestLog(frontend.config)
         app = web.Application(
             middlewares=[
                 self._count,
-                RequestLog(frontend.config).record,
+                log.record,
                 json_errors,
                 cors.answer_preflight,
                 require_key,
@@ -66,6 +67,7 @@ class HttpServer:
             ],
             client_max_size=self._config.max_body_bytes,
         )
+        app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
         app.on_response_prepare.append(limits.mark_response)
