@@ -246,8 +246,8 @@ class ConnectionServer(web.Server):
         one byte has come costs an attacker no more than none. A client in the midst of a head is
         safe all the same: it goes only when it has waited for longest, which is after at least half
         as many connections as there are places have come behind it, and a head follows its
-        connection at once, in one packet or two. Where fewer wait, fewer would have to come, and
-        the whole second holds.
+        connection at once (under TLS, after a round trip or two). Where fewer wait, fewer would
+        have to come, and the whole second holds.
 
         There is a least time in any case, since of many clients that connect at the same moment
         the first must be served: without it each would push out another, and none would be.
