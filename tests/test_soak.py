@@ -47,6 +47,6 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert status == 0, shown
     assert "fault" not in shown
-    for figure in ("server memory", "worker 0 memory", "descriptors", "KV cache in use"):
+    for figure in ("server memory", "worker 0 memory", "descriptors", "asyncio tasks"):
         assert figure in shown
     assert "100 requests (" in shown

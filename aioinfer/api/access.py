@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from aioinfer.api.errors import Handler
+from aioinfer.api.errors import SERVER_NAME, Handler
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS
 from aioinfer.api.page import PAGE_FILES
 from aioinfer.errors import RequestError
@@ -98,5 +98,6 @@ def request_id(request: web.BaseRequest) -> str:
 
 
 async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Sends the request's id back with a response."""
+    """Sends the request's id back with a response, and the server's name."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+    response.headers["Server"] = SERVER_NAME  # instead of aiohttp's and Python's versions

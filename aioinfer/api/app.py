@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 from aioinfer.api.logs import LogWriter
+from aioinfer.api.loop_errors import LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
@@ -60,6 +61,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
         ConfigError: the configuration does not go with the model, the machine or the address.
         EngineDeadError: a worker failed to start.
     """
+    errors = LoopErrors(asyncio.get_running_loop())
     stop = _StopSignals()
     server = HttpServer(config)
     try:
@@ -79,6 +81,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     finally:
         await server.close()
         stop.close()
+        errors.close()
 
 
 async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:

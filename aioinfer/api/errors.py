@@ -28,6 +28,11 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+#: The value of the `Server` header. It names no versions, which would tell attackers what to try.
+SERVER_NAME = "aioinfer"
+#: The code in the body of an error response.
+ERROR_CODE = web.ResponseKey("error_code", str)
+
 #: Messages may quote what a client sent, and the client may have sent megabytes.
 _MAX_MESSAGE_CHARS = 400
 
@@ -110,7 +115,10 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
 def error_response(error: Exception) -> web.Response:
     """Returns the response that answers an exception."""
     status, body = describe(error)
-    return json_response(body, status=status, headers=_headers(status, error))
+    response = json_response(body, status=status, headers=_headers(status, error))
+    if code := body["error"]["code"]:
+        response[ERROR_CODE] = code
+    return response
 
 
 def _headers(status: int, error: Exception) -> dict[str, str]:
@@ -127,9 +135,16 @@ def raw_response(status: int, body: Any, headers: bytes = b"") -> bytes:
     request that aiohttp could answer. `headers` are further lines, each with its line end."""
     data = orjson.dumps(body)
     return (
-        b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s"
-        b"Connection: close\r\n\r\n%s"
-        % (status, HTTPStatus(status).phrase.encode(), len(data), headers, data)
+        b"HTTP/1.1 %d %s\r\nServer: %s\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n%sConnection: close\r\n\r\n%s"
+        % (
+            status,
+            HTTPStatus(status).phrase.encode(),
+            SERVER_NAME.encode(),
+            len(data),
+            headers,
+            data,
+        )
     )
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from aiohttp import HttpVersion11, web
 
+from aioinfer.api.http_counts import HttpCounts
 from aioinfer.config import ServerConfig
 from aioinfer.errors import OverloadedError, RequestError
 
@@ -26,8 +27,10 @@ class RequestBodies:
         held_bytes: their bytes beyond the first 64 KiB of each.
     """
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, counts: HttpCounts):
+        """`counts` gets the clients that are too slow."""
         self.held_bytes = 0
+        self.counts = counts
         self._config = config
 
     def hold(self) -> HeldBody:
@@ -89,6 +92,7 @@ class HeldBody:
                 return True
         except TimeoutError:
             if len(self._buffer) - before < timeout * _MIN_RATE:
+                self._bodies.counts.timeouts["body"] += 1
                 message = "the request's body came more slowly than it may"
                 raise RequestError(message, status=408, code="timeout") from None
             return False

@@ -2,8 +2,9 @@
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
 which `context` and `delivery` note what happens; at the end the middleware writes the line.
-Requests that only look (GET) are logged if they fail, those for `/health` and `/metrics` never. No
-line holds text of a prompt, unless `logging.prompts` says so.
+Requests that only look (GET) are logged if they fail, those for `/health` and `/metrics` never.
+Requests without a valid API key, which anybody can send as often as they like, leave one line in
+ten seconds with their number. No line holds text of a prompt, unless `logging.prompts` says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from aioinfer.api.access import request_id
 from aioinfer.api.errors import Handler
+from aioinfer.api.limited_log import LimitedLog
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logs import FieldsMessage
 from aioinfer.api.record import RECORD, RequestRecord
@@ -33,6 +35,7 @@ class RequestLog:
     def __init__(self, config: Config):
         self._model = config.served_model_names[0]
         self._is_on = config.logging.requests
+        self._without_key = LimitedLog(_log, "requests without a valid API key")
 
     @web.middleware
     async def record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -47,7 +50,14 @@ class RequestLog:
         finally:
             record.ended = time.perf_counter()
             if self._is_on and _log.isEnabledFor(logging.INFO) and _is_logged(request, record):
-                _log.info(FieldsMessage("request", self._fields(request, record)))
+                if record.status == 401:
+                    self._without_key.count(f"from {request.remote}")
+                else:
+                    _log.info(FieldsMessage("request", self._fields(request, record)))
+
+    async def close(self, app: web.Application) -> None:
+        """Logs what has been counted since the last line; a handler of `on_cleanup`."""
+        self._without_key.close()
 
     def _fields(self, request: web.Request, record: RequestRecord) -> dict[str, str | float | None]:
         account = request.get(ACCOUNT)

@@ -12,7 +12,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aioinfer.api import chat, completions, info, limits, metrics, page, tokenization
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
-from aioinfer.api.connections import Connection, ConnectionServer
+from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.heap import HEAP, Heap
@@ -52,12 +52,13 @@ class HttpServer:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def _make_app(self, frontend: Frontend) -> web.Application:
+    def _make_app(self, frontend: Frontend, connections: ConnectionServer) -> web.Application:
         cors = Cors(self._config.cors_origins)
+        log = RequestLog(frontend.config)
         app = web.Application(
             middlewares=[
                 self._count,
-                RequestLog(frontend.config).record,
+                log.record,
                 json_errors,
                 cors.answer_preflight,
                 require_key,
@@ -66,6 +67,7 @@ class HttpServer:
             ],
             client_max_size=self._config.max_body_bytes,
         )
+        app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
         app.on_response_prepare.append(limits.mark_response)
@@ -73,7 +75,8 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
-        app[REQUEST_BODIES] = RequestBodies(self._config)
+        app[CONNECTIONS] = connections
+        app[REQUEST_BODIES] = RequestBodies(self._config, connections.counts)
         app[READINESS] = self._readiness
         app[HEAP] = Heap()
         app[STARTED] = int(time.time())
@@ -188,7 +191,9 @@ class HttpServer:
 
     async def serve(self, frontend: Frontend) -> None:
         """From now on answers requests by a model that is loaded."""
-        application = _Application(self._make_app(frontend))
+        if self._connections is None:
+            raise RuntimeError("the server has not been started")
+        application = _Application(self._make_app(frontend, self._connections))
         await application.start()
         self._application = application
         self._readiness.obstacle = None

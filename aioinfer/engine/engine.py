@@ -164,6 +164,11 @@ class Engine:
         self.metrics.end_all("error")
         self._idle.set()
 
+    @property
+    def restarts(self) -> RestartPolicy:
+        """How many restarts of the workers in a row were begun, and may be."""
+        return self._restarts
+
     async def shutdown(self) -> None:
         """Ends the workers, and waits until they are gone. Safe to call twice."""
         if self._next_check is not None:

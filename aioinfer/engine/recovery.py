@@ -40,12 +40,16 @@ class RestartPolicy:
 
     `STABLE_S` seconds of service reset the count. (A bound on the restarts in a span of time would
     never be reached where each attempt takes longer than the span allows.)
+
+    Attributes:
+        max_restarts: consecutive ones that are allowed.
+        num_restarts: consecutive ones that were begun, the one under way included.
     """
 
     def __init__(self, max_restarts: int):
         """`max_restarts` consecutive ones; 0 allows none."""
         self.max_restarts = max_restarts
-        self._num_restarts = 0
+        self.num_restarts = 0
         self._serving_since: float | None = None
 
     def begin_service(self) -> None:
@@ -57,8 +61,8 @@ class RestartPolicy:
         may be no more."""
         since, self._serving_since = self._serving_since, None
         if since is not None and time.monotonic() - since >= STABLE_S:
-            self._num_restarts = 0
-        if self._num_restarts >= self.max_restarts:
+            self.num_restarts = 0
+        if self.num_restarts >= self.max_restarts:
             return None
-        self._num_restarts += 1
-        return min(_FIRST_DELAY_S * 2.0 ** (self._num_restarts - 1), _MAX_DELAY_S)
+        self.num_restarts += 1
+        return min(_FIRST_DELAY_S * 2.0 ** (self.num_restarts - 1), _MAX_DELAY_S)

@@ -198,6 +198,8 @@ def test_kept_connections_are_refused_while_streams_end(process: Process) -> Non
     story = process.tell_a_story(max_tokens=150)
     kept = HTTPConnection("127.0.0.1", process.port, timeout=30)
     process.connections.append(kept)
+    kept.request("GET", "/health")  # connects, before the server stops to listen
+    assert kept.getresponse().read()
     process.popen.send_signal(signal.SIGTERM)
     status = 200
     while status == 200:  # until the signal has arrived

@@ -88,6 +88,14 @@ def metric(process: Process, name: str) -> list[float]:
     return [float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{")]
 
 
+def live_state(process: Process) -> dict[str, Any]:
+    """Returns the state of the first engine as the page sees it."""
+    response = process.request("GET", "/page/live")
+    line = response.readline().removeprefix(b"data: ")
+    response.close()
+    return json.loads(line)["engines"][0]
+
+
 def until_running(process: Process, count: int) -> None:
     """Returns when so many requests run that have generated some tokens."""
     begun = metric(process, "vllm:generation_tokens_total")[0]
@@ -151,8 +159,10 @@ def test_repeated_crashes_end_the_server(process: Process) -> None:
             health = process.request("GET", "/health")
             assert health.status == 200
             assert json.loads(health.read()) == {"status": "degraded", "engines": ["restarting"]}
+            assert live_state(process)["restart"] == [number + 1, 2]
         assert "ran when workers were lost, and cannot be resumed: worker 0" in text.result(60)
     assert len(stream(process, BODIES[1])) > 0
+    assert live_state(process)["restart"] is None
     workers(process)[0].kill()
     assert process.end(timeout=20) == 1
     assert process.popen.stderr is not None
