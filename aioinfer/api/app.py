@@ -11,6 +11,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvloop
@@ -27,6 +28,9 @@ _DEATH_NOTICE_S = 1.0
 #: The event loop may have to wait so long for a thread that prepares a prompt to let go of the
 #: interpreter; Python's own 5 ms are a step.
 _SWITCH_INTERVAL_S = 0.0005
+#: Threads for what blocks for a moment, such as decoding a large body. (asyncio's own default is 32
+#: on a large machine; they come with the load and stay.)
+_MAX_THREADS = 8
 
 
 def run(config: Config) -> int:
@@ -61,7 +65,9 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
         ConfigError: the configuration does not go with the model, the machine or the address.
         EngineDeadError: a worker failed to start.
     """
-    errors = LoopErrors(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "blocking"))
+    errors = LoopErrors(loop)
     stop = _StopSignals()
     server = HttpServer(config)
     try:
