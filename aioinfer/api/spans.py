@@ -55,7 +55,7 @@ class RequestTracer:
     def __init__(self, config: Config):
         settings = config.tracing
         self._model = config.served_model_names[0]
-        exporter = OTLPSpanExporter(
+        self._exporter = OTLPSpanExporter(
             endpoint=_traces_url(settings.endpoint or ""),
             headers=_headers(settings),
             timeout=_EXPORT_TIMEOUT_S,
@@ -69,7 +69,7 @@ class RequestTracer:
         )
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                exporter,
+                self._exporter,
                 max_queue_size=_MAX_QUEUED,
                 schedule_delay_millis=_BATCH_DELAY_MS,
                 max_export_batch_size=_MAX_BATCH,
@@ -113,6 +113,10 @@ class RequestTracer:
     def shutdown(self) -> None:
         """Sends what is queued. Waits for the collector, perhaps for half a minute."""
         self._provider.shutdown()
+
+    def abandon(self) -> None:
+        """Has `shutdown`, in its thread, send no more."""
+        self._exporter.shutdown()
 
 
 class _HeaderGetter(Getter[Mapping[str, str]]):
@@ -174,8 +178,9 @@ def _generation_attributes(record: RequestRecord, model: str, operation: str | N
     params = record.outputs[0].params
     requests = [sequence.request for sequence in record.sequences()]
     attributes |= {
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
+        # they have been rounded to float32
+        "gen_ai.request.temperature": round(params.temperature, 6),
+        "gen_ai.request.top_p": round(params.top_p, 6),
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [
             request.finish_reason or "error" for request in requests[:_MAX_REASONS]

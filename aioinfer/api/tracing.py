@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that the last spans get when the server ends.
 _LAST_SPANS_S = 3.0
+#: Seconds that the thread gets to see that they are abandoned.
+_ABANDON_S = 0.2
 #: Seconds between two lines about a collector that cannot be reached.
 _LOG_INTERVAL_S = 60.0
 _MAX_DETAIL = 200  # characters
@@ -75,12 +77,20 @@ class Tracing:
 
         # a daemon, unlike the threads of an executor: the process ends without waiting for it
         threading.Thread(target=send, name="last spans", daemon=True).start()
-        try:
-            async with asyncio.timeout(_LAST_SPANS_S):
-                await sent.wait()
-        except TimeoutError:
-            _log.warning("the collector has not taken the last spans in %g s", _LAST_SPANS_S)
+        is_sent = await _within(_LAST_SPANS_S, sent)
         self._errors.close_log()
+        if not is_sent:
+            _log.warning("the collector has not taken the last spans in %g s", _LAST_SPANS_S)
+            self._tracer.abandon()
+            await _within(_ABANDON_S, sent)
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    """Waits for an event, but no longer. Returns whether it has come."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 def _make_tracer(config: Config) -> RequestTracer:
@@ -115,4 +125,4 @@ class _SdkLog(logging.Handler):
     def remove(self) -> None:
         """Leaves OpenTelemetry's logger as it was."""
         self._logger.removeHandler(self)
-        self._logger.propagate = True
+        self._logger.propagate = not any(isinstance(h, _SdkLog) for h in self._logger.handlers)

@@ -102,8 +102,10 @@ async def collector(status: int = 200) -> AsyncIterator[tuple[str, Collected]]:
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}", collected
-    await runner.cleanup()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", collected
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -146,7 +148,7 @@ async def test_the_spans_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
         "X-Request-Id": "r",
     }
     settings = {"tracing.service_name": "chat-backend", "tracing.headers": ["X-Token:  s3cret"]}
-    async with collector() as (url, collected), serve(url, delay_s=0.002, **settings) as http:
+    async with collector() as (url, collected), serve(url, delay_s=0.01, **settings) as http:
         before = time.time_ns()
         assert await post(http, headers=headers) == 200
         after = time.time_ns()
@@ -164,7 +166,7 @@ async def test_the_spans_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     assert all(begin < end for begin, end in map(times, [root, *stages]))
     assert [times(span)[0] for span in stages[2:]] == [times(span)[1] for span in stages[1:3]]
     decode = stages[3].end_time_unix_nano - stages[3].start_time_unix_nano
-    assert decode >= 3 * 2_000_000, "six more steps of 2 ms, of which two overlap"
+    assert decode >= 20_000_000, "six more steps of 10 ms, of which two overlap at a time"
 
     assert root.status.code == Status.STATUS_CODE_UNSET
     model = "SmolLM2-135M-Instruct"
@@ -182,8 +184,8 @@ async def test_the_spans_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
         "gen_ai.provider.name": "aioinfer",
         "gen_ai.request.model": model,
         "gen_ai.request.max_tokens": 7,
-        "gen_ai.request.temperature": 1.0,
-        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.temperature": 0.2,
+        "gen_ai.request.top_p": 0.5,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": ["length"],
         "gen_ai.usage.cache_read.input_tokens": 0,
@@ -218,7 +220,7 @@ async def test_requests_that_fail() -> None:
         assert await post(http, model="a secret name") == 404
         assert await post(http, max_tokens=-5) == 400
         assert await post(http, "/no/%FFsuch/" + "x" * 500) == 404
-        async with http.request("BREW", "/v1/models") as response:
+        async with http.request("PURGE", "/v1/models") as response:
             assert response.status == 405
         assert await post(http, max_tokens=500, timeout_s=0.1) == 504
         for path in ("/health", "/metrics"):
@@ -346,12 +348,20 @@ async def test_a_dead_collector_holds_nothing_up(
             await asyncio.sleep(0.2)  # 150 requests have more than one batch of spans
             began = time.monotonic()
         assert time.monotonic() - began < 20, "the end does not wait for the collector"
-        lines = [record.getMessage() for record in caplog.records]
-        about = [line for line in lines if line.startswith("problems with sending traces: ")]
-        assert len(about) <= 2, "the first problem, and at the end the others"
-        assert lines == [*about, "the collector has not taken the last spans in 3 s"] or (
-            lines[:-1] == about[:1] and "has not taken" in lines[-2]
-        )
+    await asyncio.to_thread(wait_for_threads)  # they would write to the next test's log
+    await asyncio.sleep(0)
+    lines = [record.getMessage() for record in caplog.records]
+    lines.remove("the collector has not taken the last spans in 3 s")
+    assert 1 <= len(lines) <= 2, "the first problem, and at the end the others"
+    assert all(line.startswith("problems with sending traces: ") for line in lines)
+
+
+def wait_for_threads() -> None:
+    """Returns when no thread sends spans any more."""
+    for thread in threading.enumerate():
+        if thread.name == "last spans" or thread.name.startswith("OtelBatch"):
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 async def test_a_collector_that_refuses_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -410,7 +420,7 @@ def test_a_server_process_sends_the_last_spans_when_it_ends() -> None:
 
 def test_nothing_is_imported_without_a_collector() -> None:
     code = (
-        "import sys, aioinfer.api.app\n"
+        "import sys, aioinfer.api.server\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
