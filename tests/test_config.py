@@ -334,7 +334,7 @@ def test_the_command_line_names_what_is_wrong(
     ["s3cret", "s3cret:4318", "ftp://s3cret", "http://", "http://s3cret:99999", "//s3cret"],
 )
 def test_a_collector_that_is_no_url(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="tracing.endpoint must be a URL") as error:
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint must be a URL") as error:
         load_config(overrides={"model.path": "x", "tracing.endpoint": endpoint})
     assert "s3cret" not in str(error.value)
 
@@ -343,7 +343,7 @@ def test_a_collector_that_is_no_url(endpoint: str) -> None:
     "header", ["s3cret", "Authorization", "Authorization:", ": s3cret", "A: s3cret\r\nB: c", "Ä: b"]
 )
 def test_headers_for_a_collector_that_are_none(header: str) -> None:
-    with pytest.raises(ConfigError, match="each of tracing.headers must be") as error:
+    with pytest.raises(ConfigError, match=r"each of tracing\.headers must be") as error:
         load_config(overrides={"model.path": "x", "tracing.headers": ["A: b", header]})
     assert "s3cret" not in str(error.value)
 
