@@ -8,11 +8,13 @@ for `--keys` and for `docs/configuration.md`. Nothing is read from environment v
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
+from urllib.parse import urlsplit
 
 from aioinfer.config_keys import (
     check_value,
@@ -24,6 +26,9 @@ from aioinfer.config_keys import (
 )
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.sampling_params import SamplingParams
+
+#: A header of HTTP as `tracing.headers` gives it (RFC 9110, 5.1 and 5.5).
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[ \t]*[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,6 +383,32 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """OpenTelemetry traces: the spans of each request, sent to a collector when it has ended."""
+
+    endpoint: str | None = key(
+        "URL of an OTLP/HTTP collector, such as `http://localhost:4318`; `/v1/traces` is appended "
+        "to one without a path. Needs `pip install 'aioinfer[otel]'`. Default: no traces.",
+        None,
+    )
+    service_name: str = key("The `service.name` of the spans.", "aioinfer")
+    sample_ratio: float = key(
+        "Fraction of the requests without a `traceparent` header whose spans are sent. One with "
+        "such a header follows the decision of its sender.",
+        1.0,
+        minimum=0,
+        maximum=1,
+    )
+    headers: list[str] = key(
+        "Headers of the requests to the collector, `NAME: VALUE` each, such as `Authorization: "
+        "Bearer KEY`. A command line can be read by others on the machine: keep secrets in the "
+        "file.",
+        [],
+        secret=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration: one field for each section."""
 
@@ -389,6 +420,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     @property
     def served_model_names(self) -> list[str]:
@@ -500,7 +532,23 @@ def _check_combinations(config: Config) -> None:
         for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:
                 raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
+    _check_tracing(config.tracing)
     try:
         SamplingParams(**config.sampling.given())
     except RequestError as error:
         raise ConfigError(f"sampling.{error.param}: {error}") from error
+
+
+def _check_tracing(tracing: TracingConfig) -> None:
+    """Checks the collector's URL and headers. Raises `ConfigError`, which shows neither: both may
+    hold secrets."""
+    if tracing.endpoint:
+        try:
+            url = urlsplit(tracing.endpoint)
+            is_usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable:
+            raise ConfigError("tracing.endpoint must be a URL, such as http://localhost:4318")
+    if not all(map(_HEADER.fullmatch, tracing.headers)):
+        raise ConfigError("each of tracing.headers must be 'NAME: VALUE', in ASCII")

@@ -63,7 +63,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         )
     check_model(config, body.model)
     if (record := request.get(RECORD)) is not None:
-        record.decoded = time.perf_counter()
+        record.decoded, record.model = time.perf_counter(), body.model
     return body
 
 

@@ -24,6 +24,7 @@ from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
+from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
 
@@ -45,6 +46,7 @@ class HttpServer:
         self._frontend = frontend
         self._listener: Listener | None = None
         self._connections: ConnectionServer | None = None
+        self._tracing: Tracing | None = None
         self._readiness = Readiness("the server is starting")
         self._application: _Application | None = None
         self._draining = False
@@ -54,7 +56,7 @@ class HttpServer:
 
     def _make_app(self, frontend: Frontend, connections: ConnectionServer) -> web.Application:
         cors = Cors(self._config.cors_origins)
-        log = RequestLog(frontend.config)
+        log = RequestLog(frontend.config, self._tracing)
         app = web.Application(
             middlewares=[
                 self._count,
@@ -171,8 +173,9 @@ class HttpServer:
 
         Raises:
             ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
-                be used.
+                be used, or traces are to be sent without OpenTelemetry.
         """
+        self._tracing = await Tracing.start(self._whole_config)
         keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
         self._accounts = Accounts(keys)
         tls = await asyncio.to_thread(tls_context, self._config)
@@ -230,6 +233,8 @@ class HttpServer:
         if self._connections is not None:
             await self._connections.shutdown(_LAST_EVENTS_S)
             self._connections.close()
+        if self._tracing is not None:  # last: requests have ended until here
+            await self._tracing.close()
 
 
 class _Application:
