@@ -321,3 +321,17 @@ async def test_random_traffic(seed: int) -> None:
     finished = sum(sum(engine.metrics.finished.values()) for engine in fleet.engines)
     assert finished == sum(output.params.n for output in outputs)
     await fleet.close()
+
+
+async def test_where_no_engine_is_left_all_requests_end_for_that_reason() -> None:
+    fleet = await Fleet.launch(2)
+    outputs = [await fleet.submit([number + 1] * 6) for number in range(10)]
+    readers = [asyncio.create_task(collect(output)) for output in outputs]
+    await fleet.until(lambda: all(e.metrics.generation_tokens > 30 for e in fleet.engines))
+    for executor in fleet.executors:
+        executor.kill()
+    for result in await asyncio.gather(*readers, return_exceptions=True):
+        assert isinstance(result, EngineDeadError)
+        assert str(result).startswith("engine 1: worker 0 was killed")
+    assert not fleet.frontend.is_healthy()
+    await fleet.close()

@@ -67,8 +67,8 @@ class Engine:
             config: the whole configuration.
             executor: runs its workers.
             on_death: called with the engine and the reason when it serves no more requests, because
-                its workers died or hung. Requests that it does not take over (`outputs`, `release`)
-                are ended then.
+                its workers died or hung. Requests that it does not take over, by `surrender` and
+                `release`, are ended then.
             renew: makes an executor of the same kind, for a restart; without it there is none.
         """
         self.number = number
@@ -147,6 +147,11 @@ class Engine:
         """Whether every request has ended and all of its text is emitted."""
         return not self._sequences
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended, however many sequences they have."""
+        return len({sequence.output for sequence in self._sequences.values()})
+
     async def wait_idle(self) -> None:
         """Returns when no request is left."""
         if self._sequences:
@@ -223,14 +228,15 @@ class Engine:
         if not self._sequences:
             self._idle.set()
 
-    def open_sequences(self) -> list[OutputSequence]:
-        """Returns the sequences of the requests that have not ended, in the order in which the
-        requests are served."""
+    def surrender(self) -> list[OutputSequence]:
+        """Ends the requests that cannot go on with another engine, once this one is dead. Returns
+        the sequences of the others, in the order in which they would have been served."""
+        self.recovery.prepare_move(self.dead_reason or "")
         return sorted(self._sequences.values(), key=lambda sequence: sequence.request.key)
 
     def release(self, sequences: Iterable[OutputSequence]) -> None:
-        """Hands sequences over to another engine: they are none of this one's any more. The
-        scheduler is to be cleared after it."""
+        """Hands sequences over to another engine: they are none of this one's any more. Its
+        scheduler, which still has them, is cleared once `on_death` returns."""
         for sequence in sequences:
             del self._sequences[sequence.request]
             self.metrics.release(sequence.request)

@@ -158,18 +158,25 @@ class Recovery:
         engine = self._engine
         has_requests = engine.state is not EngineState.STARTING
         engine.set_dead(reason)
-        if has_requests:
-            engine.emission.emit_rest()  # of what was taken; a request moves with its whole text
-            held = engine.scheduler.held_requests()
-            self._requeue_all(reason)
-            for request in held:  # whoever holds the blocks means to go on from them
-                if (sequence := self._sequences.get(request)) is not None:
-                    message = f"the request's KV blocks were held, and are lost: {reason}"
-                    engine.fail(sequence.output, EngineDeadError(message))
         self._on_death(reason)
         engine.end_all(reason)
         if has_requests:  # it counts for nothing while other engines go on
             engine.scheduler.restart(engine.scheduler.limits, ())
+
+    def prepare_move(self, reason: str) -> None:
+        """Ends what cannot go on with another engine, now that this one is dead, and leaves the
+        rest detached from it and with all the text that was taken.
+
+        Only where another engine lives: otherwise all requests end for the same reason.
+        """
+        engine = self._engine
+        engine.emission.emit_rest()
+        held = engine.scheduler.held_requests()
+        self._requeue_all(reason)
+        for request in held:  # whoever holds the blocks means to go on from them
+            if (sequence := self._sequences.get(request)) is not None:
+                message = f"the request's KV blocks were held, and are lost: {reason}"
+                engine.fail(sequence.output, EngineDeadError(message))
 
     def _requeue_all(self, reason: str) -> None:
         """Puts the requests that ran back into the queue, and ends those that cannot be resumed:

@@ -5,7 +5,7 @@ recompute: its tokens so far are computed anew, as after a preemption, and since
 is a function of the request's seed and the position, its text goes on as it would have. All
 sequences of a request go to one engine, which the router picks by what is left to compute.
 
-`Frontend` is the only caller, once the engine has ended what cannot be resumed.
+`Frontend` is the only caller.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from aioinfer.errors import EngineDeadError, OverloadedError
 def relocate(
     dead: Engine, engines: Sequence[Engine], router: Router, limits: SchedulerConfig
 ) -> tuple[int, int]:
-    """Moves the requests of `dead`, in the order in which it would have served them, as far as the
-    queue of the living engines has room. Ends the others with an error.
+    """Moves the requests of `dead`, in the order in which it would have served them, as far as they
+    can be resumed and the queue of the living engines has room. Ends the others with an error.
 
     Returns how many requests were moved, and how many had to end.
     """
+    num_requests = dead.num_requests
     outputs: dict[RequestOutput, list[OutputSequence]] = {}
-    for sequence in dead.open_sequences():
+    for sequence in dead.surrender():
         outputs.setdefault(sequence.output, []).append(sequence)
     moved = 0
     for output, sequences in outputs.items():
@@ -39,7 +40,7 @@ def relocate(
             continue
         _move(dead, engines, router, sequences)
         moved += 1
-    return moved, len(outputs) - moved
+    return moved, num_requests - moved
 
 
 def _move(
