@@ -220,8 +220,8 @@ class ParallelConfig:
         "Maximum number of consecutive restarts of an engine's workers after one died or hung, "
         "with delays of 1, 2, 4 ... 60 s; ten minutes of service reset the count. Requests wait "
         "meanwhile, and those that ran go on with the text that they have, as after a preemption. "
-        "After that, or at once with 0, the engine is dead, and the server ends with status 1 once "
-        "no engine lives.",
+        "After that, or at once with 0, the engine is dead: its requests go on with another one, "
+        "and the server ends with status 1 once no engine lives.",
         3,
         minimum=0,
     )

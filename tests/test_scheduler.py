@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.errors import IntegrityError
+from aioinfer.errors import IntegrityError, KVBlocksGoneError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
@@ -741,6 +741,11 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 )
             if draw(st.integers(0, 19)) == 0:
                 harness.restart()
+                for blocks in held:
+                    with pytest.raises(KVBlocksGoneError):
+                        _ = blocks.blocks
+                    if draw(st.booleans()):
+                        harness.scheduler.release(blocks)
                 held.clear()
             if blocked := [r for r in requests if r.status is Status.BLOCKED]:
                 assert harness.scheduler.num_blocked == len(blocked)

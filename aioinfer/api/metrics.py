@@ -110,6 +110,8 @@ class EngineCollector(Collector):
         yield show("aioinfer:worker_restarts", about, lambda e: e.metrics.restarts)
         about = "Requests that ran when an engine's workers were lost."
         yield show("aioinfer:interrupted_requests", about, lambda e: e.metrics.interrupted)
+        about = "Requests that went on with another engine when an engine died."
+        yield show("aioinfer:moved_requests", about, lambda e: e.metrics.moved)
         about = "Checks of the scheduler's and the engine's records that failed."
         yield show("aioinfer:integrity_violations", about, lambda e: e.metrics.violations)
         about = "Requests whose KV blocks were given to older ones, and that began anew."

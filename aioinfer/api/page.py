@@ -196,4 +196,5 @@ def _restart(engine: Engine) -> tuple[int, int] | None:
     if engine.state is not EngineState.RESTARTING:
         return None
     # a plan may have failed in this very iteration of the loop: the first attempt is to begin
-    return max(1, engine.restarts.num_restarts), engine.restarts.max_restarts
+    policy = engine.recovery.policy
+    return max(1, policy.num_restarts), policy.max_restarts

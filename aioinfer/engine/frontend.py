@@ -23,7 +23,8 @@ from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEnco
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
-from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.recovery import EngineState, no_progress
+from aioinfer.engine.relocation import relocate
 from aioinfer.engine.router import Router
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
@@ -35,10 +36,6 @@ from aioinfer.text.generation_defaults import GenerationDefaults
 from aioinfer.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-
-def _no_progress(phase: str, done: int, total: int) -> None:
-    """Ignores the progress."""
 
 
 class Frontend:
@@ -91,7 +88,7 @@ class Frontend:
     # ---------------------------------------------------------------- life
 
     @classmethod
-    async def launch(cls, config: Config, on_progress: ProgressCallback = _no_progress) -> Frontend:
+    async def launch(cls, config: Config, on_progress: ProgressCallback = no_progress) -> Frontend:
         """Finds the model, starts the workers of all engines side by side, and loads the tokenizer
         meanwhile.
 
@@ -114,7 +111,7 @@ class Frontend:
             engine.report.phases.append(("in all", time.perf_counter() - begin))
         return frontend
 
-    async def start(self, folder: Path, on_progress: ProgressCallback = _no_progress) -> None:
+    async def start(self, folder: Path, on_progress: ProgressCallback = no_progress) -> None:
         """Starts the engines, and loads the tokenizer and the model's defaults meanwhile.
 
         The first failure cancels the rest and is raised; then the caller has to `close`.
@@ -127,7 +124,7 @@ class Frontend:
                 ]
                 # all load the same weights at the same time: the bar of the first stands for all
                 starts += [
-                    group.create_task(e.start(on_progress if not e.number else _no_progress))
+                    group.create_task(e.start(on_progress if not e.number else no_progress))
                     for e in self.engines
                 ]
                 await asyncio.wait(starts)
@@ -425,14 +422,16 @@ class Frontend:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
 
-    def _handle_death(self, reason: str) -> None:
+    def _handle_death(self, engine: Engine, reason: str) -> None:
         """Ends everything once no engine lives, or one dies while they start; until then the others
-        go on without the one that has died."""
+        go on, and take over the requests of the one that has died."""
         living = [engine for engine in self.engines if engine.state is not EngineState.DEAD]
         if self._is_started and living:
+            moved, ended = relocate(engine, self.engines, self._router, self.config.scheduler)
             _log.error(
-                "%s; this engine is dead, and %d of %d go on", reason, len(living),
-                len(self.engines),
+                "%s; this engine is dead, and %d of %d go on; of its requests %d were moved to "
+                "them, and %d ended",
+                reason, len(living), len(self.engines), moved, ended,
             )  # fmt: skip
             return
         self._end_all(reason)

@@ -165,6 +165,7 @@ class EngineMetrics:
         is_serving: whether the workers execute steps.
         restarts: attempts to start the workers anew after they died or hung.
         interrupted: requests that ran when the workers were lost.
+        moved: requests that went on with another engine when this one died.
         violations: checks of the engine's records that failed.
         steps: the last steps one by one, while somebody watches them.
     """
@@ -189,6 +190,7 @@ class EngineMetrics:
         self.is_serving = False
         self.restarts = 0
         self.interrupted = 0
+        self.moved = 0
         self.violations = 0
         self._open: dict[Request, RequestTimes] = {}
         self._step_time = -1.0
@@ -218,6 +220,15 @@ class EngineMetrics:
             self.time_per_output_token.add(decoding / (request.num_output - 1))
         self.request_prompt_tokens.add(request.prompt_len)
         self.request_generation_tokens.add(request.num_output)
+
+    def release(self, request: Request) -> None:
+        """Records that a request goes on with another engine, which counts it from now on."""
+        del self._open[request]
+        self.moved += 1
+
+    def adopt(self, request: Request, times: RequestTimes) -> None:
+        """Records a request that another engine has released, with its times."""
+        self._open[request] = times
 
     @property
     def open_requests(self) -> set[Request]:

@@ -153,10 +153,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request, or keeps it until `unblock` if it is blocked on something.
 
-        The caller has checked that its `max_len` fits (see `fits`).
+        One that another scheduler has admitted before, and that was detached there, goes before
+        those that were never admitted, as after a preemption. The caller has checked that the
+        request's `max_len` fits (see `fits`).
         """
         priority = request.priority if self.limits.by_priority else 0
-        start = self._fair_queuing.arrive(request, priority)
+        if request.num_cached < 0:
+            start = self._fair_queuing.arrive(request, priority)
+        else:
+            start = self._fair_queuing.virtual_time(priority)
         request.key = (priority, start, next(self._arrivals))
         if request.blocked_on is None:
             self._waiting.add(request)
@@ -225,6 +230,7 @@ class Scheduler:
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Queues `requests`, and nothing else, with none of their tokens computed."""
+        self.kv_cache.lose_held()
         self._clear(limits)
         requeued = list(requests)
         self._fair_queuing.restore(requeued)
@@ -237,17 +243,26 @@ class Scheduler:
 
     def hold(self, request: Request) -> HeldBlocks:
         """Returns the KV blocks of a running request. They stay allocated, past its end too, until
-        `release`; who needs them meanwhile waits."""
+        `release`; who needs them meanwhile waits.
+
+        They do not outlive the workers: after a `restart` or `rebuild` they are gone, and
+        `HeldBlocks.blocks` raises `KVBlocksGoneError`.
+        """
         if request.slot < 0:
             raise IntegrityError(f"request {request.request_id} has no blocks to hold")
         return self.kv_cache.hold(request)
 
     def release(self, held: HeldBlocks) -> None:
-        """Gives up blocks that were held. Raises KeyError if they were released before.
+        """Gives up blocks that were held; does nothing if they are gone with the workers. Raises
+        KeyError if they were released before.
 
         The caller plans the next step, since waiting requests may have been short of them.
         """
         self.kv_cache.release(held)
+
+    def held_requests(self) -> list[Request]:
+        """Returns the requests that have not ended and whose blocks are held."""
+        return [r for r in self.kv_cache.holders() if r.status is not Status.FINISHED]
 
     # ---------------------------------------------------------------- planning
 

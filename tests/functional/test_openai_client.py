@@ -124,7 +124,7 @@ async def test_a_failure_ends_a_stream_with_an_error(
     received = await anext(stream)
     assert received.choices[0].finish_reason is None
     (sequence,) = served.engine._sequences.values()
-    served.engine._fail(sequence.output, error)
+    served.engine.fail(sequence.output, error)
     with pytest.raises(openai.APIError, match=str(error)):
         async for _ in stream:
             pass
@@ -148,7 +148,7 @@ async def test_a_failure_of_a_plain_reply(
 
     async def submit_and_fail(*args: object, **options: object) -> object:
         output = await submit(*args, **options)
-        served.engine._fail(output, error)
+        served.engine.fail(output, error)
         return output
 
     monkeypatch.setattr(served.frontend, "submit", submit_and_fail)
