@@ -142,17 +142,16 @@ class PromptEncoder:
         is_shielded = chat.shielded is not None
         text = chat.text if chat.shielded is None else chat.shielded
         encode = partial(tokenizer.encode, param=param, is_shielded=is_shielded)
-        if tokenizer.pieces is None:
+        cutter = tokenizer.shielded_pieces if is_shielded else tokenizer.pieces
+        if cutter is None:
             return await run(lambda: encode(text, add_special_tokens), is_long=True)
-        pieces = tokenizer.pieces.cut(text)
+        pieces = cutter.cut(text)
 
         def encode_next() -> list[int] | None:
             piece = next(pieces, None)
             return None if piece is None else encode(piece, False)
 
-        before, behind = (
-            (tokenizer.pieces.prefix, tokenizer.pieces.suffix) if add_special_tokens else ([], [])
-        )
+        before, behind = (cutter.prefix, cutter.suffix) if add_special_tokens else ([], [])
         ids = list(before)
         while (found := await run(encode_next, is_long=True)) is not None:
             ids += found
