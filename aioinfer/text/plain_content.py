@@ -231,7 +231,8 @@ def _free_characters(texts: list[str], count: int) -> list[str]:
 def _replace_all(text: str, old: str, new: str) -> str:
     """Returns `text.replace(old, new)`. Other threads may run in between if `old` is one
     character."""
-    if old not in text:
+    ends = range(_SEARCHED, len(text) + _SEARCHED, _SEARCHED)
+    if not any(text.find(old, end - _SEARCHED, end + len(old)) >= 0 for end in ends):
         return text
     if len(old) > 1:
         return text.replace(old, new)

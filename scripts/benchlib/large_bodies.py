@@ -154,7 +154,7 @@ MANY_VALUES = [
         1, json.dumps({"a": _nested(VALUES)})
     )),
     LargeBody("49 900 values in arguments", CHAT, lambda: _calls(1, {"a": _nested(VALUES - 20)})),
-    LargeBody("8 000 tools", CHAT, lambda: _tools(8_000, 1)),
+    LargeBody("7 000 tools", CHAT, lambda: _tools(7_000, 1)),
     LargeBody("49 900 values in a tool", CHAT, lambda: _chat(
         tools=[{"type": "function", "function": {"name": "f", "parameters": _numbers(VALUES - 20)}}]
     )),
