@@ -27,7 +27,8 @@ STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
 #: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for many small values.
 _SMALL_BODY = 64 * 1024
-#: Conversations of more messages are converted for the template in a thread: 1 us a message.
+#: Conversations with more messages, parts and calls are converted for the template in a thread: 1
+#: us a message.
 _FEW_MESSAGES = 256
 
 B = TypeVar("B", bound=Body)
@@ -54,17 +55,24 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
             "compressed bodies are not understood", status=415, code="unsupported_media_type"
         )
     with request.app[REQUEST_BODIES].hold() as held:
-        raw = await held.receive(request)
-        request.app[HEAP].note_body(len(raw))
+        parts = await held.receive(request)
+        size = sum(map(len, parts))
+        request.app[HEAP].note_body(size)
         body = (
-            decode(raw, kind)
-            if len(raw) <= _SMALL_BODY
-            else await asyncio.to_thread(decode_large, raw, kind)
+            decode(b"".join(parts), kind)
+            if size <= _SMALL_BODY
+            else await asyncio.to_thread(_join_and_decode, parts, kind)
         )
     check_model(config, body.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), body.model
     return body
+
+
+def _join_and_decode(parts: list[bytes], kind: type[B]) -> B:
+    raw = b"".join(parts)  # lets other threads run while it copies
+    parts.clear()
+    return decode_large(raw, kind)
 
 
 async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
@@ -73,7 +81,8 @@ async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[st
     def convert() -> list[dict[str, Any]]:
         return [message.for_template() for message in body.messages or ()]
 
-    if len(body.messages or ()) <= _FEW_MESSAGES:
+    is_short = all(message.is_short for message in (body.messages or ())[:_FEW_MESSAGES])
+    if is_short and len(body.messages or ()) <= _FEW_MESSAGES:
         return convert()
     return await asyncio.to_thread(convert)
 

@@ -32,6 +32,9 @@ from aioinfer.text.tokenizer import Tokenizer
 T = TypeVar("T")
 #: Texts of up to so many characters are encoded in one go, in 10 to 20 ms.
 SHORT_TEXT = 32 * 1024
+#: Characters that count for each item of a structure: a template takes about as long over both, and
+#: the event loop, which counts them, looks at 2 000 items at most.
+_ITEM = 16
 #: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms).
 _FEW_TOKENS = 1024
 #: Token ids that are converted in one go.
@@ -142,17 +145,16 @@ class PromptEncoder:
         is_shielded = chat.shielded is not None
         text = chat.text if chat.shielded is None else chat.shielded
         encode = partial(tokenizer.encode, param=param, is_shielded=is_shielded)
-        if tokenizer.pieces is None:
+        cutter = tokenizer.shielded_pieces if is_shielded else tokenizer.pieces
+        if cutter is None:
             return await run(lambda: encode(text, add_special_tokens), is_long=True)
-        pieces = tokenizer.pieces.cut(text)
+        pieces = cutter.cut(text)
 
         def encode_next() -> list[int] | None:
             piece = next(pieces, None)
             return None if piece is None else encode(piece, False)
 
-        before, behind = (
-            (tokenizer.pieces.prefix, tokenizer.pieces.suffix) if add_special_tokens else ([], [])
-        )
+        before, behind = (cutter.prefix, cutter.suffix) if add_special_tokens else ([], [])
         ids = list(before)
         while (found := await run(encode_next, is_long=True)) is not None:
             ids += found
@@ -252,17 +254,17 @@ def _check_length(num_tokens: int, limit: int, param: str, *, is_exact: bool = F
 
 def _is_longer(value: Any, limit: int) -> bool:
     """Whether the texts in a structure of lists and dicts have more than `limit` characters in all,
-    an item counting as one."""
+    an item counting as `_ITEM`."""
     left = limit
     pending = [value]
     while pending:
         item = pending.pop()
-        left -= len(item) if isinstance(item, str) else 1
+        left -= max(1, len(item)) if isinstance(item, str) else _ITEM
         if left < 0:
             return True
         if isinstance(item, Mapping):
-            pending.extend(islice(item, left + 1))
-            pending.extend(islice(item.values(), left + 1))
+            pending.extend(islice(item, left // _ITEM + 1))
+            pending.extend(islice(item.values(), left // _ITEM + 1))
         elif isinstance(item, (list, tuple)):
-            pending.extend(item[: left + 1])
+            pending.extend(item[: left // _ITEM + 1])
     return False

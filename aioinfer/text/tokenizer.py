@@ -23,6 +23,9 @@ from aioinfer.text.pieces import TextPieces
 from aioinfer.text.plain_content import ChatText, PlainContent
 from aioinfer.text.token_bound import TokenBound
 
+#: Tokens that are joined in one go.
+_DECODED = 16_384
+
 
 class Tokenizer:
     """Encodes and decodes; safe to use from several threads.
@@ -34,6 +37,8 @@ class Tokenizer:
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
         pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
+        shielded_pieces: the same for `ChatText.shielded`, in which the text of special tokens is
+            plain text.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Tokenizer:
         self.bound = TokenBound.of(backend)
         self.pieces = TextPieces.of(backend)
         self._plain_content = PlainContent(backend)
+        self.shielded_pieces = self._plain_content.pieces
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -202,8 +208,13 @@ class Tokenizer:
         config's `clean_up_tokenization_spaces` does not count, as it does not in transformers for
         BPE vocabularies.
         """
-        table = self.token_bytes(skip_special_tokens)
-        return self.decode_rules.text(b"".join([table[token] for token in ids]))
+        table, listed = self.token_bytes(skip_special_tokens), list(ids)
+        parts = [
+            # in pieces: the interpreter changes threads between, not within
+            b"".join([table[token] for token in listed[start : start + _DECODED]])
+            for start in range(0, len(listed), _DECODED)
+        ]
+        return self.decode_rules.text(b"".join(parts))
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
