@@ -111,5 +111,6 @@ def request_id(request: web.BaseRequest) -> str:
 
 
 async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Sends the request's id back with a response."""
+    """Sends the request's id back with a response, and the server's name without versions."""
+    response.headers["Server"] = "aioinfer"
     response.headers[REQUEST_ID_HEADER] = request_id(request)

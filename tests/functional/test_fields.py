@@ -307,6 +307,7 @@ class TestErrors:
 
     async def test_every_error_has_a_code(self, served: Served) -> None:
         async with served.http.put(COMPLETIONS) as response:
+            assert response.headers["Server"] == "aioinfer"
             assert response.headers["Allow"] == "POST"
             assert (await response.json())["error"]["code"] == "method_not_allowed"
         reply = await served.post(COMPLETIONS, 400, prompt="")
