@@ -9,17 +9,14 @@ that is written `3.0`, and fields without effect (see `fields`). `protocol.decod
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from aioinfer.api.fields import check_undeclared
 from aioinfer.errors import RequestError
 
-if TYPE_CHECKING:
-    from aioinfer.api.protocol import Body
-
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound=msgspec.Struct)
 
 #: Longer bodies are not decoded once more for the value that an error quotes.
 _MAX_QUOTED_BODY = 64 * 1024
