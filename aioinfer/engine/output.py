@@ -19,6 +19,7 @@ from typing import Protocol
 from aioinfer.engine.metrics import RequestTimes
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request, Status
+from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.stops import StopStrings
 
@@ -203,16 +204,26 @@ class RequestOutput:
 class OutputSequence:
     """One sequence of a request's output: decodes its tokens, and finds stop strings.
 
-    `times` is when it was queued, scheduled and so on, once the engine has it.
+    `times` is when it was queued, scheduled and so on, once the engine has it. `constraint` is
+    what restricts its next tokens, or None.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "index", "output", "request", "times")
+    __slots__ = (
+        "_detokenizer", "_min_tokens", "_stops", "constraint", "index", "output", "request",
+        "times",
+    )  # fmt: skip
 
     def __init__(
-        self, index: int, request: Request, output: RequestOutput, detokenizer: Detokenizer | None
+        self,
+        index: int,
+        request: Request,
+        output: RequestOutput,
+        detokenizer: Detokenizer | None,
+        constraint: Constraint | None = None,
     ):
         """`request` is what the scheduler knows of the sequence; without a `detokenizer` there is
         no text."""
+        self.constraint = constraint
         self.index = index
         self.request = request
         self.output = output
