@@ -18,7 +18,6 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
 
-
 #: What a field of JSON is that was not given. `Raw | None` is no type for msgspec: null comes as
 #: `null`.
 NOT_GIVEN = Raw()
@@ -157,17 +156,19 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
         found.append(spec)
     if body.structured_outputs is not None:
         found += body.structured_outputs.to_grammars("structured_outputs.")
-    older = StructuredOutputs(
-        json=body.guided_json,
-        regex=body.guided_regex,
-        choice=body.guided_choice,
-        grammar=body.guided_grammar,
-        whitespace_pattern=body.guided_whitespace_pattern,
-    )
-    found += older.to_grammars("guided_")
+    guided = (body.guided_regex, body.guided_choice, body.guided_grammar)
+    if body.guided_json is not NOT_GIVEN or guided != (None, None, None):
+        older = StructuredOutputs(
+            json=body.guided_json,
+            regex=body.guided_regex,
+            choice=body.guided_choice,
+            grammar=body.guided_grammar,
+            whitespace_pattern=body.guided_whitespace_pattern,
+        )
+        found += older.to_grammars("guided_")
     if body.grammar is not None:
         found.append(GrammarSpec("lark", body.grammar))
-    if is_given(body.json_schema):
+    if body.json_schema is not NOT_GIVEN and is_given(body.json_schema):
         found.append(_json_grammar("json_schema", body.json_schema, "json_schema"))
     if len(found) > 1:
         raise RequestError(
