@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 
 from aioinfer.api.json_members import count_values
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import GrammarKind, GrammarSpec
+from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
 
 #: What a field of JSON is that was not given. `Raw | None` is no type for msgspec: null comes as
@@ -184,6 +184,10 @@ def _json_grammar(
 ) -> GrammarSpec:
     """Returns the grammar of a field that holds JSON: an object, or a text that is one."""
     data = bytes(raw)
+    if len(data) > 2 * MAX_GRAMMAR_CHARS:  # white space included; on the event loop
+        raise RequestError(
+            f"{param} may have at most {2 * MAX_GRAMMAR_CHARS} bytes, not {len(data)}", param=param
+        )
     if data[:1] == b'"':  # vLLM takes both
         data = msgspec.json.decode(data, type=str).encode("utf-8", "replace")
     # each value takes two bytes at least

@@ -194,8 +194,8 @@ async def test_offline() -> None:
             )
             assert len(plain.token_ids) == 5
             jsonschema.validate(json.loads(city.text), CITY)
+            wrong = SamplingParams(grammar=GrammarSpec("json_schema", '{"not": {}}'))
             with pytest.raises(RequestError, match="'not' is not supported"):
-                wrong = GrammarSpec("json_schema", '{"not": {}}')
-                llm.generate("x", SamplingParams(grammar=wrong))
+                llm.generate("x", wrong)
 
     await asyncio.to_thread(generate)
