@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -45,10 +46,10 @@ def check_schemas(llm: LLM, schemas: list[dict[str, Any]], temperature: float) -
 
 
 @pytest.mark.timeout(3600)
-def test_every_answer_that_ends_is_valid() -> None:
+def test_every_answer_that_ends_is_valid(record_property: Callable[[str, object], None]) -> None:
     settings = {"cache.cpu_memory_gib": 2, "scheduler.max_num_seqs": 64, "model.max_model_len": 512}
     with LLM(SMOLLM2, settings=settings, progress=False) as llm:
         for temperature in (0.0, 1.0):
             counts = check_schemas(llm, random_schemas(500), temperature)
-            print(f"temperature {temperature}: {dict(counts)}")
+            record_property(f"temperature {temperature}", dict(counts))
             assert counts["valid"] >= 200
