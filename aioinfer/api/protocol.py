@@ -18,6 +18,12 @@ from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import decode_again
 from aioinfer.api.messages import Message
+from aioinfer.api.structured_output import (
+    NOT_GIVEN,
+    ResponseFormat,
+    StructuredOutputs,
+    find_grammar,
+)
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N
 
@@ -79,6 +85,18 @@ class SamplingBody(Body, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    grammar: str | None = None
+    json_schema: msgspec.Raw = NOT_GIVEN
     priority: Int32 | None = None
     timeout_s: Seconds | None = None
     stream: bool | None = None
@@ -131,6 +149,8 @@ class SamplingBody(Body, kw_only=True):
                 int(token) if _INTEGER.fullmatch(token) else token: bias
                 for token, bias in self.logit_bias.items()
             }
+        if (grammar := find_grammar(self)) is not None:
+            fields["grammar"] = grammar
         return fields
 
 
@@ -138,6 +158,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
     "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 
@@ -217,12 +238,6 @@ def _check_prompts(prompt: list[Any]) -> None:
         )
 
 
-class ResponseFormat(Struct, kw_only=True):
-    """Only `{"type": "text"}` is understood."""
-
-    type: str
-
-
 class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
@@ -238,7 +253,6 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    response_format: ResponseFormat | None = None
 
     def check(self) -> None:
         super().check()
@@ -251,11 +265,6 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
                     f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
                     param="top_logprobs",
                 )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(
-                f"response_format {self.response_format.type!r} is not supported, only 'text'",
-                param="response_format",
-            )
         if self.tool_choice not in (None, "auto", "none"):
             raise RequestError(
                 "tool_choice must be 'auto' or 'none': no call can be enforced", param="tool_choice"
