@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
@@ -109,6 +109,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
         self._num_prefill_tokens = 0  # of the running requests
+        self._num_constrained = 0  # running requests whose rows wait for masks
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
@@ -142,6 +143,12 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Posted steps whose results have not come."""
         return len(self._posted)
+
+    @property
+    def last_sampled(self) -> Sequence[Request]:
+        """The requests of which the last posted step samples a token, in the order of its result's
+        rows."""
+        return self._posted[-1][1]
 
     @property
     def is_idle(self) -> bool:
@@ -266,10 +273,14 @@ class Scheduler:
             return None
         for request, group, table_index, block in self.kv_cache.take_stand_ins():
             builder.set_entry(request, group, table_index, block)
-        self._posted.append((self._step_id, builder.sampled_requests))
+        sampled = builder.sampled_requests
+        self._posted.append((self._step_id, sampled))
         self._step_id += 1
         self.stats.steps += 1
-        plan = builder.to_plan(self._vacated)
+        constrained: list[int] = []
+        if self._num_constrained:
+            constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
+        plan = builder.to_plan(self._vacated, constrained)
         self._vacated.clear()
         return plan
 
@@ -417,6 +428,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
+        self._num_constrained += request.is_constrained
         if request.num_cached < 0:
             self._fair_queuing.admit(request)
             request.num_cached = computed
@@ -443,6 +455,7 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         self._num_prefill_tokens -= request.num_uncomputed
+        self._num_constrained -= request.is_constrained
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         if request.params.has_penalties:
@@ -587,3 +600,5 @@ class Scheduler:
         )
         if sum(request.num_uncomputed for request in self.running) != self._num_prefill_tokens:
             raise IntegrityError("the tokens to prefill are miscounted")
+        if sum(request.is_constrained for request in self.running) != self._num_constrained:
+            raise IntegrityError("the constrained requests are miscounted")

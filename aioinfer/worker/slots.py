@@ -107,6 +107,8 @@ class Slots:
             return
         self._account(plan)
         admissions = plan.admissions
+        if not admissions:
+            return
         slots, records = admissions.records["slot"], admissions.records
         at = self._upload(slots).long()
         self.records[:, at] = self._upload(_words_of(admissions).T)
