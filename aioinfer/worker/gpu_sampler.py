@@ -251,7 +251,7 @@ def _merge_rows(
         none = torch.full((rows, count), -1, dtype=torch.int32, device=places.device)
         merged = nothing.new_full((rows,), math.nan), none, nothing
     for target, source in zip(merged, _widen(part, count), strict=True):
-        target.index_copy_(0, places, source)
+        target.index_copy_(0, places.long(), source)
     return merged
 
 
