@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
 from aioinfer.ipc.ring import Ring
@@ -532,6 +533,35 @@ def test_a_blocked_request_can_be_aborted():
     assert harness.scheduler.is_idle, "it has ended"
 
 
+# ---------------------------------------------------------------- constrained requests
+
+
+def test_a_plan_lists_the_sampled_rows_of_constrained_requests():
+    """By their places in the result, also of a prompt's last chunk and after a preemption."""
+    harness = Harness(num_blocks=9, token_budget=6)
+    requests = [
+        make_request(str(number), [number] * 7, 9, is_constrained=number != 1)
+        for number in range(3)
+    ]
+    harness.add(*requests)
+    scheduler, num_listed, seen = harness.scheduler, 0, set()
+    while not scheduler.is_idle:
+        while scheduler.num_in_flight < 2 and harness.post():
+            listed = harness.plans[-1].section(ConstrainedRows)
+            rows = [] if listed is None else listed.rows.tolist()
+            sampled = scheduler.last_sampled
+            assert rows == [i for i, request in enumerate(sampled) if request.is_constrained]
+            num_listed += len(rows)
+            seen.add((len(rows), len(sampled)))
+        scheduler.update(harness.worker.results.popleft())
+        scheduler.check_integrity()
+    for request in requests:
+        assert_complete(request)
+    assert scheduler.stats.preemptions > 0
+    assert num_listed == 2 * 9
+    assert {(1, 1), (1, 2)} <= seen
+
+
 # ---------------------------------------------------------------- rows of several tokens
 
 
@@ -725,6 +755,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 flow=Flow(str(number % flows), 1.0 + number % flows),
                 blocked_on=draw(st.sampled_from([None, None, "grammar"])),
                 plans_ahead=plans_ahead or sibling % 2 == 0,
+                is_constrained=number % 3 == 0,
             )  # fmt: skip
             harness.add(request)
             requests.append(request)

@@ -181,7 +181,7 @@ class Masking:
                 step.filling.append(request)
         began = time.perf_counter()
         if len(rows) <= _FEW_ROWS:
-            self._end(step, began, self.filler.fill(rows, masks))
+            self._end(step, began, self._fill_now(rows, masks))
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -190,6 +190,14 @@ class Masking:
         )
         self._work = _Work(future, step.filling)
         future.add_done_callback(lambda done: self._take(step, began, done))
+
+    def _fill_now(
+        self, rows: Sequence[tuple[Constraint, int]], masks: Mask
+    ) -> list[Exception | None]:
+        try:
+            return self.filler.fill(rows, masks)
+        except Exception as error:
+            return [error] * len(rows)
 
     def _take(
         self, step: _MaskedStep, began: float, done: asyncio.Future[list[Exception | None]]
