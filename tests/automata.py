@@ -65,6 +65,37 @@ class Residues:
         return []
 
 
+class Runs(Residues):
+    """As `Residues`, but behind a token that 5 divides come `length_of_run` tokens without a
+    choice. `forced` tells of them only if `tells`: the output is the same either way."""
+
+    def __init__(self, vocab_size: int, *, tells: bool = True, length_of_run: int = 6, **more: Any):
+        super().__init__(vocab_size, **more)
+        self.vocab_size, self.tells, self.length_of_run = vocab_size, tells, length_of_run
+        self.run: list[int] = []
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.run:
+                if token != self.run.pop(0):
+                    raise GenerationError(f"token {token} is not the one that was left")
+                self.tokens.append(token)
+                continue
+            super().accept([token])
+            if token % 5 == 0:
+                self.run = [(3 * token + i * i) % self.vocab_size
+                            for i in range(1, self.length_of_run + 1)]  # fmt: skip
+
+    def fill(self, mask: Mask) -> None:
+        if self.run:
+            mask[:] = pack(np.arange(self.vocab_size) == self.run[0])
+        else:
+            super().fill(mask)
+
+    def forced(self) -> list[int]:
+        return list(self.run) if self.tells else []
+
+
 def accepts(tokens: Sequence[int], vocab_size: int, **automaton: Any) -> bool:
     """Whether an automaton accepts all of `tokens`."""
     try:

@@ -87,7 +87,11 @@ class Engine:
         self.number = number
         self.metrics = EngineMetrics()
         self.masking = Masking(
-            self.metrics, self._finish_constrained, self._fail_request, self._plan_and_post
+            self.metrics,
+            lambda request: self.scheduler.finish(request, "stop"),
+            lambda request, tokens: self.scheduler.force(request, tokens),
+            self._fail_request,
+            self._plan_and_post,
         )
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
@@ -213,10 +217,6 @@ class Engine:
         """Ends the request that a sequence belongs to with an error."""
         if request in self._sequences:
             self._fail(self._sequences[request].output, error)
-
-    def _finish_constrained(self, request: Request) -> None:
-        """Ends a request whose output is complete; its last token is still to be emitted."""
-        self.scheduler.finish(request, "stop")
 
     def _forget(self, request: Request, outcome: str) -> None:
         self._sequences.pop(request, None)
@@ -467,7 +467,7 @@ class Engine:
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
-        stopped, num_more, several = False, 0, result.tokens.shape[1] > 1
+        stopped, num_more, several = False, 0, output.has_several
         sequences, logprobs = self._sequences, result.logprobs
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1

@@ -17,6 +17,10 @@ while the event loop emits the text of step N; very few rows are filled at once,
 to a thread takes longer. No plan is posted until then, because it would overtake the masks in the
 ring.
 
+Where a constraint leaves one way only for some tokens (the names of an object's members, say), they
+are not sampled one by one: the sequence jumps ahead. They are appended like a prompt's, and the
+next step computes them in one row (`Scheduler.force`).
+
 `Engine` owns one `Masking`. Without constrained requests it costs a comparison a step.
 """
 
@@ -27,6 +31,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+import numpy as np
 
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.errors import GenerationError
@@ -39,6 +45,9 @@ from aioinfer.text.constraints import Constraint, Mask, MaskFiller
 
 #: Up to so many rows are filled on the event loop.
 _FEW_ROWS = 2
+#: Forced tokens that are taken at once. Fewer are sampled one by one: the posted row is lost with
+#: each jump, and the next step has a row that is no decode, which is not all in one CUDA graph.
+MIN_JUMP, MAX_JUMP = 3, 64
 
 
 class PlainFiller:
@@ -94,6 +103,7 @@ class Masking:
         self,
         metrics: EngineMetrics,
         finish: Callable[[Request], None],
+        force: Callable[[Request, Sequence[int]], int],
         fail: Callable[[Request, Exception], None],
         go_on: Callable[[], None],
     ):
@@ -101,15 +111,18 @@ class Masking:
 
         Args:
             metrics: of the engine.
-            finish: ends a request in the scheduler, since its output is complete.
+            finish: ends a request in the scheduler, since its output is complete; its last token is
+                still to be emitted.
+            force: see `Scheduler.force`.
             fail: ends a request with an error; the others go on.
             go_on: called when masks have been posted, so that the next step can be.
         """
         self.filler: MaskFiller = PlainFiller()
         self._metrics = metrics
-        self._finish, self._fail, self._go_on = finish, fail, go_on
+        self._finish, self._force, self._fail, self._go_on = finish, force, fail, go_on
         self._constraints: dict[Request, Constraint] = {}
         self._step: _MaskedStep | None = None
+        self._only: dict[Request, int] = {}  # the token that the posted row has to sample
         self._thread: ThreadPoolExecutor | None = None
         self._work: _Work | None = None
 
@@ -134,7 +147,8 @@ class Masking:
         """Takes in the tokens of a step, and ends the requests whose output is complete."""
         if not self._constraints:
             return
-        for request, token in zip(output.requests, output.tokens, strict=True):
+        jumps: dict[int, list[int]] = {}
+        for place, (request, token) in enumerate(zip(output.requests, output.tokens, strict=True)):
             if not request.is_constrained or request.status is Status.FINISHED:
                 continue
             constraint = self._constraints.get(request)
@@ -142,12 +156,32 @@ class Masking:
                 continue
             try:
                 constraint.accept([token])
-                is_complete = constraint.is_finished
+                if constraint.is_finished:
+                    self._finish(request)
+                elif forced := self._jump(request, constraint):
+                    jumps[place] = forced
             except Exception as error:
                 self._fail(request, _as_generation_error(error))
-                continue
-            if is_complete:
+        if jumps:
+            _insert(output, jumps)
+
+    def _jump(self, request: Request, constraint: Constraint) -> list[int]:
+        """Appends the tokens that must come next, if they are enough for it to pay, and returns
+        them. Log-probabilities are known only of tokens that were sampled."""
+        if request.params.logprobs is not None or request.slot < 0:
+            return []
+        forced = constraint.forced()[:MAX_JUMP]
+        if len(forced) < MIN_JUMP:
+            return []
+        is_sampled = request.num_pending > 0
+        forced = forced[: self._force(request, forced)]
+        if forced and request.status is not Status.FINISHED:
+            constraint.accept(forced)
+            if constraint.is_finished:
                 self._finish(request)
+            elif is_sampled:  # by the posted row, which is to count it for penalties
+                self._only[request] = forced[0]
+        return forced
 
     # ---------------------------------------------------------------- masks
 
@@ -171,11 +205,15 @@ class Masking:
             return
         masks = step.executor.masks_of(step.step_id)
         rows: list[tuple[Constraint, int]] = []
+        only, self._only = self._only, {}
         step.filling = []
         for row, request in enumerate(step.requests):
             constraint = self._constraints.get(request)
             if constraint is None or request.status is Status.FINISHED:
                 masks[row] = -1  # whatever is sampled is dropped
+            elif request in only:
+                masks[row] = 0
+                masks[row, only[request] // 32] = np.int64(1 << only[request] % 32).astype(np.int32)
             else:
                 rows.append((constraint, row))
                 step.filling.append(request)
@@ -237,6 +275,7 @@ class Masking:
         """Forgets the posted step, whose workers were lost. The constraints have taken in all
         tokens that are known, so they go on from there."""
         self._step = None
+        self._only.clear()
 
     def begin_anew(self) -> None:
         """Makes ready for new workers. If the thread has still not filled the masks for the lost
@@ -254,6 +293,17 @@ class Masking:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
+
+
+def _insert(output: StepOutput, jumps: dict[int, list[int]]) -> None:
+    """Puts forced tokens behind those of the requests at these places of the output."""
+    before = list(zip(output.requests, output.tokens, output.rows, strict=True))
+    output.requests, output.tokens, output.rows, output.has_several = [], [], [], True
+    for place, (request, token, row) in enumerate(before):
+        forced = jumps.get(place, [])
+        output.requests += [request] * (1 + len(forced))
+        output.tokens += [token, *forced]
+        output.rows += [row] * (1 + len(forced))
 
 
 def _as_generation_error(error: BaseException) -> GenerationError:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from aioinfer.ipc.masks import ConstrainedRows
+from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
 from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
@@ -46,7 +46,7 @@ _NONE = np.empty(0, np.int32)
 S = TypeVar("S", bound=Section)
 
 #: The sections that a plan may have. A new one is entered here.
-PLAN_SECTIONS: tuple[type[Section], ...] = (Admissions, Vacated, ConstrainedRows)
+PLAN_SECTIONS: tuple[type[Section], ...] = (Admissions, Vacated, ConstrainedRows, ForcedTokens)
 
 
 def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aioinfer.ipc.masks import ConstrainedRows
+from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
 from aioinfer.ipc.sections import Section
@@ -40,6 +40,7 @@ class PlanBuilder:
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
         self._growth: list[tuple[int, int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
+        self._forced: list[tuple[int, int, int, int]] = []
         self._packer = AdmissionPacker()
         self._tokens_of_group: dict[ForkGroup, I32] = {}
 
@@ -123,6 +124,14 @@ class PlanBuilder:
         """Sends one entry of a request's block table in a group."""
         self._growth.append((group * self._max_num_seqs + request.slot, index, block))
 
+    def force(self, request: Request, first: int, count: int, num_sampled: int) -> None:
+        """Sends `count` known tokens of a running request from position `first` on; the first
+        `num_sampled` of them have been sampled as well."""
+        tokens = request.tokens[first : first + count]
+        for place, token in enumerate(tokens):
+            counted = int(place >= num_sampled)
+            self._forced.append((request.slot, first + place, token, counted))
+
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Has the workers copy a KV block of a group before the step computes anything."""
         self._copies.append((group, source, target))
@@ -150,6 +159,8 @@ class PlanBuilder:
             sections.append(Vacated(np.array(vacated, np.int32)))
         if self._packer:
             sections.append(self._packer.pack())
+        if self._forced:
+            sections.append(ForcedTokens(*_columns(self._forced, 4)))
         if constrained:
             sections.append(ConstrainedRows(np.array(constrained, np.int32)))
         return sections

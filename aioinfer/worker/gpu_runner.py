@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.kernels import prepare
 from aioinfer.kernels.slots import grow_tables
@@ -172,6 +173,7 @@ class GpuModelRunner:
         return (
             0 < rows <= self._decode_graphs.fit(rows)
             and not plan.admissions
+            and plan.section(ForcedTokens) is None
             and not len(plan.copy_sources)
             and len(plan.table_rows) <= self._plan.growth
             and plan.num_tokens == rows

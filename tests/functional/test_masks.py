@@ -20,7 +20,7 @@ from aioinfer.engine.output import OutputSequence
 from aioinfer.errors import GenerationError
 from aioinfer.llm import Output
 from aioinfer.text.constraints import Constraint
-from tests.automata import Residues, accepts, constrain
+from tests.automata import Residues, Runs, accepts, constrain
 from tests.disturbance import worker_pids
 from tests.gpu.random_models import random_model
 
@@ -145,6 +145,78 @@ def test_a_complete_output_ends_the_request_with_its_last_token(folder: Path) ->
         assert len(other.token_ids) == TOKENS
         finished = llm.frontend.engines[0].metrics.finished
         assert (finished["stop"], finished["length"]) == (1, 1)
+
+
+def runs(tells: bool, **more: Any) -> Any:
+    return lambda s: (
+        Runs(VOCAB_SIZE, tells=tells, **more) if is_constrained(s.output.params) else None
+    )
+
+
+@pytest.fixture(scope="module")
+def expected_of_runs(folder: Path) -> list[list[list[int]]]:
+    """What comes without jumps."""
+    with running(folder) as llm:
+        return generate(llm, runs(False))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"scheduler__plan_ahead": False},
+        {"cache__num_blocks": 26},
+        {"scheduler__max_num_batched_tokens": 9, "scheduler__max_num_seqs": 7},
+    ],
+    ids=["plenty", "not ahead", "preempted", "chunks"],
+)
+def test_forced_tokens_are_taken_without_sampling(
+    folder: Path, expected_of_runs: list[list[list[int]]], settings: dict[str, Any]
+) -> None:
+    """The tokens are those of sampling one by one, also behind penalties that count them."""
+    with running(folder, **settings) as llm:
+        assert generate(llm, runs(True)) == expected_of_runs
+        engine = llm.frontend.engines[0]
+        of_constrained = [
+            tokens
+            for params, each in zip(PARAMS, expected_of_runs, strict=True)
+            for tokens in each
+            if is_constrained(params)
+        ]
+        num_tokens = sum(map(len, of_constrained))
+        assert engine.metrics.constrained_rows < 0.8 * num_tokens
+        assert engine.metrics.generation_tokens == sum(
+            len(tokens) for each in expected_of_runs for tokens in each
+        )
+
+
+def test_requests_may_end_within_forced_tokens(folder: Path) -> None:
+    """By their length, a stop token, a stop string, or since the output is complete."""
+    (constrained,) = params = [replace(PARAMS[1], n=1)]
+    with running(folder) as llm:
+        whole = {}
+        for tells in (False, True):
+            undo = constrain(llm.frontend, runs(tells))
+            (whole[tells],) = llm.generate(PROMPTS[:1], params)
+            undo()
+        tokens, text = whole[True].token_ids, whole[True].text
+        assert (tokens, text) == (whole[False].token_ids, whole[False].text)
+        start = next(i for i, token in enumerate(tokens) if token % 5 == 0 and i < TOKENS - 7)
+        inside = next(i for i in range(start + 2, start + 6) if tokens[i] not in tokens[:i])
+        cases: list[tuple[Any, Any, str, int, int]] = [
+            ({"max_tokens": inside + 1}, {}, "length", inside + 1, inside + 1),
+            ({"stop_token_ids": (tokens[inside],)}, {}, "stop", inside + 1, inside),
+            ({"stop": (text[inside],)}, {}, "stop", inside + 1, inside),
+            ({}, {"length": start + 7}, "stop", start + 7, start + 7),
+        ]
+        for fields, more, reason, num_tokens, num_characters in cases:
+            undo = constrain(llm.frontend, runs(True, **more))
+            (output,) = llm.generate(PROMPTS[:1], [replace(constrained, **fields)])
+            undo()
+            (completion,) = output.completions
+            assert completion.finish_reason == reason, fields
+            assert completion.token_ids == tokens[:num_tokens], fields
+            assert completion.text == text[:num_characters], fields
 
 
 class Wrong(Residues):
