@@ -192,7 +192,7 @@ def test_forced_tokens_are_taken_without_sampling(
 
 def test_requests_may_end_within_forced_tokens(folder: Path) -> None:
     """By their length, a stop token, a stop string, or since the output is complete."""
-    (constrained,) = params = [replace(PARAMS[1], n=1)]
+    (constrained,) = params = [replace(PARAMS[1], n=1, temperature=1.0, top_k=0, top_p=1.0)]
     with running(folder) as llm:
         whole = {}
         for tells in (False, True):
