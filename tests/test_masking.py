@@ -181,3 +181,17 @@ async def test_an_end_token_under_a_constraint_is_no_text(frontend: Frontend) ->
     deltas = [delta async for delta in output]
     assert "".join(delta.text for delta in deltas) == tokenizer.decode([first, second])
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", third)
+
+
+async def test_each_engine_fills_the_masks_of_its_own_requests() -> None:
+    frontend = await make_frontend(8, 0.0, {"parallel.data_parallel_size": 2})
+    try:
+        constrain(frontend, lambda sequence: Residues(VOCAB_SIZE))
+        outputs = [await frontend.submit([5] * 20, PARAMS) for _ in range(8)]
+        for tokens in await asyncio.gather(*(tokens_of(output) for output in outputs)):
+            assert len(tokens) == 6
+            assert accepts(tokens, VOCAB_SIZE)
+        rows = [engine.metrics.constrained_rows for engine in frontend.engines]
+        assert rows == [24, 24]
+    finally:
+        await frontend.close()

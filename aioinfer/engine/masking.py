@@ -289,7 +289,8 @@ class Masking:
                     self._fail(request, GenerationError("the masks of the request took too long"))
 
     def shutdown(self) -> None:
-        """Ends the thread when it has done its work; does not wait for it."""
+        """Ends the thread when it has done its work; does not wait for it. Another one is started
+        if masks are to be filled again."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None

@@ -231,6 +231,8 @@ class GpuModelRunner:
         if not len(sampled):
             return _Launched(None, (), index_there)
         logits = self.model.logits(hidden, self._logits[: len(sampled)])
+        if constrained is not None and len(constrained) == len(sampled):
+            return _Launched(logits, (), index_there)
         sampling_rows = SamplingRows(
             sampling[0], sampling[1], sampling[2], sampled_slots, sampled_positions
         )
