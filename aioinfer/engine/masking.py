@@ -43,7 +43,8 @@ from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.scheduler import StepOutput
 from aioinfer.text.constraints import Constraint, Mask, MaskFiller
 
-#: Up to so many rows are filled on the event loop.
+#: Up to so many rows are filled on the event loop: handing them to a thread takes 90 us, and a mask
+#: of a JSON grammar over 152 000 tokens usually 25 us, though now and then a millisecond.
 _FEW_ROWS = 2
 #: Forced tokens that are taken at once. Fewer are sampled one by one: the posted row is lost with
 #: each jump, and the next step has a row that is no decode, which is not all in one CUDA graph.
