@@ -86,7 +86,7 @@ class Emission:
         waiting.
         """
         engine, sequences, logprobs = self._engine, self._sequences, result.logprobs
-        stopped, num_more, several = False, 0, result.tokens.shape[1] > 1
+        stopped, num_more, several = False, 0, output.has_several
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1
         ):
@@ -94,7 +94,7 @@ class Emission:
             if sequence is None:
                 continue  # its request was aborted, failed, or stopped earlier in this step
             if token < 0:
-                engine.fail(sequence.output, GenerationError("the model's logits held NaN"))
+                engine.fail(sequence.output, GenerationError(_why_no_token(sequence)))
                 continue
             if several:
                 num_more = _count_equal(output.requests, number)
@@ -117,6 +117,12 @@ class Emission:
                 yield
         if stopped:
             engine.plan_soon()
+
+
+def _why_no_token(sequence: OutputSequence) -> str:
+    if sequence.constraint is None:
+        return "the model's logits held NaN"
+    return "the model's logits held NaN, or no token was allowed"
 
 
 def _count_equal(requests: Sequence[Request], start: int) -> int:

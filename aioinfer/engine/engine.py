@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 from aioinfer.config import Config
 from aioinfer.engine.emission import Emission
+from aioinfer.engine.masking import Masking
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.record_check import RecordCheck
@@ -41,6 +42,7 @@ class Engine:
         number: which of the engines it is.
         name: what messages about it begin with; empty if there is one engine only.
         metrics: its counts and times.
+        masking: the constraints of its requests.
         scheduler, report: set once `start` has returned; `report` has the sizes of the workers.
         start_s: seconds that the first start of the workers took.
         state: whether it serves.
@@ -74,6 +76,13 @@ class Engine:
         self.number = number
         self.name = f"engine {number}: " if config.parallel.data_parallel_size > 1 else ""
         self.metrics = EngineMetrics()
+        self.masking = Masking(
+            self.metrics,
+            lambda request: self.scheduler.finish(request, "stop"),
+            lambda request, tokens: self.scheduler.force(request, tokens),
+            self._fail_request,
+            self._plan_and_post,
+        )
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
         self._config = config
@@ -178,6 +187,7 @@ class Engine:
         """Ends the workers, and waits until they are gone. Safe to call twice."""
         self._record_check.end()
         await self.recovery.end()
+        self.masking.shutdown()
         await self.end_workers()
 
     def handle_loss(self, error: Exception) -> None:
@@ -204,6 +214,8 @@ class Engine:
             sequence.times = self.metrics.begin(
                 sequence.request, arrived, counts_prompt=sequence.index == 0
             )
+            if sequence.constraint is not None:
+                self.masking.add(sequence.request, sequence.constraint)
             self.scheduler.add(sequence.request)
         self._record_check.begin()
         self.plan_soon()
@@ -221,9 +233,15 @@ class Engine:
         self.abort(output, "error")
         output.fail(error)
 
+    def _fail_request(self, request: Request, error: Exception) -> None:
+        """Ends the request that a sequence belongs to with an error."""
+        if request in self._sequences:
+            self.fail(self._sequences[request].output, error)
+
     def forget(self, request: Request, outcome: str) -> None:
         """Records that a request has ended and that its text is emitted."""
         self._sequences.pop(request, None)
+        self.masking.forget(request)
         self.metrics.end(request, outcome)
         if not self._sequences:
             self._idle.set()
@@ -239,6 +257,7 @@ class Engine:
         scheduler, which still has them, is cleared once `on_death` returns."""
         for sequence in sequences:
             del self._sequences[sequence.request]
+            self.masking.forget(sequence.request)
             self.metrics.release(sequence.request)
         if not self._sequences:
             self._idle.set()
@@ -252,6 +271,8 @@ class Engine:
             self._sequences[request] = sequence
             if sequence.times is not None:
                 self.metrics.adopt(request, sequence.times)
+            if sequence.constraint is not None:
+                self.masking.add(request, sequence.constraint)
             self.scheduler.add(request)
             sequence.output.on_abort = self.abort
         self._record_check.begin()
@@ -264,7 +285,8 @@ class Engine:
 
         take    the executor has read the result from the ring; text of step N-2 that is not emitted
                 yet goes out now, since `update` changes the state of its requests
-        update  the scheduler appends the tokens and ends requests: blocks and slots become free
+        update  the scheduler appends the tokens and ends requests: blocks and slots become free;
+                constraints take in theirs, and the masks of step N are filled, if it has any
         plan    step N+1 is made of what remains and of new requests
         post    it goes to the workers before anything else is done: they never wait for text
         emit    tokens become text, and text goes to the clients, in portions between which the
@@ -278,6 +300,8 @@ class Engine:
         emission.is_whole = False
         with timer.update:
             output = self.scheduler.update(result)
+            self.masking.accept(output)
+        self.masking.fill()
         emission.begin(output, result)
         emission.is_whole = True
         self._plan_and_post()
@@ -292,6 +316,7 @@ class Engine:
             while (
                 self.scheduler.num_in_flight < self._pipeline_depth
                 and self.state is EngineState.SERVING
+                and not self.masking.is_due
             ):
                 with timer.plan:
                     plan = self.scheduler.schedule()
@@ -300,6 +325,7 @@ class Engine:
                 with timer.post:
                     self._executor.post(plan)
                 self.metrics.record_plan(plan, self.scheduler.running)
+                self.masking.plan(plan, self.scheduler.last_sampled, self._executor)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:
             self.handle_loss(EngineDeadError(f"a step could not be planned or posted: {error!r}"))

@@ -35,6 +35,7 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
 from aioinfer.text.constraints import CompiledConstraint
 from aioinfer.text.generation_defaults import GenerationDefaults
+from aioinfer.text.restrictions import ParallelFiller
 from aioinfer.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -149,7 +150,9 @@ class Frontend:
             hash_block_size=self.engines[0].report.block_size if has_cache else None,
         )
         self._is_started = True
+        filler = ParallelFiller()
         for engine in self.engines:
+            engine.masking.filler = filler
             engine.begin_service()
 
     async def _raise_death(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from aioinfer.engine.emission import Emission, EmittingEngine
+from aioinfer.engine.masking import Masking
 from aioinfer.engine.output import OutputSequence
 from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
@@ -91,6 +92,7 @@ class RecoverableEngine(EmittingEngine, Protocol):
     report: WorkerReport
     start_s: float
     emission: Emission
+    masking: Masking
 
     async def start_workers(self, on_progress: ProgressCallback) -> WorkerReport: ...
 
@@ -177,6 +179,7 @@ class Recovery:
         engine.emission.emit_rest()
         held = engine.scheduler.held_requests()
         self._requeue_all(reason)
+        engine.masking.begin_anew()  # no thread may go on with what another engine will use
         for request in held:  # whoever holds the blocks means to go on from them
             if (sequence := self._sequences.get(request)) is not None:
                 message = f"the request's KV blocks were held, and are lost: {reason}"
@@ -205,6 +208,7 @@ class Recovery:
             if request.status is not Status.FINISHED:  # else only its text is still to come
                 waiting.append(request)
         engine.scheduler.restart(engine.scheduler.limits, waiting)
+        engine.masking.forget_step()
         engine.metrics.steps.forget_posted()
         engine.emission.is_whole = True
         cause = reason.partition("\n")[0]  # without a traceback
@@ -249,6 +253,7 @@ class Recovery:
                 f"the new workers can hold only {report.max_model_len} tokens of a request, "
                 f"{engine.report.max_model_len} are promised"
             )
+        engine.masking.begin_anew()
         waiting = [r for r in self._sequences if r.status is not Status.FINISHED]
         engine.scheduler.restart(engine.limits(report), waiting)
         _log.warning("%sthe workers serve again; %d requests go on", engine.name, len(waiting))
