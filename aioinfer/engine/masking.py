@@ -75,7 +75,7 @@ class _MaskedStep:
         step_id: the plan's.
         requests: those of the constrained rows, in their order.
         executor: that has the plan.
-        filling: the requests whose masks a thread is filling now, or None.
+        filling: the requests whose masks are being filled; None before that.
     """
 
     step_id: int

@@ -7,9 +7,9 @@ copies, and decoding is views. A request is described once, by a record among `A
 takes a slot; after that a row of four integers a step names it, and its block tables grow by (row,
 index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
 
-Bounds. No plan exceeds `MAX_PLAN_BYTES`, three quarters of the longest message of a ring of the
-usual size: the scheduler counts the bytes of what it admits, and `max_sequence_tokens` limits how
-long a single request may be.
+Bounds. But for forced tokens, 256 KiB at most, no plan exceeds `MAX_PLAN_BYTES`, three quarters of
+the longest message of a ring of the usual size: the scheduler counts the bytes of what it admits,
+and `max_sequence_tokens` limits how long a single request may be.
 """
 
 from __future__ import annotations
