@@ -150,9 +150,8 @@ class Frontend:
             hash_block_size=self.engines[0].report.block_size if has_cache else None,
         )
         self._is_started = True
-        filler = ParallelFiller()
         for engine in self.engines:
-            engine.masking.filler = filler
+            engine.masking.filler = ParallelFiller()
             engine.begin_service()
 
     async def _raise_death(self) -> None:
