@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
+from aioinfer.api.context import local_path
 from aioinfer.api.errors import Handler
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS
 from aioinfer.api.page import PAGE_FILES
@@ -22,7 +23,11 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
-_OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *PAGE_FILES))
+OPEN_PATHS = frozenset(
+    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_FILES)
+)
+#: Paths that act on the whole server: they need an admin key.
+ADMIN_PATHS = frozenset(("/abort", "/pause", "/reset_prefix_cache", "/resume"))
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 #: Seconds for which a browser may remember the answer to a preflight.
 _PREFLIGHT_AGE_S = 600
@@ -30,9 +35,12 @@ _PREFLIGHT_AGE_S = 600
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 401 to a request without a right key, whatever its path, but for `/health` and
-    what is below it, `/metrics` and the files of the page; the others get their key's account."""
-    if request.path not in _OPEN_PATHS:
+    """Answers 401 to a request without a right key, whatever its path, but for `OPEN_PATHS`; the
+    others get their key's account. Those of `ADMIN_PATHS` need an admin key."""
+    path = local_path(request)
+    if path in ADMIN_PATHS:
+        request.app[ACCOUNTS].check_admin(request.headers.get("Authorization"))
+    elif path not in OPEN_PATHS and ACCOUNT not in request:  # else it is the server's own
         account = request.app[ACCOUNTS].find(request.headers.get("Authorization"))
         if account is not None:
             request[ACCOUNT] = account

@@ -243,6 +243,27 @@ class Accounts:
         key = self._keys.find(authorization)
         return None if key is None else self._accounts[key.name]
 
+    def named(self, name: str) -> Account | None:
+        """Returns the account of a key's name, None if no key has it (any more)."""
+        return self._accounts.get(name)
+
+    def check_admin(self, authorization: str | None) -> None:
+        """Raises `RequestError` unless an `Authorization` header holds a key for the admin
+        endpoints."""
+        if not self._keys.has_admin:
+            raise RequestError(
+                "this endpoint needs an admin key, and the server has none: server.admin_key, or "
+                "admin = true in server.api_key_file",
+                status=403,
+                code="no_admin_key",
+            )
+        if not self._keys.is_admin(authorization):
+            raise RequestError(
+                "this endpoint needs an admin key, as in 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_admin_key",
+            )
+
     def set_keys(self, keys: ApiKeys) -> None:
         """Takes these keys from now on; accounts whose name stays go on. Requests that are being
         answered go on as they are."""

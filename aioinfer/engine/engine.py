@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from aioinfer.config import Config
 from aioinfer.engine.metrics import EngineMetrics
-from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
+from aioinfer.engine.output import Delta, OutputSequence, RequestOutput, TokenLogprob
 from aioinfer.engine.recovery import (
     MAX_END_S,
     MAX_INTERRUPTIONS,
@@ -59,6 +59,7 @@ class Engine:
         scheduler, report: set once `start` has returned; `report` has the sizes of the workers.
         state: whether it serves.
         dead_reason: why it serves no more requests, or None.
+        is_paused: whether no further step is planned until `resume`.
     """
 
     scheduler: Scheduler
@@ -86,6 +87,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
+        self.is_paused = False
         self._config = config
         self._executor = executor
         self._on_death = on_death
@@ -173,6 +175,15 @@ class Engine:
             await asyncio.gather(self._recovery, return_exceptions=True)
         await self._executor.shutdown()
 
+    def pause(self) -> None:
+        """Plans no further step until `resume`. Steps that were posted end, requests wait."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Goes on with all requests, after `pause`."""
+        self.is_paused = False
+        self._plan_soon()
+
     # ---------------------------------------------------------------- requests
 
     def add(self, output: RequestOutput, arrived: float) -> None:
@@ -195,6 +206,19 @@ class Engine:
             # also where the scheduler had finished it: its text may have failed after that
             self._forget(sequence.request, reason)
         self._plan_soon()
+
+    def open_outputs(self) -> list[RequestOutput]:
+        """Returns the outputs of all requests that have not ended."""
+        return list(dict.fromkeys(sequence.output for sequence in self._sequences.values()))
+
+    def cut_short(self, output: RequestOutput) -> None:
+        """Ends a request for another than its reader, who gets what was generated and "abort" as
+        the finish reason."""
+        self._emit_rest()  # else sequences that have ended are still open
+        unfinished = [s.index for s in output.sequences if s.request in self._sequences]
+        self.abort(output)
+        for index in unfinished:
+            output.put(Delta(index, finish_reason="abort"))
 
     def _fail(self, output: RequestOutput, error: Exception) -> None:
         """Ends one request with an error; the others go on."""
@@ -396,6 +420,7 @@ class Engine:
             while (
                 self.scheduler.num_in_flight < self._pipeline_depth
                 and self.state is EngineState.SERVING
+                and not self.is_paused
             ):
                 with timer.plan:
                     plan = self.scheduler.schedule()
