@@ -31,7 +31,7 @@ def command(*words: str) -> list[str]:
 
 
 def request(number: int) -> dict[str, Any]:
-    body: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
     if number % 2:
         body["messages"] = [{"role": "user", "content": f"Count to {number}."}]
         url = "/v1/chat/completions"
@@ -45,7 +45,7 @@ def request(number: int) -> dict[str, Any]:
 
 def test_a_batch_that_is_killed_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [request(number) for number in range(24)]
+    lines = [request(number) for number in range(14)]
     requests.write_text("".join(json.dumps(item) + "\n" for item in lines))
     call = ["batch", "-i", str(requests), "-o", str(results), *OPTIONS]
     with subprocess.Popen(command(*call), cwd=ROOT, stderr=subprocess.DEVNULL) as first:
@@ -56,25 +56,25 @@ def test_a_batch_that_is_killed_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
             time.sleep(0.01)
         first.kill()
     kept = results.read_bytes()
-    assert kept.count(b"\n") < 24
+    assert kept.count(b"\n") < 14
     results.write_bytes(kept + b'{"id":"batch_req_1","cust')
     second = subprocess.run(
         command(*call), cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
     assert second.returncode == 1, second.stderr  # one request is wrong
-    assert "24 results" in second.stderr
-    assert "24/24" in second.stderr
+    assert "14 results" in second.stderr
+    assert "14/14" in second.stderr
     data = results.read_bytes()
     assert data.startswith(kept)
     found = [json.loads(item) for item in data.splitlines()]
     assert [item["custom_id"] for item in found] == [item["custom_id"] for item in lines]
     statuses = [item["response"]["status_code"] for item in found]
-    assert statuses == [400 if number == 5 else 200 for number in range(24)]
+    assert statuses == [400 if number == 5 else 200 for number in range(14)]
     assert found[5]["response"]["body"]["error"]["param"] == "top_p"
     assert found[7]["response"]["body"]["choices"][0]["message"]["content"]
     # nothing is left to do: no model is loaded
     assert main([*call[:5], "./nowhere"]) == 1
-    assert "24 results" in capsys.readouterr().err
+    assert "14 results" in capsys.readouterr().err
     assert results.read_bytes() == data
 
 
