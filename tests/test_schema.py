@@ -108,7 +108,7 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
             *("--header", "Authorization: Bearer admin"),
             # the first has no end, the second lets all others wait
             *("--exclude-path", "/page/live", "--exclude-path", "/pause"),
-            *("--phases", "fuzzing", "--max-examples", "6", "--max-time", "25"),
+            *("--phases", "fuzzing", "--max-examples", "4", "--no-shrink"),
             *("--generation-database", "none", "--request-timeout", "25", "--no-color"),
             cwd=tmp_path,
             stdout=subprocess.PIPE,
@@ -119,4 +119,4 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
     assert process.returncode == 0, text
     generated = re.search(r"(\d+) generated", text)
     assert generated is not None, text
-    assert int(generated[1]) > 50
+    assert int(generated[1]) > 25

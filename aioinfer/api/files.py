@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from aioinfer.api.batches import BATCHES
 from aioinfer.api.context import FRONTEND
@@ -19,6 +21,7 @@ from aioinfer.api.paging import page_of
 from aioinfer.api.request_body import ReceivingRate
 from aioinfer.errors import RequestError
 
+T = TypeVar("T")
 #: Bytes of an upload that are written at a time.
 _PIECE = 2**20
 #: The longest value of a form's field but the file.
@@ -46,12 +49,7 @@ async def upload_file(request: web.Request) -> web.Response:
         raise RequestError("the Content-Type has no boundary", param="file")
     place = store.begin_upload()
     try:
-        try:
-            name, purpose = await _receive(request, store, place)
-        except ValueError as error:
-            if isinstance(error, RequestError):
-                raise
-            raise RequestError("the body is not a multipart form", param="file") from error
+        name, purpose = await _receive(request, store, place)
         if name is None:
             raise RequestError("the form has no file", param="file")
         if purpose != "batch":
@@ -70,15 +68,15 @@ async def _receive(
 ) -> tuple[str | None, str | None]:
     """Writes the form's file to `place`; returns its name and the purpose, None where missing.
 
-    Raises `RequestError`, ValueError for what is no form.
+    Raises `RequestError`.
     """
     rate = ReceivingRate(request.app[FRONTEND].config.server.body_timeout_s)
     if request.headers.get("Expect"):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the response itself has not begun
     name = purpose = None
-    form = await request.multipart()
-    while (part := await rate.within(form.next())) is not None:
+    form = await _parsed(request.multipart())
+    while (part := await _parsed(rate.within(form.next()))) is not None:
         if not isinstance(part, BodyPartReader):
             raise RequestError("a form within the form is not understood")
         if part.name == "file":
@@ -96,12 +94,23 @@ async def _receive(
     return name, purpose
 
 
+async def _parsed(step: Coroutine[Any, Any, T]) -> T:
+    """Returns what a step of aiohttp's parser of forms does. Raises `RequestError` for all that it
+    raises where a body is not a form."""
+    try:
+        return await step
+    except RequestError:
+        raise
+    except (AssertionError, HttpProcessingError, LookupError, RuntimeError, ValueError) as error:
+        raise RequestError("the body is not a well-formed multipart form") from error
+
+
 async def _write(part: BodyPartReader, place: Path, limit: int, rate: ReceivingRate) -> None:
     """Writes a part of a form to a file, in pieces. Raises `RequestError`."""
     stream: BinaryIO = await asyncio.to_thread(place.open, "xb", 0)
     try:
         size, buffer = 0, bytearray()
-        while chunk := await rate.within(part.read_chunk(2**16)):
+        while chunk := await _parsed(rate.within(part.read_chunk(2**16))):
             rate.count(len(chunk))
             size += len(chunk)
             if size > limit:
@@ -118,7 +127,7 @@ async def _write(part: BodyPartReader, place: Path, limit: int, rate: ReceivingR
 
 async def _field(part: BodyPartReader, rate: ReceivingRate) -> bytes:
     value = bytearray()
-    while chunk := await rate.within(part.read_chunk(_MAX_FIELD_BYTES)):
+    while chunk := await _parsed(rate.within(part.read_chunk(_MAX_FIELD_BYTES))):
         value += chunk
         if len(value) > _MAX_FIELD_BYTES:
             raise RequestError("a field of the form is too long", param=part.name)

@@ -159,6 +159,33 @@ async def test_a_batch_can_be_cancelled(filed: Served, client: openai.AsyncOpenA
     await client.files.delete(file_id)
 
 
+FORM = "multipart/form-data; boundary=b"
+PART = b"--b\r\nContent-Disposition: form-data; "
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("multipart/form-data", b""),
+        (f"{FORM}{'b' * 80}", b"--b\r\n"),
+        (FORM, b""),
+        (FORM, b"--b\r\n--b--\r\n"),
+        (FORM, b"no boundary at all"),
+        (FORM, PART + b'name="file"; filename="f"\r\n\r\nnever ends'),
+        (FORM, PART + b'name="purpose"\r\n\r\n' + b"x" * 2000 + b"\r\n--b--\r\n"),
+        (FORM, PART + b'name="expires_after"\r\n\r\n1\r\n--b--\r\n'),
+        (FORM, PART + b'name="purpose"\r\n\r\nbatch\r\n--b--\r\n'),
+        (FORM, (PART + b'name="file"\r\nContent-Length: x\r\n\r\nx\r\n') * 2 + b"--b--\r\n"),
+    ],
+)
+async def test_what_is_no_form_is_refused(filed: Served, kind: str, body: bytes) -> None:
+    async with filed.http.post("/v1/files", data=body, headers={"Content-Type": kind}) as response:
+        assert response.status == 400, await response.text()
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+    folder = Path(filed.frontend.config.server.files_folder or "") / "incoming"
+    assert await asyncio.to_thread(lambda: list(folder.iterdir())) == []
+
+
 async def test_bounds_of_uploads(filed: Served, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         await upload(client, b"x" * 20_001)
