@@ -242,8 +242,9 @@ class ServerConfig:
     )
     api_keys: list[str] = key(
         "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` "
-        "and what is below it, `/metrics` and the files of the page at `/` need none. A command "
-        "line can be read by others on the machine: keep keys in a file.",
+        "and what is below it, `/ping`, `/metrics`, `/openapi.json` and the files of the pages at "
+        "`/` and `/docs` need none. A command line can be read by others on the machine: keep keys "
+        "in a file.",
         [],
         secret=True,
     )

@@ -77,7 +77,7 @@ class Cors:
         if not is_preflight or self._allowed(request) is None:
             return await handler(request)
         headers = {
-            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": request.headers.get(
                 "Access-Control-Request-Headers", "Authorization, Content-Type"
             ),

@@ -2,7 +2,7 @@
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
 which `context` and `delivery` note what happens; at the end the middleware writes the line.
-Requests that only look (GET) are logged if they fail, those for `/health` and `/metrics` never. No
+Requests that only look (GET) are logged if they fail, those for `/health`, `/ping` and `/metrics` never. No
 line holds text of a prompt, unless `logging.prompts` says so.
 """
 
@@ -24,7 +24,7 @@ from aioinfer.config import Config
 _log = logging.getLogger("aioinfer.requests")
 
 _MAX_PATH = 200  # characters
-_UNLOGGED = ("/health", "/metrics")
+_UNLOGGED = ("/health", "/metrics", "/ping")
 
 
 class RequestLog:
