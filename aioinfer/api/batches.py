@@ -12,20 +12,26 @@ import logging
 import secrets
 import time
 from contextlib import ExitStack, aclosing
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from aioinfer.api.batch_lines import (
-    BATCH_PATHS,
     BatchError,
     BatchResult,
     Requests,
     Written,
     check_input,
     take_up,
+)
+from aioinfer.api.batch_objects import (
+    ENDED,
+    BatchFault,
+    BatchFaults,
+    BatchObject,
+    CreateBatch,
 )
 from aioinfer.api.batch_run import BatchServer, run_batch
 from aioinfer.api.context import FRONTEND, read_body
@@ -34,96 +40,11 @@ from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.file_store import FILES, FileStore, require_store, write_record
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, Account, Accounts
 from aioinfer.api.paging import page_of
-from aioinfer.api.protocol import Body
 from aioinfer.errors import AioinferError, RequestError
 
 _log = logging.getLogger(__name__)
 
 _WINDOW_S = 24 * 3600
-_ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
-_MAX_METADATA = 16
-
-
-class CreateBatch(Body, kw_only=True):
-    """`POST /v1/batches`."""
-
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: (
-        dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]] | None
-    ) = None
-    output_expires_after: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        if self.endpoint not in BATCH_PATHS:
-            raise RequestError(
-                f"endpoint must be one of {', '.join(BATCH_PATHS)}, not {shorten(self.endpoint)!r}",
-                param="endpoint",
-            )
-        if self.completion_window != "24h":
-            raise RequestError("completion_window must be '24h'", param="completion_window")
-        if self.metadata is not None and len(self.metadata) > _MAX_METADATA:
-            raise RequestError(f"metadata may hold at most {_MAX_METADATA} pairs", param="metadata")
-        if self.output_expires_after is not None:
-            raise RequestError(
-                "output_expires_after is not supported: results stay until they are deleted",
-                param="output_expires_after",
-            )
-
-
-class RequestCounts(Struct, kw_only=True):
-    """How many requests a batch has, and what became of them."""
-
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
-class BatchFault(Struct, kw_only=True):
-    """What is wrong with a batch, in which line of its input."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-class BatchFaults(Struct, kw_only=True):
-    """Everything that is wrong with a batch."""
-
-    data: list[BatchFault]
-    object: str = "list"
-
-
-class BatchObject(Struct, kw_only=True):
-    """A batch, as OpenAI describes it."""
-
-    id: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    created_at: int
-    expires_at: int
-    status: str = "validating"
-    object: str = "batch"
-    errors: BatchFaults | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
-    metadata: dict[str, str] | None = None
-
-    def enter(self, status: str) -> None:
-        """Changes the status, now."""
-        self.status = status
-        setattr(self, f"{status}_at", int(time.time()))
 
 
 class _Record(Struct):
@@ -163,7 +84,7 @@ class Batches:
         self._dispatcher = dispatcher
         for record in await asyncio.to_thread(self._store.read_batches, _Record):
             self._records[record.batch.id] = record
-            if record.batch.status not in _ENDED:
+            if record.batch.status not in ENDED:
                 self._begin(record)
 
     async def stop(self) -> None:
@@ -176,7 +97,7 @@ class Batches:
     def uses(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads this file."""
         return any(
-            record.batch.input_file_id == file_id and record.batch.status not in _ENDED
+            record.batch.input_file_id == file_id and record.batch.status not in ENDED
             for record in self._records.values()
         )
 
@@ -199,7 +120,7 @@ class Batches:
     async def create(self, asked: CreateBatch, owner: str) -> BatchObject:
         """Makes a batch and begins it. Raises `RequestError`."""
         self._store.find(asked.input_file_id, owner)
-        num_open = sum(record.batch.status not in _ENDED for record in self._records.values())
+        num_open = sum(record.batch.status not in ENDED for record in self._records.values())
         if num_open >= self._max_batches:
             raise RequestError(
                 f"{num_open} batches are in progress; one more is too many",
@@ -227,7 +148,7 @@ class Batches:
     async def cancel(self, batch_id: str, owner: str) -> BatchObject:
         """Ends a batch early; its results so far are kept. Raises `RequestError`."""
         batch = self.find(batch_id, owner)
-        if batch.status in _ENDED:
+        if batch.status in ENDED:
             raise RequestError(
                 f"the batch has ended: it is {batch.status}", status=409, code="batch_ended"
             )

@@ -22,7 +22,7 @@ from aioinfer import __version__
 from aioinfer.api import replies
 from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
 from aioinfer.api.admin import AbortRequest
-from aioinfer.api.batches import BatchObject, CreateBatch
+from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.file_store import FileObject
 from aioinfer.api.page import PAGE_FILES
 from aioinfer.api.protocol import (

@@ -2,8 +2,8 @@
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
 which `context` and `delivery` note what happens; at the end the middleware writes the line.
-Requests that only look (GET) are logged if they fail, those for `/health`, `/ping` and `/metrics` never. No
-line holds text of a prompt, unless `logging.prompts` says so.
+Requests that only look (GET) are logged if they fail, those for `/health`, `/ping` and `/metrics`
+never. No line holds text of a prompt, unless `logging.prompts` says so.
 """
 
 from __future__ import annotations

@@ -110,15 +110,7 @@ class HttpServer:
         app.router.add_get("/health/ready", info.ready)
         app.router.add_get("/metrics", metrics.show_metrics)
         app.router.add_get("/version", info.version)
-        ping = app.router.add_get("/ping", info.health)
-        app[PREFIX] = lambda: ping.resource.canonical.removesuffix("/ping")  # type: ignore[union-attr]
-        app.router.add_post("/ping", info.health)
-        app.router.add_get("/load", info.show_load)
-        app.router.add_get("/server_info", info.server_info)
-        app.router.add_get("/tokenizer_info", info.tokenizer_info)
-        app.router.add_post("/pause", admin.pause)
-        app.router.add_post("/resume", admin.resume)
-        app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
+        _add_administration(app)
         files.add_routes(app)
         batches.add_batches(app)
         openapi.add_openapi(app)
@@ -268,6 +260,19 @@ class HttpServer:
             self._connections.close()
         if self._files is not None:
             self._files.close()
+
+
+def _add_administration(app: web.Application) -> None:
+    """Adds what monitoring reads of the whole server, and what acts on it."""
+    ping = app.router.add_get("/ping", info.health)
+    app[PREFIX] = lambda: ping.resource.canonical.removesuffix("/ping")  # type: ignore[union-attr]
+    app.router.add_post("/ping", info.health)
+    app.router.add_get("/load", info.show_load)
+    app.router.add_get("/server_info", info.server_info)
+    app.router.add_get("/tokenizer_info", info.tokenizer_info)
+    app.router.add_post("/pause", admin.pause)
+    app.router.add_post("/resume", admin.resume)
+    app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
 
 
 class _Application:
