@@ -39,6 +39,7 @@ def add_routes(app: web.Application) -> None:
 async def upload_file(request: web.Request) -> web.Response:
     """Stores the file of a multipart form with `file` and `purpose`, which must be "batch"."""
     store = require_store(request)
+    _check_origin(request)
     if request.content_type != "multipart/form-data":
         raise RequestError(
             "the Content-Type must be multipart/form-data",
@@ -61,6 +62,21 @@ async def upload_file(request: web.Request) -> web.Response:
         store.end_upload()
         await asyncio.to_thread(place.unlink, True)
     return json_response(msgspec.to_builtins(file))
+
+
+def _check_origin(request: web.Request) -> None:
+    """Raises `RequestError` (403) for a form that a web page of another origin sends: a browser
+    lets any page post one to a local server, and names the page's origin."""
+    origin = request.headers.get("Origin")
+    allowed = request.app[FRONTEND].config.server.cors_origins
+    if origin is None or "*" in allowed or origin in allowed:
+        return
+    if origin.partition("://")[2] != request.headers.get("Host"):
+        raise RequestError(
+            "pages of this origin may not upload files: server.cors_origins lists those that may",
+            status=403,
+            code="origin_not_allowed",
+        )
 
 
 async def _receive(

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 import pytest_asyncio
@@ -184,6 +185,17 @@ async def test_what_is_no_form_is_refused(filed: Served, kind: str, body: bytes)
         assert (await response.json())["error"]["type"] == "invalid_request_error"
     folder = Path(filed.frontend.config.server.files_folder or "") / "incoming"
     assert await asyncio.to_thread(lambda: list(folder.iterdir())) == []
+
+
+async def test_a_page_of_another_origin_cannot_upload(filed: Served) -> None:
+    for origin, status in (("https://evil.example", 403), ("null", 403), (filed.url, 200)):
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", b"x", filename="x")
+        async with filed.http.post("/v1/files", data=form, headers={"Origin": origin}) as response:
+            assert response.status == status, await response.text()
+            reply = await response.json()
+    async with filed.http.delete(f"/v1/files/{reply['id']}") as response:
+        assert response.status == 200
 
 
 async def test_bounds_of_uploads(filed: Served, client: openai.AsyncOpenAI) -> None:
