@@ -1,8 +1,9 @@
 """aioinfer: an inference server for large language models on one asyncio event loop.
 
-The public names are few: :class:`LLM` (offline generation), :class:`SamplingParams` and
-:func:`load_config`. They are imported on first use, so that a worker process, which needs none
-of them, does not pay for their imports.
+The public names are few: :class:`LLM` (offline generation), :class:`AsyncLLM` (in asyncio
+programs), :class:`LLMEngine` (step by step), :func:`create_app` (the server inside another
+application), :class:`SamplingParams` and :func:`load_config`. They are imported on first use, so
+that a worker process, which needs none of them, does not pay for their imports.
 """
 
 from __future__ import annotations
@@ -20,16 +21,30 @@ if not (Path(__file__).parent / "kernels").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
+    from aioinfer.api.embedded import create_app as create_app
+    from aioinfer.async_llm import AsyncLLM as AsyncLLM
     from aioinfer.config import load_config as load_config
     from aioinfer.llm import LLM as LLM
+    from aioinfer.llm_engine import LLMEngine as LLMEngine
     from aioinfer.sampling_params import SamplingParams as SamplingParams
 
 _EXPORTS = {
     "LLM": "aioinfer.llm",
+    "AsyncLLM": "aioinfer.async_llm",
+    "LLMEngine": "aioinfer.llm_engine",
     "SamplingParams": "aioinfer.sampling_params",
+    "create_app": "aioinfer.api.embedded",
     "load_config": "aioinfer.config",
 }
-__all__ = ["LLM", "SamplingParams", "__version__", "load_config"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "LLMEngine",
+    "SamplingParams",
+    "__version__",
+    "create_app",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""The command line: `python -m aioinfer --config FILE [--set section.key=value ...]`."""
+"""The command line: `aioinfer COMMAND ...` (see `aioinfer.cli`), and
+`python -m aioinfer --config FILE [--set section.key=value ...]`, which serves."""
 
 from __future__ import annotations
 
@@ -6,15 +7,23 @@ import argparse
 import sys
 
 from aioinfer import __version__
+from aioinfer.cli.commands import COMMANDS
+from aioinfer.cli.commands import run as run_command
 from aioinfer.config import describe_keys, load_config
 from aioinfer.errors import AioinferError, ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves a model until a signal or a failure ends it. Returns the exit status."""
+    """Runs a subcommand; without one, serves a model until a signal or a failure ends it. Returns
+    the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in COMMANDS:
+        return run_command(given)
     parser = argparse.ArgumentParser(
         prog="aioinfer",
         description="Serves a large language model over an OpenAI-compatible HTTP API.",
+        epilog="Subcommands, each with a --help of its own: "
+        + "; ".join(f"{name} ({doc})" for name, doc in COMMANDS.items()),
     )
     parser.add_argument("--config", metavar="FILE", help="the TOML file, such as configs/qwen.toml")
     parser.add_argument(
@@ -28,13 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--keys", action="store_true", help="list every key of the configuration and exit"
     )
     parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.keys:
         for dotted, kind, default, doc in describe_keys():
             sys.stdout.write(f"{dotted} ({kind}{f', {default}' if default else ''})\n    {doc}\n")
         return 0
     if not options.config and not options.set:
-        parser.error("--config FILE or --set model.path=... is needed")
+        parser.error("a subcommand, --config FILE or --set model.path=... is needed")
     try:
         config = load_config(options.config, options.set)
         # imported late: --help and a wrong configuration answer at once

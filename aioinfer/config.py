@@ -253,8 +253,9 @@ class ServerConfig:
     )
     api_keys: list[str] = key(
         "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` "
-        "and what is below it, `/metrics` and the files of the page at `/` need none. A command "
-        "line can be read by others on the machine: keep keys in a file.",
+        "and what is below it, `/ping`, `/metrics`, `/openapi.json` and the files of the pages at "
+        "`/` and `/docs` need none. A command line can be read by others on the machine: keep keys "
+        "in a file.",
         [],
         secret=True,
     )
@@ -262,9 +263,17 @@ class ServerConfig:
         "File with further keys: plain ones, one a line (lines that begin with `#` are skipped), "
         "and then a TOML table `[NAME]` for each key with a name. A table has `key` or `sha256` "
         "(the key's SHA-256 in hexadecimal, or a list of several; `python -m aioinfer.api.keys "
-        "NAME` makes both), and may have the keys of `[limits]` (0 lifts a limit) and `weight`: "
-        "the key's share while requests of several keys wait (1). SIGHUP has the file read again.",
+        "NAME` makes both), and may have the keys of `[limits]` (0 lifts a limit), "
+        "`weight`: the key's share while requests of several keys wait (1), and `admin` (see "
+        "`admin_key`). SIGHUP has the file read again.",
         None,
+    )
+    admin_key: str | None = key(
+        "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
+        "`/abort`, `/reset_prefix_cache`), and nothing else. Tables of `api_key_file` with "
+        "`admin = true` open them, too; without either they are answered 403.",
+        None,
+        secret=True,
     )
     cors_origins: list[str] = key(
         "Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is "
@@ -342,6 +351,37 @@ class ServerConfig:
         "stream. A request's own `timeout_s` may shorten it. Default: never.",
         None,
         above=0,
+    )
+    tokenizer_info: bool = key(
+        "Answer `/tokenizer_info`: the tokenizer's class, special tokens and chat template.", False
+    )
+    files_folder: str | None = key(
+        "Folder for `/v1/files` and `/v1/batches`, made if it is missing. One server at a time may "
+        "use it. Default, and where it is empty: both are answered 404.",
+        None,
+    )
+    max_file_bytes: int = key(
+        "Maximum size of an uploaded file in bytes; a larger one is answered 413.",
+        200 * 2**20,
+        minimum=1,
+    )
+    max_files: int = key(
+        "Maximum number of files in `server.files_folder`, results of batches included; a further "
+        "upload is answered 400.",
+        1000,
+        minimum=1,
+    )
+    max_batches: int = key(
+        "Maximum number of batches that are in progress; a further one is answered 429.",
+        16,
+        minimum=1,
+    )
+    max_batch_requests: int = key("Maximum number of requests in a batch.", 50_000, minimum=1)
+    batch_concurrency: int = key(
+        "Maximum number of requests of all batches together that are served at a time, beside "
+        "those of clients.",
+        32,
+        minimum=1,
     )
     shutdown_delay_s: float = key(
         "Seconds for which the server goes on accepting requests after SIGTERM, while "

@@ -99,7 +99,17 @@ class LLM:
         overrides = dict(settings or {})
         if model is not None:
             overrides["model.path"] = str(model)
-        self.config: Config = _without_prefill_cap(load_config(config, overrides))
+        self._launch(_without_prefill_cap(load_config(config, overrides)), progress)
+
+    @classmethod
+    def of(cls, config: Config, *, progress: bool = True) -> LLM:
+        """Returns a model with a whole configuration as it is. Raises as `LLM` does."""
+        llm = cls.__new__(cls)
+        llm._launch(config, progress)
+        return llm
+
+    def _launch(self, config: Config, progress: bool) -> None:
+        self.config = config
         self._progress = progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aioinfer", daemon=True)
@@ -201,6 +211,11 @@ class LLM:
         except BaseException:
             future.cancel()
             raise
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the engine's event loop, for what is built on `frontend`, and returns
+        its result. Raises what it raises."""
+        return self._call(work)
 
     def close(self) -> None:
         """Ends the workers. Safe to call twice."""

@@ -50,6 +50,7 @@ SLOW = frozenset(
         "test_main.py",
         "test_multiprocess.py",
         "test_parallel.py",
+        "test_schema.py",
         "test_soak.py",
         "test_startup_errors.py",
     ]

@@ -101,8 +101,9 @@ async def test_health_needs_no_key() -> None:
 
 async def test_only_monitoring_and_the_page_need_no_key() -> None:
     """Every route of the application is requested without a key."""
-    open_paths = {"/health", "/health/live", "/health/ready", "/metrics", *PAGE_FILES}
-    server = make_server(api_keys=["key"])
+    monitoring = {"/health", "/health/live", "/health/ready", "/metrics", "/ping"}
+    open_paths = {*monitoring, "/openapi.json", *PAGE_FILES}
+    server = make_server(api_keys=["key"], admin_key="admin")
     async with aiohttp.ClientSession(await server.start()) as http:
         assert server._application is not None
         routes = server._application.app.router.routes()

@@ -12,6 +12,9 @@ ROOT = Path(__file__).parent.parent
 #: From the top down, as in docs/architecture.md. Packages of one line do not import each other.
 ORDER = (
     ("__main__", "__init__"),
+    ("cli",),
+    ("llm_engine",),
+    ("async_llm",),
     ("api", "llm"),
     ("startup",),
     ("engine",),

@@ -196,3 +196,22 @@ def test_keys_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
         shown = capsys.readouterr().err
         assert "server.api_keys must be list of string" in shown
         assert "sk-secret" not in shown
+
+
+def test_admin_keys(tmp_path: Path) -> None:
+    """One of the file is a key like others; `server.admin_key` opens admin endpoints alone."""
+    text = '[alice]\nkey = "a"\nadmin = true\n[bob]\nkey = "b"\n'
+    keys = load(tmp_path / "keys", text, **{"server.admin_key": "c"})
+    assert [keys.is_admin(f"Bearer {key}") for key in "abc"] == [True, False, True]
+    assert [found(keys, key) for key in "abc"] == ["alice", "bob", None]
+    assert not keys.is_admin("a")
+    assert not keys.is_admin(None)
+    without = load(None)
+    assert not without.has_admin
+    assert not without.is_admin("Bearer ")
+    alone = load(None, **{"server.admin_key": "c"})
+    assert alone.has_admin
+    assert found(alone, "anything") == ANONYMOUS
+    with pytest.raises(ConfigError, match=r"server\.admin_key") as caught:
+        load(None, **{"server.admin_key": "se cret"})
+    assert "cret" not in str(caught.value)

@@ -24,7 +24,8 @@ def locked(file: str) -> dict[str, str]:
 
 def test_every_package_of_the_tree_is_listed() -> None:
     folders = {file.parent.relative_to(ROOT) for file in (ROOT / "aioinfer").rglob("*.py")}
-    assert {".".join(folder.parts) for folder in folders} | {"aioinfer.kernels"} == set(
+    elsewhere = {"aioinfer.kernels", "aioinfer.scripts", "aioinfer.scripts.benchlib"}
+    assert {".".join(folder.parts) for folder in folders} | elsewhere == set(
         PROJECT["tool"]["setuptools"]["packages"]
     )
 

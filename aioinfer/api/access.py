@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 
+from aioinfer.api.context import local_path
 from aioinfer.api.errors import SERVER_NAME, Handler
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS, Account
 from aioinfer.api.page import PAGE_FILES
@@ -24,7 +25,11 @@ KEY_HEADERS = ("X-Api-Key", "api-key")
 _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
-_OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/metrics", *PAGE_FILES))
+OPEN_PATHS = frozenset(
+    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_FILES)
+)
+#: Paths that act on the whole server: they need an admin key.
+ADMIN_PATHS = frozenset(("/abort", "/pause", "/reset_prefix_cache", "/resume"))
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 #: Seconds for which a browser may remember the answer to a preflight.
 _PREFLIGHT_AGE_S = 600
@@ -32,9 +37,12 @@ _PREFLIGHT_AGE_S = 600
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 401 to a request without a right key, whatever its path, but for `/health` and
-    what is below it, `/metrics` and the files of the page; the others get their key's account."""
-    if request.path not in _OPEN_PATHS:
+    """Answers 401 to a request without a right key, whatever its path, but for `OPEN_PATHS`; the
+    others get their key's account. Those of `ADMIN_PATHS` need an admin key."""
+    path = local_path(request)
+    if path in ADMIN_PATHS:
+        request.app[ACCOUNTS].check_admin(_authorizations(request))
+    elif path not in OPEN_PATHS and ACCOUNT not in request:  # else it is the server's own
         account = _account_of(request)
         if account is not None:
             request[ACCOUNT] = account
@@ -45,14 +53,18 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 def _account_of(request: web.Request) -> Account | None:
-    """Returns the account of the key in a request's `Authorization` header, or in one of those that
-    clients of other APIs send instead; None if none holds one."""
-    accounts = request.app[ACCOUNTS]
-    account = accounts.find(request.headers.get("Authorization"))
+    """Returns the account of the key that a request holds, None if it holds none."""
+    found = map(request.app[ACCOUNTS].find, _authorizations(request))
+    return next((account for account in found if account is not None), None)
+
+
+def _authorizations(request: web.Request) -> Iterator[str | None]:
+    """Yields what a request says of its key: its `Authorization` header, and the headers that
+    clients of other APIs send instead, in the form of the former."""
+    yield request.headers.get("Authorization")
     for name in KEY_HEADERS:
-        if account is None and (key := request.headers.get(name)) is not None:
-            account = accounts.find(f"Bearer {key}")
-    return account
+        if (key := request.headers.get(name)) is not None:
+            yield f"Bearer {key}"
 
 
 class Cors:
@@ -82,7 +94,7 @@ class Cors:
         if not is_preflight or self._allowed(request) is None:
             return await handler(request)
         headers = {
-            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
             "Access-Control-Allow-Headers": request.headers.get(
                 "Access-Control-Request-Headers", "Authorization, Content-Type"
             ),

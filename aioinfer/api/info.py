@@ -1,10 +1,11 @@
 """What the server reports about itself: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and
-what is below it."""
+what is below it, `/ping`, `/load`, `/server_info` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -12,7 +13,10 @@ from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
 from aioinfer.api.errors import json_response
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import EngineDeadError, NotReadyError
+from aioinfer.errors import EngineDeadError, NotReadyError, RequestError
+
+if TYPE_CHECKING:
+    from aioinfer.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -25,6 +29,20 @@ class Readiness:
 
     obstacle: str | None = None
 
+
+#: What older clients of OpenAI's read of a model: everybody may sample from it.
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
 
 READINESS = web.AppKey("readiness", Readiness)
 
@@ -83,14 +101,84 @@ async def version(request: web.Request) -> web.Response:
     return json_response({"version": __version__})
 
 
+async def show_load(request: web.Request) -> web.Response:
+    """Returns what is queued and running on all engines: `server_load`, as vLLM has it, is both
+    together."""
+    stats = request.app[FRONTEND].stats()
+    queued = stats["waiting"] + stats["blocked"]
+    return json_response(
+        {
+            "server_load": stats["running"] + queued,
+            "running": stats["running"],
+            "waiting": queued,
+            "kv_cache_usage": stats["kv_cache_usage"],
+            "paused": request.app[FRONTEND].is_paused,
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Returns what is served and how: sizes, devices, and the sections of the configuration that
+    concern the model and the engines. Nothing of the section `server`, which names keys and
+    files."""
+    frontend = request.app[FRONTEND]
+    config = frontend.config
+    return json_response(
+        {
+            "version": __version__,
+            "models": config.served_model_names,
+            "max_model_len": frontend.max_model_len,
+            "vocab_size": frontend.vocab_size,
+            "started": request.app[STARTED],
+            "uptime_s": max(0, int(time.time()) - request.app[STARTED]),
+            "engines": [_engine_info(engine) for engine in frontend.engines],
+            "config": {
+                name: asdict(getattr(config, name))
+                for name in ("model", "sampling", "cache", "scheduler", "parallel", "limits")
+            },
+        }
+    )
+
+
+def _engine_info(engine: Engine) -> dict[str, Any]:
+    report = engine.report
+    return {
+        "state": engine.state.value,
+        "device": report.device,
+        "dtype": report.dtype,
+        "implementation": report.implementation,
+        "block_size": report.block_size,
+        "num_blocks": list(report.num_blocks),
+        "max_num_seqs": engine.scheduler.limits.max_num_seqs,
+    }
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Describes the tokenizer: its special tokens and its chat template. 404 unless
+    `server.tokenizer_info` is set."""
+    frontend = request.app[FRONTEND]
+    if not frontend.config.server.tokenizer_info:
+        raise RequestError(
+            "tokenizer_info is off; server.tokenizer_info = true answers it",
+            status=404,
+            code="not_enabled",
+        )
+    described = frontend.require_tokenizer().describe()
+    return json_response(
+        described | {"vocab_size": frontend.vocab_size, "max_model_len": frontend.max_model_len}
+    )
+
+
 def _card(app: web.Application, name: str) -> dict[str, Any]:
     frontend = app[FRONTEND]
+    created = app[STARTED]
     return {
         "id": name,
         "object": "model",
-        "created": app[STARTED],
+        "created": created,
         "owned_by": "aioinfer",
         "root": frontend.config.model.path,
         "parent": None,
         "max_model_len": frontend.max_model_len,
+        "permission": [_PERMISSION | {"id": f"modelperm-{name}", "created": created}],
     }

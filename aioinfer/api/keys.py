@@ -49,6 +49,7 @@ class ApiKey:
         requests_per_minute, tokens_per_minute, max_concurrent_requests: limits; None is none.
         weight: its share of the server while several keys wait, relative to the others'.
         min_priority: the lowest `priority` that its requests may have; None is any.
+        admin: whether it may use the endpoints that act on the whole server.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ApiKey:
     max_concurrent_requests: int | None = None
     weight: float = 1.0
     min_priority: int | None = None
+    admin: bool = False
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +71,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     max_concurrent_requests: _Limit | None = None
     weight: Annotated[float, Meta(ge=0.01, le=1000)] = 1.0
     min_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    admin: bool = False
 
     def digests(self) -> list[bytes]:
         """Returns the digests of its keys. Raises ValueError unless there is exactly one of `key`
@@ -88,10 +91,19 @@ class ApiKeys:
         all: the keys in order, `ANONYMOUS` alone if there are none.
     """
 
-    def __init__(self, keys: Sequence[tuple[bytes, ApiKey]], defaults: LimitsConfig):
-        """`keys` are (SHA-256 digest, key) pairs. Raises ConfigError for a digest or a name that
-        stands for two keys."""
+    def __init__(
+        self,
+        keys: Sequence[tuple[bytes, ApiKey]],
+        defaults: LimitsConfig,
+        admin_key: str | None = None,
+    ):
+        """`keys` are (SHA-256 digest, key) pairs; `admin_key` opens the admin endpoints beside
+        them, and nothing else. Raises ConfigError for a digest or a name that stands for two
+        keys."""
         self._by_digest = dict(keys)
+        self._admins = {value for value, key in keys if key.admin}
+        if admin_key is not None:
+            self._admins.add(digest(admin_key))
         if len(self._by_digest) < len(keys):
             raise ConfigError("server.api_keys and server.api_key_file hold a key twice")
         by_name = {key.name: key for _, key in keys}
@@ -125,7 +137,12 @@ class ApiKeys:
             found += _named_keys(named, defaults)
         except ValueError as error:
             raise _file_error(config, str(error)) from None
-        return cls(found, defaults)
+        if config.admin_key is not None:
+            try:
+                _checked(config.admin_key)
+            except ValueError as error:
+                raise ConfigError(f"server.admin_key: {error}") from None
+        return cls(found, defaults, config.admin_key)
 
     def find(self, authorization: str | None) -> ApiKey | None:
         """Returns the key that an `Authorization` header holds, None if it is none of these.
@@ -135,9 +152,23 @@ class ApiKeys:
         """
         if not self._by_digest:
             return self.all[0]
-        scheme, _, key = (authorization or "").partition(" ")
-        found = self._by_digest.get(digest(key.strip()))
-        return found if scheme.lower() == "bearer" else None
+        value = _bearer_digest(authorization)
+        return None if value is None else self._by_digest.get(value)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether any key opens the admin endpoints."""
+        return bool(self._admins)
+
+    def is_admin(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header holds a key that opens the admin endpoints."""
+        return _bearer_digest(authorization) in self._admins
+
+
+def _bearer_digest(authorization: str | None) -> bytes | None:
+    """Returns the digest of the key in an `Authorization` header, None for another scheme."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return digest(key.strip()) if scheme.lower() == "bearer" else None
 
 
 def digest(key: str) -> bytes:
@@ -214,6 +245,7 @@ def _with_defaults(name: str, entry: _Entry, defaults: LimitsConfig) -> ApiKey:
         limit(entry.max_concurrent_requests, defaults.max_concurrent_requests),
         entry.weight,
         defaults.min_priority if entry.min_priority is None else entry.min_priority,
+        entry.admin,
     )
 
 

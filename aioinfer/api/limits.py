@@ -28,7 +28,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -261,6 +261,27 @@ class Accounts:
         """Returns the account of the key in an `Authorization` header, None if there is none."""
         key = self._keys.find(authorization)
         return None if key is None else self._accounts[key.name]
+
+    def named(self, name: str) -> Account | None:
+        """Returns the account of a key's name, None if no key has it (any more)."""
+        return self._accounts.get(name)
+
+    def check_admin(self, authorizations: Iterable[str | None]) -> None:
+        """Raises `RequestError` unless one of these `Authorization` headers holds a key for the
+        admin endpoints."""
+        if not self._keys.has_admin:
+            raise RequestError(
+                "this endpoint needs an admin key, and the server has none: server.admin_key, or "
+                "admin = true in server.api_key_file",
+                status=403,
+                code="no_admin_key",
+            )
+        if not any(map(self._keys.is_admin, authorizations)):
+            raise RequestError(
+                "this endpoint needs an admin key, as in 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_admin_key",
+            )
 
     def set_keys(self, keys: ApiKeys) -> None:
         """Takes these keys from now on; accounts whose name stays go on. Requests that are being

@@ -1,4 +1,5 @@
-"""The page at `/`: a chat with the served model, and a live view of the engines.
+"""The page at `/`: a chat with the served model, and a live view of the engines; `/docs`: the
+endpoints.
 
 Its files are in `aioinfer/page` and are sent as they are; `aioinfer/page/vendor` holds code of
 others, with its licences. `GET /page/info` returns what the page needs for a chat, and
@@ -44,6 +45,9 @@ PAGE_FILES = {
         "text/javascript; charset=utf-8",
     ),
     "/page/vendor/LICENSES.txt": ("vendor/LICENSES.txt", "text/plain; charset=utf-8"),
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
+    "/page/docs.css": ("docs.css", "text/css; charset=utf-8"),
+    "/page/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 #: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,

@@ -4,7 +4,9 @@ may take are bounded."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from types import TracebackType
+from typing import Any, TypeVar
 
 from aiohttp import HttpVersion11, web
 
@@ -12,6 +14,7 @@ from aioinfer.api.http_counts import HttpCounts
 from aioinfer.config import ServerConfig
 from aioinfer.errors import OverloadedError, RequestError
 
+T = TypeVar("T")
 #: The rate of a client that delivers a body too slowly, in bytes a second: a limit on the time
 #: between two reads alone, like nginx's `client_body_timeout`, never ends one that sends byte by
 #: byte. (Apache's `RequestReadTimeout` has such a rate as well.)
@@ -20,6 +23,31 @@ _MIN_RATE = 1024
 _FREE_BYTES = 64 * 1024
 #: Bytes that are collected before they become a part of a body.
 _PART = 64 * 1024
+
+
+class ReceivingRate:
+    """How fast a client delivers a body that is read in parts: `HeldBody` has the same rule."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + timeout_s
+        self._received = 0
+
+    def count(self, size: int) -> None:
+        """Records that `size` bytes have come."""
+        self._received += size
+
+    async def within(self, read: Coroutine[Any, Any, T]) -> T:
+        """Returns what `read` does. Raises `RequestError` (408) for a client that is too slow."""
+        if self._loop.time() >= self._until and self._received >= self._timeout_s * _MIN_RATE:
+            self._until, self._received = self._loop.time() + self._timeout_s, 0
+        try:
+            async with asyncio.timeout_at(self._until):
+                return await read
+        except TimeoutError:
+            message = "the request's body came more slowly than it may"
+            raise RequestError(message, status=408, code="timeout") from None
 
 
 class RequestBodies:

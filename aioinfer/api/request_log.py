@@ -3,9 +3,9 @@ traced.
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
 which `context` and `delivery` note what happens; at the end the middleware writes the line.
-Requests that only look (GET) are logged if they fail, those for `/health` and `/metrics` neither
-logged nor traced. Requests without a valid API key, which anybody can send as often as they like,
-leave one line in ten seconds with their number. No line holds text of a prompt, unless
+Requests that only look (GET) are logged if they fail, those for `/health`, `/ping` and `/metrics`
+neither logged nor traced. Requests without a valid API key, which anybody can send as often as they
+like, leave one line in ten seconds with their number. No line holds text of a prompt, unless
 `logging.prompts` says so; no span does.
 """
 
@@ -29,7 +29,7 @@ from aioinfer.config import Config
 _log = logging.getLogger("aioinfer.requests")
 
 _MAX_PATH = 200  # characters
-_UNLOGGED = ("/health", "/metrics")
+_UNLOGGED = ("/health", "/metrics", "/ping")
 
 
 class RequestLog:

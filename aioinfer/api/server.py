@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import HttpVersion10, HttpVersion11, web
 from yarl import URL
 
-from aioinfer.api import chat, completions, info, limits, metrics, page, tokenization
+from aioinfer.api import (
+    admin,
+    batches,
+    chat,
+    completions,
+    files,
+    info,
+    limits,
+    metrics,
+    openapi,
+    page,
+    tokenization,
+)
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
-from aioinfer.api.context import FRONTEND, STARTED
+from aioinfer.api.context import FRONTEND, PREFIX, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
+from aioinfer.api.file_store import FILES, FileStore
 from aioinfer.api.heap import HEAP, Heap
 from aioinfer.api.hosts import AllowedHosts
 from aioinfer.api.info import READINESS, Readiness
@@ -53,12 +66,16 @@ class HttpServer:
         self._tracing: Tracing | None = None
         self._readiness = Readiness("the server is starting")
         self._application: _Application | None = None
+        self._files: FileStore | None = None
         self._draining = False
         self._num_handling = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def _make_app(self, frontend: Frontend, connections: ConnectionServer) -> web.Application:
+    def make_app(self, frontend: Frontend) -> web.Application:
+        """Returns the application that answers requests, after `open_files`."""
+        # in another application there are no connections of its own
+        connections = self._connections or self._make_connections()
         cors = Cors(self._config.cors_origins)
         log = RequestLog(frontend.config, self._tracing)
         app = web.Application(
@@ -86,11 +103,15 @@ class HttpServer:
         app[READINESS] = self._readiness
         app[HEAP] = Heap()
         app[STARTED] = int(time.time())
+        app[FILES] = self._files
         for path, handler in (
             ("/v1/completions", completions.create_completion),
             ("/v1/chat/completions", chat.create_chat_completion),
             ("/tokenize", tokenization.tokenize),
             ("/detokenize", tokenization.detokenize),
+            ("/abort", admin.abort),
+            ("/v1/batches", batches.create_batch),
+            ("/v1/files", files.upload_file),
         ):
             app.router.add_post(path, handler, expect_handler=defer_continue)
         app.router.add_get("/v1/models", info.list_models)
@@ -100,6 +121,10 @@ class HttpServer:
         app.router.add_get("/health/ready", info.ready)
         app.router.add_get("/metrics", metrics.show_metrics)
         app.router.add_get("/version", info.version)
+        _add_administration(app)
+        files.add_routes(app)
+        batches.add_batches(app)
+        openapi.add_openapi(app)
         page.add_page(app)
         return app
 
@@ -190,10 +215,9 @@ class HttpServer:
                 be used, or traces are to be sent without OpenTelemetry.
         """
         self._tracing = await Tracing.start(self._whole_config)
-        keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
-        self._accounts = Accounts(keys)
+        await self.open_files()
         tls = await asyncio.to_thread(tls_context, self._config)
-        self._connections = ConnectionServer(self._handle, self._make_request, self._config)
+        self._connections = self._make_connections()
         self._listener = Listener(self._connections, self._config, tls)
         url = await self._listener.bind()
         self._hosts = AllowedHosts.of(
@@ -206,13 +230,21 @@ class HttpServer:
         self._listener.listen()
         return url
 
+    async def open_files(self) -> None:
+        """Reads the API keys, and takes the folder of files. Raises `ConfigError`."""
+        keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
+        self._accounts = Accounts(keys)
+        self._files = await asyncio.to_thread(FileStore.open, self._config)
+
     async def serve(self, frontend: Frontend) -> None:
         """From now on answers requests by a model that is loaded."""
-        if self._connections is None:
-            raise RuntimeError("the server has not been started")
-        application = _Application(self._make_app(frontend, self._connections))
+        application = _Application(self.make_app(frontend))
         await application.start()
         self._application = application
+        self.enter()
+
+    def enter(self) -> None:
+        """From now on reports on `/health/ready` that requests should be sent."""
         self._readiness.obstacle = None
 
     def leave(self) -> None:
@@ -230,6 +262,7 @@ class HttpServer:
         self._draining = True
         if self._application is not None:
             await page.end_live_streams(self._application.app)
+            await batches.stop(self._application.app)
         if self._listener is not None:
             await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop what is still to come of a body
@@ -247,8 +280,26 @@ class HttpServer:
         if self._connections is not None:
             await self._connections.shutdown(_LAST_EVENTS_S)
             self._connections.close()
+        if self._files is not None:
+            self._files.close()
         if self._tracing is not None:  # last: requests have ended until here
             await self._tracing.close()
+
+    def _make_connections(self) -> ConnectionServer:
+        return ConnectionServer(self._handle, self._make_request, self._config)
+
+
+def _add_administration(app: web.Application) -> None:
+    """Adds what monitoring reads of the whole server, and what acts on it."""
+    ping = app.router.add_get("/ping", info.health)
+    app[PREFIX] = lambda: ping.resource.canonical.removesuffix("/ping")  # type: ignore[union-attr]
+    app.router.add_post("/ping", info.health)
+    app.router.add_get("/load", info.show_load)
+    app.router.add_get("/server_info", info.server_info)
+    app.router.add_get("/tokenizer_info", info.tokenizer_info)
+    app.router.add_post("/pause", admin.pause)
+    app.router.add_post("/resume", admin.resume)
+    app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
 
 
 class _Application:

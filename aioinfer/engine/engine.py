@@ -23,7 +23,7 @@ from aioinfer.config import Config
 from aioinfer.engine.emission import Emission
 from aioinfer.engine.masking import Masking
 from aioinfer.engine.metrics import EngineMetrics
-from aioinfer.engine.output import OutputSequence, RequestOutput
+from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
 from aioinfer.engine.record_check import RecordCheck
 from aioinfer.engine.recovery import EngineState, Recovery
 from aioinfer.errors import EngineDeadError
@@ -47,6 +47,7 @@ class Engine:
         start_s: seconds that the first start of the workers took.
         state: whether it serves.
         dead_reason: why it serves no more requests, or None.
+        is_paused: whether no further step is planned until `resume`.
         emission, recovery: see there.
     """
 
@@ -85,6 +86,7 @@ class Engine:
         )
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
+        self.is_paused = False
         self._config = config
         self._executor = executor
         self._pipeline_depth = 2 if config.scheduler.plan_ahead else 1
@@ -204,6 +206,15 @@ class Engine:
         """
         self._record_check.check()
 
+    def pause(self) -> None:
+        """Plans no further step until `resume`. Steps that were posted end, requests wait."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Goes on with all requests, after `pause`."""
+        self.is_paused = False
+        self.plan_soon()
+
     # ---------------------------------------------------------------- requests
 
     def add(self, output: RequestOutput, arrived: float) -> None:
@@ -227,6 +238,19 @@ class Engine:
             # also where the scheduler had finished it: its text may have failed after that
             self.forget(sequence.request, reason)
         self.plan_soon()
+
+    def open_outputs(self) -> list[RequestOutput]:
+        """Returns the outputs of all requests that have not ended."""
+        return list(dict.fromkeys(sequence.output for sequence in self._sequences.values()))
+
+    def cut_short(self, output: RequestOutput) -> None:
+        """Ends a request for another than its reader, who gets what was generated and "abort" as
+        the finish reason."""
+        self.emission.emit_rest()  # else sequences that have ended are still open
+        unfinished = [s.index for s in output.sequences if s.request in self._sequences]
+        self.abort(output)
+        for index in unfinished:
+            output.put(Delta(index, finish_reason="abort"))
 
     def fail(self, output: RequestOutput, error: Exception) -> None:
         """Ends one request with an error; the others go on."""
@@ -317,6 +341,7 @@ class Engine:
                 self.scheduler.num_in_flight < self._pipeline_depth
                 and self.state is EngineState.SERVING
                 and not self.masking.is_due
+                and not self.is_paused
             ):
                 with timer.plan:
                     plan = self.scheduler.schedule()

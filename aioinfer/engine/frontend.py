@@ -231,6 +231,40 @@ class Frontend:
         if self._restrictions is not None:
             self._restrictions.shutdown()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is planned until `resume`."""
+        return any(engine.is_paused for engine in self.engines)
+
+    def pause(self) -> None:
+        """Lets all requests wait, running ones included, until `resume`. New ones are taken."""
+        for engine in self.engines:
+            engine.pause()
+
+    def resume(self) -> None:
+        """Goes on with all requests."""
+        for engine in self.engines:
+            engine.resume()
+
+    def abort(self, is_meant: Callable[[str], bool]) -> int:
+        """Ends the requests of whose ids `is_meant` is true: their readers get what was generated,
+        with "abort" as the finish reason. Returns how many there were."""
+        found = [
+            (engine, output)
+            for engine in self.engines
+            for output in engine.open_outputs()
+            if is_meant(output.request_id)
+        ]
+        for engine, output in found:
+            engine.cut_short(output)
+        return len(found)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets which KV blocks hold known prefixes: prompts are computed anew."""
+        for engine in self.engines:
+            if engine.state is not EngineState.DEAD:
+                engine.scheduler.kv_cache.reset_prefix_cache()
+
     def stats(self) -> dict[str, float]:
         """Returns the state of queues and cache, and totals since the start, of all engines
         together."""

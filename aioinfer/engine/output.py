@@ -121,6 +121,11 @@ class RequestOutput:
         """Whether no further token will come."""
         return self._num_unfinished == 0 or self._error is not None
 
+    @property
+    def has_deltas(self) -> bool:
+        """Whether the reader has deltas to fetch."""
+        return bool(self._queue)
+
     def abort(self, error: Exception | None = None) -> None:
         """Ends the sequences that are unfinished and frees their KV blocks. Does nothing on a
         finished request.

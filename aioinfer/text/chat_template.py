@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 class ChatTemplate:
     """One template, or several by name: then "tool_use" serves requests with tools, and "default"
-    all others."""
+    all others.
+
+    Attributes:
+        source: the Jinja text, or the texts by name.
+    """
 
     def __init__(self, templates: str | dict[str, str], special_tokens: Mapping[str, str]):
         """Compiles the templates.
@@ -41,6 +45,7 @@ class ChatTemplate:
         # takes half a second: the start does it while the workers start
         from transformers import PreTrainedTokenizerFast
 
+        self.source = templates
         texts: Any = (
             BoundedText(templates)
             if isinstance(templates, str)

@@ -53,6 +53,7 @@ class Tokenizer:
         "</s>"}`."""
         self._backend = backend
         self._chat_template = chat_template
+        self._special_tokens = dict(special_tokens)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = max(
@@ -114,6 +115,20 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
         return self._chat_template is not None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what clients may want to know: the special tokens that have a role and their ids,
+        and the chat template, or templates by name."""
+        template = self._chat_template
+        return {
+            "tokenizer_class": type(self._backend.model).__name__,
+            "tokenizer_vocab_size": self.vocab_size,
+            "special_tokens": self._special_tokens,
+            "special_token_ids": {
+                name: _id_of(self._backend, token) for name, token in self._special_tokens.items()
+            },
+            "chat_template": None if template is None else template.source,
+        }
 
     def encode(
         self,

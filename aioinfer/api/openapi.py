@@ -1,0 +1,211 @@
+"""`/openapi.json`: a description of all endpoints (OpenAPI 3.1), and `/docs`, a page that shows it.
+
+Request bodies are described by the types that check them, so they cannot disagree with the server;
+replies by `replies`. A route without an entry in `OPERATIONS` appears with the first line of its
+handler's docstring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from aioinfer import __version__
+from aioinfer.api import replies
+from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
+from aioinfer.api.admin import AbortRequest
+from aioinfer.api.batch_objects import BatchObject, CreateBatch
+from aioinfer.api.file_store import FileObject
+from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+_REF = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What is known of a route besides its handler.
+
+    Attributes:
+        body: the type that checks the request's body.
+        reply: the type of a reply with status 200; None where `content_type` says it all.
+        content_type: of that reply.
+        streams: whether the reply may be a stream of events instead.
+        query: parameters of the query with their schemas.
+    """
+
+    body: type | None = None
+    reply: type | None = None
+    content_type: str = "application/json"
+    streams: bool = False
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}
+_TEXT = {"type": "string"}
+_ORDER = {"type": "string", "enum": ["asc", "desc"]}
+
+#: By method and path.
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/completions"): Operation(CompletionRequest, replies.Completion, streams=True),
+    ("POST", "/v1/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
+    ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
+    ("POST", "/detokenize"): Operation(DetokenizeRequest, replies.DetokenizeReply),
+    ("GET", "/v1/models"): Operation(reply=replies.ModelList),
+    ("GET", "/v1/models/{id}"): Operation(reply=replies.Model),
+    ("GET", "/health"): Operation(reply=replies.Status),
+    ("GET", "/health/live"): Operation(reply=replies.Status),
+    ("GET", "/health/ready"): Operation(reply=replies.Status),
+    ("GET", "/ping"): Operation(reply=replies.Status),
+    ("POST", "/ping"): Operation(reply=replies.Status),
+    ("GET", "/version"): Operation(reply=replies.Version),
+    ("GET", "/load"): Operation(reply=replies.Load),
+    ("GET", "/metrics"): Operation(content_type="text/plain"),
+    ("GET", "/page/live"): Operation(content_type="text/event-stream"),
+    ("POST", "/pause"): Operation(reply=replies.Status),
+    ("POST", "/resume"): Operation(reply=replies.Status),
+    ("POST", "/reset_prefix_cache"): Operation(reply=replies.Status),
+    ("POST", "/abort"): Operation(AbortRequest, replies.AbortReply),
+    ("POST", "/v1/files"): Operation(reply=FileObject),
+    ("GET", "/v1/files"): Operation(
+        reply=replies.Page,
+        query={
+            "purpose": _TEXT,
+            "limit": _LIMIT | {"maximum": 10_000},
+            "after": _TEXT,
+            "order": _ORDER,
+        },
+    ),
+    ("GET", "/v1/files/{file_id}"): Operation(reply=FileObject),
+    ("DELETE", "/v1/files/{file_id}"): Operation(reply=replies.Deleted),
+    ("GET", "/v1/files/{file_id}/content"): Operation(content_type="application/octet-stream"),
+    ("POST", "/v1/batches"): Operation(CreateBatch, BatchObject),
+    ("GET", "/v1/batches"): Operation(
+        reply=replies.Page, query={"limit": _LIMIT, "after": _TEXT, "order": _ORDER}
+    ),
+    ("GET", "/v1/batches/{batch_id}"): Operation(reply=BatchObject),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation(reply=BatchObject),
+}
+
+_FORM = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+    },
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+}
+
+
+def describe(app: web.Application) -> dict[str, Any]:
+    """Returns the OpenAPI document of an application."""
+    types = {t for o in OPERATIONS.values() for t in (o.body, o.reply) if t is not None}
+    ordered = sorted(types | {replies.ErrorReply}, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    schema_of = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, handler in _routes(app):
+        operation = OPERATIONS.get((method, path), Operation())
+        paths.setdefault(path, {})[method.lower()] = _describe(
+            method, path, handler, operation, schema_of
+        )
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "aioinfer",
+            "version": __version__,
+            "description": "An OpenAI-compatible server for a large language model.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
+    """Yields method, path and handler of each route but those of the page's files."""
+    for route in app.router.routes():
+        resource = route.resource
+        if resource is None or route.method == "HEAD":
+            continue
+        path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", resource.canonical)
+        if path not in PAGE_FILES:
+            yield route.method, path, route.handler
+
+
+def _describe(
+    method: str, path: str, handler: Any, operation: Operation, schema_of: Mapping[type, Any]
+) -> dict[str, Any]:
+    summary, _, rest = (inspect.getdoc(handler) or "").partition("\n\n")
+    content: dict[str, Any] = {operation.content_type: {}}
+    if operation.content_type == "application/json":
+        schema = {"type": "object"} if operation.reply is None else schema_of[operation.reply]
+        content = {"application/json": {"schema": schema}}
+    if operation.streams:
+        content["text/event-stream"] = {}
+    error = {"content": {"application/json": {"schema": schema_of[replies.ErrorReply]}}}
+    found: dict[str, Any] = {
+        "operationId": f"{method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}".rstrip("_"),
+        "summary": " ".join(summary.split()),
+        "responses": {
+            "200": {"description": "Success", "content": content},
+            "4XX": {"description": "The request is at fault", **error},
+            "5XX": {"description": "The server cannot answer it, now or at all", **error},
+        },
+    }
+    if rest:
+        found["description"] = " ".join(rest.split())
+    if path in ADMIN_PATHS or path not in OPEN_PATHS:
+        found["security"] = [{"key": []}]
+    if parameters := _parameters(path, operation):
+        found["parameters"] = parameters
+    if operation.body is not None:
+        body = {"application/json": {"schema": schema_of[operation.body]}}
+        found["requestBody"] = {"required": True, "content": body}
+    elif (method, path) == ("POST", "/v1/files"):
+        form = {"multipart/form-data": {"schema": _FORM}}
+        found["requestBody"] = {"required": True, "content": form}
+    return found
+
+
+def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
+    found = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    return found + [
+        {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
+    ]
+
+
+_DOCUMENT: web.AppKey[list[bytes]] = web.AppKey("openapi")
+
+
+def add_openapi(app: web.Application) -> None:
+    """Adds `/openapi.json`. `page` has the page that shows it."""
+    app[_DOCUMENT] = []
+    app.router.add_get("/openapi.json", show_openapi)
+
+
+async def show_openapi(request: web.Request) -> web.Response:
+    """Returns this description."""
+    made = request.app[_DOCUMENT]
+    if not made:
+        made.append(await asyncio.to_thread(lambda: orjson.dumps(describe(request.app))))
+    return web.Response(body=made[0], content_type="application/json")

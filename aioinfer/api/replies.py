@@ -1,0 +1,170 @@
+"""The shapes of replies, for `/openapi.json`. Handlers write JSON themselves; the tests compare
+what they write with these."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class ErrorDetail(Struct, kw_only=True):
+    """What is wrong; `param` names the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorReply(Struct, kw_only=True):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class Status(Struct, kw_only=True):
+    """That something is as it should be."""
+
+    status: str
+
+
+class Model(Struct, kw_only=True):
+    """A name under which the model is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str | None
+    parent: str | None
+    max_model_len: int | None
+    permission: list[dict[str, Any]]
+
+
+class ModelList(Struct, kw_only=True):
+    """All names under which the model is served."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptTokensDetails(Struct, kw_only=True):
+    """How many of the prompt's tokens were in the prefix cache."""
+
+    cached_tokens: int | None
+
+
+class Usage(Struct, kw_only=True):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """The reply of `/v1/completions`. A stream is a sequence of these as server-sent events."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None
+
+
+class AssistantMessage(Struct, kw_only=True):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """The reply of `/v1/chat/completions`. A stream has chunks with a `delta` in the place of the
+    `message`, as server-sent events."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None
+
+
+class TokenizeReply(Struct, kw_only=True):
+    """Token ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(Struct, kw_only=True):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Version(Struct, kw_only=True):
+    """The version of aioinfer."""
+
+    version: str
+
+
+class Load(Struct, kw_only=True):
+    """What is queued and running."""
+
+    server_load: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    paused: bool
+
+
+class AbortReply(Struct, kw_only=True):
+    """How many requests were ended: one for each prompt of the body."""
+
+    status: str
+    count: int
+
+
+class Deleted(Struct, kw_only=True):
+    """That a file is deleted."""
+
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class Page(Struct, kw_only=True):
+    """A part of a list."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,260 @@
+"""The engine for asyncio programs: requests come and go, and each is an asynchronous iterator.
+
+It runs on the caller's event loop, without HTTP. `LLM` is for scripts without a loop, `LLMEngine`
+for programs that take steps themselves; `create_app` adds the HTTP server to the same engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from aioinfer.config import load_config
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.errors import RequestError
+from aioinfer.llm import Completion, Output, Prompt
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.startup import StartupDisplay
+
+
+@dataclass(slots=True)
+class StreamedOutput(Output):
+    """The output of a request while it is generated.
+
+    Attributes:
+        request_id: of the request.
+        is_finished: whether nothing more will come.
+        error: why it failed, if it did; only `LLMEngine.step` returns such.
+    """
+
+    request_id: str = ""
+    is_finished: bool = False
+    error: Exception | None = None
+
+    def snapshot(self) -> StreamedOutput:
+        """Returns a copy that does not change any more."""
+        completions = [
+            replace(c, token_ids=c.token_ids[:], logprobs=c.logprobs and c.logprobs[:])
+            for c in self.completions
+        ]
+        return replace(self, completions=completions)
+
+
+class RequestStream:
+    """A request under way. Iterate over it for its output; ending the iteration early does not end
+    the request, `abort` does.
+
+    Attributes:
+        request_id: of the request.
+    """
+
+    def __init__(self, request_id: str, output: RequestOutput, *, deltas: bool):
+        """With `deltas` each item holds only what is new, else all so far."""
+        self.request_id = request_id
+        self._output = output
+        self._deltas = deltas
+        self._last = self._new()
+
+    def _new(self) -> StreamedOutput:
+        completions = [Completion() for _ in range(self._output.params.n)]
+        return StreamedOutput(
+            self._output.prompt_token_ids, completions, 0, 0, request_id=self.request_id
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended; its last output may not have been read."""
+        return self._output.is_finished
+
+    def abort(self) -> None:
+        """Ends the request, whose iterator ends without further output."""
+        self._output.abort()
+
+    def __aiter__(self) -> AsyncIterator[StreamedOutput]:
+        return self
+
+    async def __anext__(self) -> StreamedOutput:
+        """Waits for new tokens.
+
+        Raises:
+            EngineDeadError, GenerationError: the request has failed.
+        """
+        delta = await anext(self._output)
+        if self._deltas:
+            self._last = self._new()
+        self._take(delta)
+        return self._last
+
+    def _take(self, delta: Delta) -> None:
+        completion = self._last.completions[delta.index]
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if delta.logprobs:
+            completion.logprobs = (completion.logprobs or []) + delta.logprobs
+        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        request = self._output.sequences[delta.index].request
+        completion.num_preemptions = request.num_preemptions
+        self._last.num_cached_tokens = self._output.num_cached_tokens
+        self._last.num_prefill_steps = self._output.sequences[0].request.num_prefill_steps
+        self._last.is_finished = self._output.is_finished and not self._output.has_deltas
+
+
+class AsyncLLM:
+    """A model for asyncio programs. Made by `launch`; any number of tasks of its event loop may use
+    it at the same time, and their requests share the steps.
+
+    Attributes:
+        frontend: the engines, as `create_app` takes them.
+    """
+
+    def __init__(self, frontend: Frontend):
+        """Uses engines that run already, which stay the caller's to close."""
+        self.frontend = frontend
+        # of those that somebody reads, and of those that are being queued
+        self._streams: WeakValueDictionary[str, RequestStream] = WeakValueDictionary()
+        self._coming: set[str] = set()
+        self._numbers = count()
+
+    @classmethod
+    async def launch(
+        cls,
+        model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> AsyncLLM:
+        """Starts the workers and loads the model; see `LLM` for the arguments.
+
+        Raises:
+            ConfigError: the configuration does not go with the model or the machine.
+            EngineDeadError: a worker failed to start.
+        """
+        overrides = dict(settings or {})
+        if model is not None:
+            overrides["model.path"] = str(model)
+        loaded = load_config(config, overrides)
+        with StartupDisplay(quiet=not progress) as display:
+            frontend = await Frontend.launch(loaded, display.on_progress)
+        if progress:
+            display.show([e.report for e in frontend.engines], loaded.served_model_names)
+        return cls(frontend)
+
+    async def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deltas: bool = False,
+    ) -> RequestStream:
+        """Queues a request and returns its output, to be iterated over.
+
+        Args:
+            prompt: a text or token ids.
+            params: the model's own defaults if missing.
+            request_id: a name for `abort`; made up if missing.
+            priority: lower goes first, under `scheduler.policy = "priority"`.
+            deltas: whether each output holds only what is new; else the same object comes again
+                and again, and holds all so far.
+
+        Raises:
+            RequestError: the request is wrong, or one of this id is under way.
+            EngineDeadError: the workers are gone.
+        """
+        request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        known = self._streams.get(request_id)
+        if request_id in self._coming or (known is not None and not known.is_finished):
+            raise RequestError(f"a request of the id {request_id!r} is under way")
+        given = self.frontend.defaults.sampling_params() if params is None else params
+        self._coming.add(request_id)
+        try:
+            output = await self.frontend.submit(
+                prompt, given, priority=priority, request_id=request_id
+            )
+        finally:
+            self._coming.discard(request_id)
+        stream = self._streams[request_id] = RequestStream(request_id, output, deltas=deltas)
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deltas: bool = False,
+    ) -> AsyncIterator[StreamedOutput]:
+        """Yields the output of a request as it comes; see `add_request`. The request ends with the
+        iteration: close this generator (`contextlib.aclosing`) to leave it early."""
+        stream = await self.add_request(
+            prompt, params, request_id=request_id, priority=priority, deltas=deltas
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deltas: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[StreamedOutput]:
+        """Yields the answer to a conversation as it comes, as `generate` does; `options` are those
+        of `Tokenizer.encode_chat`, such as `tools`."""
+        prompt = await self.frontend.encode_chat(messages, **options)
+        async for output in self.generate(
+            prompt, params, request_id=request_id, priority=priority, deltas=deltas
+        ):
+            yield output
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request: its iterator gets what was generated, with "abort" as the finish reason.
+        Returns whether there was one that had not ended."""
+        return self.frontend.abort(lambda known: known == request_id) > 0
+
+    def pause(self) -> None:
+        """Lets all requests wait until `resume`; new ones are taken."""
+        self.frontend.pause()
+
+    def resume(self) -> None:
+        """Goes on with all requests."""
+        self.frontend.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self.frontend.is_paused
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets which prefixes are cached, after a change of what a prompt means, say."""
+        self.frontend.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """Ends requests that run, with an error, and the workers. Safe to call twice."""
+        await self.frontend.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

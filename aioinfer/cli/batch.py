@@ -1,0 +1,189 @@
+"""`aioinfer batch -i in.jsonl -o out.jsonl`: answers a file of requests without a server.
+
+The requests take the same path as those of the server's clients. Results are written in the order
+of the requests; a run that was ended, however it was, goes on where it stopped when it is started
+again with the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.config import Config, LimitsConfig
+from aioinfer.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from aioinfer.api.batch_lines import Requests, Written
+    from aioinfer.api.batch_run import BatchServer
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("-i", "--input", required=True, type=Path, metavar="FILE", help="requests")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="results; those that are there already are kept and not computed again",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="requests at a time (default: as many as run)"
+    )
+    add_model_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answers all requests.
+
+    Returns the exit status: 0 if all were answered, also by an earlier run, 1 if some have an error
+    for their result, 2 if the input or the configuration is wrong or the engine died.
+    """
+    from aioinfer.api.batch_lines import BATCH_PATHS, check_input, take_up
+
+    config = _offline(load(options))
+    if options.concurrency is not None and options.concurrency < 1:
+        raise ConfigError("--concurrency must be at least 1")
+    try:
+        report = check_input(
+            options.input, paths=BATCH_PATHS, max_line_bytes=config.server.max_body_bytes
+        )
+        for fault in report.faults:
+            sys.stderr.write(f"{options.input}:{fault.line}: {fault.message}\n")
+        if report.faults:
+            return 2
+        written = take_up(options.output)
+        if len(written.custom_ids) < report.total:
+            import uvloop
+
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_answer(options, config, report.total, written))
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    failed = len(written.custom_ids) - written.num_succeeded
+    sys.stderr.write(
+        f"{len(written.custom_ids)} results in {options.output}, {failed} of them errors\n"
+    )
+    return 1 if failed else 0
+
+
+def _offline(config: Config) -> Config:
+    """Returns the configuration without what protects a server from its clients, and without the
+    cap that keeps streams smooth: nobody reads one."""
+    server = replace(
+        config.server,
+        api_keys=[],
+        api_key_file=None,
+        files_folder=None,
+        request_timeout_s=None,
+    )
+    cap = config.scheduler.max_prefill_tokens_beside_decode
+    scheduler = replace(
+        config.scheduler,
+        max_waiting_requests=None,
+        max_waiting_tokens=None,
+        max_prefill_tokens_beside_decode=cap or config.scheduler.max_num_batched_tokens,
+    )
+    logging = replace(config.logging, requests=False)
+    return replace(
+        config, server=server, scheduler=scheduler, limits=LimitsConfig(), logging=logging
+    )
+
+
+async def _answer(
+    options: argparse.Namespace, config: Config, total: int, written: Written
+) -> None:
+    """Writes the results that are missing, and notes them in `written`."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from aioinfer.api.batch_lines import Requests
+
+    async with _server(config, options.concurrency) as server:
+        with Progress(
+            TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=Console(stderr=True),
+        ) as progress:  # fmt: skip
+            task = progress.add_task("requests", total=total, completed=len(written.custom_ids))
+            requests = await asyncio.to_thread(
+                Requests, options.input, frozenset(written.custom_ids)
+            )
+            try:
+                await _write_results(requests, server, options.output, written, progress, task)
+            finally:
+                requests.close()
+
+
+async def _write_results(
+    requests: Requests,
+    server: BatchServer,
+    output: Path,
+    written: Written,
+    progress: Progress,
+    task: TaskID,
+) -> None:
+    from aioinfer.api.batch_run import run_batch
+
+    stream = await asyncio.to_thread(output.open, "ab", 0)
+    try:
+        async with aclosing(run_batch(requests, server)) as results:
+            async for ready in results:
+                data = b"".join(result.encode() for result in ready)
+                await asyncio.to_thread(stream.write, data)
+                written.custom_ids.update(result.custom_id for result in ready)
+                written.num_succeeded += sum(result.succeeded for result in ready)
+                progress.update(task, completed=len(written.custom_ids))
+    finally:
+        stream.close()
+
+
+@asynccontextmanager
+async def _server(config: Config, concurrency: int | None) -> AsyncIterator[BatchServer]:
+    """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
+    from aiohttp import web
+
+    from aioinfer.api.batch_run import BatchServer
+    from aioinfer.api.dispatch import Dispatcher
+    from aioinfer.api.embedded import create_app
+    from aioinfer.api.keys import ANONYMOUS
+    from aioinfer.api.limits import ACCOUNTS
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.startup import StartupDisplay
+
+    with StartupDisplay() as display:
+        frontend = await Frontend.launch(config, display.on_progress)
+    try:
+        app = await create_app(config, frontend)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            places = concurrency or (
+                # beyond the slots, some that are ready to take one
+                2 * config.scheduler.max_num_seqs * config.parallel.data_parallel_size
+            )
+            account = app[ACCOUNTS].named(ANONYMOUS)
+            if account is None:
+                raise EngineDeadError("the server has no account for its own requests")
+            yield BatchServer(Dispatcher(app), lambda: account, asyncio.Semaphore(places), places)
+        finally:
+            await runner.cleanup()
+    finally:
+        await frontend.close()

@@ -1,0 +1,46 @@
+"""The options that say which model to run and how: those of `serve`, `batch` and `chat`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aioinfer.config import Config, load_config
+from aioinfer.errors import ConfigError
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """Adds MODEL, `--config` and `--set`."""
+    if positional:
+        parser.add_argument(
+            "model",
+            nargs="?",
+            metavar="MODEL",
+            help="a hub id, a folder, a GGUF file or package:NAME/FILE (model.path)",
+        )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file, such as configs/qwen.toml")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="lay a value over the file's (repeatable)",
+    )
+
+
+def load(options: argparse.Namespace, more: Mapping[str, Any] | None = None) -> Config:
+    """Returns the configuration that the options describe; `more` is laid over it.
+
+    Raises `ConfigError`.
+    """
+    model = getattr(options, "model", None)
+    named = any(text.partition("=")[0].strip() == "model.path" for text in options.set)
+    if model is None and options.config is None and not named:
+        raise ConfigError("which model? Name one, or a file with --config")
+    given = {} if model is None else {"model.path": model}
+    given |= more or {}
+    # JSON's texts, numbers, lists and booleans are TOML's as well
+    overrides = [f"{dotted}={json.dumps(value)}" for dotted, value in given.items()]
+    return load_config(options.config, [*overrides, *options.set])

@@ -1,0 +1,161 @@
+"""The engine for programs that drive it themselves: they add requests, and call `step` for what is
+new.
+
+The engine's own loop runs in a background thread, as that of `LLM` does, and goes on computing
+between two calls of `step`; requests that were added before share its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aioinfer.async_llm import AsyncLLM, RequestStream, StreamedOutput
+from aioinfer.llm import LLM, Prompt
+from aioinfer.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """A model for synchronous programs. Its methods are called by one thread at a time. Close it,
+    or use it as a context manager, to end its workers.
+
+    Args:
+        model, config, settings, progress: as for `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ):
+        self._llm = LLM(model, config=config, settings=settings, progress=progress)
+        self._engine = AsyncLLM(self._llm.frontend)
+        self._is_open = True
+        # these belong to the engine's event loop
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._changed: dict[str, StreamedOutput] = {}
+        self._news = asyncio.Event()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queues a request; see `AsyncLLM.add_request` for arguments and errors."""
+
+        async def add() -> None:
+            stream = await self._engine.add_request(
+                prompt, params, request_id=request_id, priority=priority
+            )
+            self._followers[request_id] = asyncio.create_task(self._follow(stream))
+
+        self._llm.run(add())
+
+    def add_chat(
+        self,
+        request_id: str,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **options: Any,
+    ) -> None:
+        """Queues a conversation to be answered; `options` are those of `Tokenizer.encode_chat`."""
+        prompt = self._llm.run(self._llm.frontend.encode_chat(messages, **options))
+        self.add_request(request_id, prompt, params, priority=priority)
+
+    async def _follow(self, stream: RequestStream) -> None:
+        """Notes what a request brings, and at last that it has ended."""
+        name = stream.request_id
+        last = StreamedOutput([], [], 0, 0, request_id=name)
+        try:
+            async for last in stream:
+                self._changed[name] = last
+                self._news.set()
+        except Exception as error:  # it ends this request alone
+            last.error = error
+        last.is_finished = True
+        self._changed[name] = last
+        del self._followers[name]
+        self._news.set()
+
+    def step(self) -> list[StreamedOutput]:
+        """Returns the outputs, all so far, of the requests that have new tokens or have ended since
+        the last call. Waits until there are any; returns none if no request is left."""
+        return self._llm.run(self._take())
+
+    async def _take(self) -> list[StreamedOutput]:
+        while not self._changed and self._followers:
+            self._news.clear()
+            await self._news.wait()
+        taken = [output.snapshot() for output in self._changed.values()]
+        self._changed.clear()
+        return taken
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to return or to wait for."""
+
+        async def check() -> bool:
+            return bool(self._followers or self._changed)
+
+        return self._llm.run(check())
+
+    def abort(self, request_ids: str | Sequence[str]) -> None:
+        """Ends requests; `step` returns them once more, with what was generated and "abort" as the
+        finish reason. Ids that are not known, or have ended, are ignored."""
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+
+        async def abort() -> None:
+            for name in names:
+                self._engine.abort(name)
+
+        self._llm.run(abort())
+
+    def pause(self) -> None:
+        """Lets all requests wait until `resume`."""
+
+        async def pause() -> None:
+            self._engine.pause()
+
+        self._llm.run(pause())
+
+    def resume(self) -> None:
+        """Goes on with all requests."""
+
+        async def resume() -> None:
+            self._engine.resume()
+
+        self._llm.run(resume())
+
+    def close(self) -> None:
+        """Ends the requests and the workers. Safe to call twice."""
+        if self._is_open:
+            self._is_open = False
+            self._llm.run(self._end_followers())
+            self._llm.close()
+
+    async def _end_followers(self) -> None:
+        followers = list(self._followers.values())
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

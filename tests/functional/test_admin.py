@@ -1,0 +1,140 @@
+"""What acts on the whole server: who may do so, and what it does to requests that run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.functional.conftest import Served, serve
+from tests.functional.test_disconnect import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+COMPLETIONS = "/v1/completions"
+STORY = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
+ADMIN = {"Authorization": "Bearer admin-key"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def administered() -> AsyncIterator[Served]:
+    settings = {
+        "parallel.executor": "inline",
+        "server.admin_key": "admin-key",
+        "server.tokenizer_info": True,
+    }
+    async with serve(**settings) as served:
+        yield served
+
+
+async def admin(served: Served, path: str, status: int = 200, **body: object) -> dict[str, object]:
+    async with served.http.post(path, json=body, headers=ADMIN) as response:
+        reply = await response.json()
+        assert response.status == status, reply
+        return reply
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/abort", "/reset_prefix_cache"])
+async def test_only_an_admin_key_opens_them(
+    served: Served, administered: Served, path: str
+) -> None:
+    assert (await served.post(path, 403))["error"]["code"] == "no_admin_key"
+    assert (await administered.post(path, 401))["error"]["code"] == "invalid_admin_key"
+    assert not administered.frontend.is_paused
+
+
+async def test_a_stream_pauses_and_goes_on_with_the_text_that_it_would_have_had(
+    administered: Served,
+) -> None:
+    whole = await administered.complete(**STORY, max_tokens=60)
+    streaming = asyncio.ensure_future(administered.stream(COMPLETIONS, **STORY, max_tokens=60))
+    scheduler = administered.engine.scheduler
+    await until(lambda: scheduler.running and scheduler.running[0].num_output > 3)
+    assert await admin(administered, "/pause") == {"status": "paused"}
+    await until(lambda: not scheduler.num_in_flight)
+    known = scheduler.running[0].num_output
+    assert known < 60
+    waiting = asyncio.ensure_future(administered.complete(prompt="Hello", max_tokens=2))
+    await until(lambda: scheduler.num_waiting == 1)
+    async with administered.http.get("/health/ready") as response:
+        assert response.status == 503
+    async with administered.http.get("/load") as response:
+        load = await response.json()
+    assert (load["server_load"], load["running"], load["waiting"], load["paused"]) == (
+        2,
+        1,
+        1,
+        True,
+    )
+    await asyncio.sleep(0.2)
+    assert scheduler.running[0].num_output == known
+    assert not streaming.done()
+    assert await admin(administered, "/resume") == {"status": "running"}
+    events = await streaming
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+    assert (await waiting)["finish_reason"] == "length"
+    async with administered.http.get("/health/ready") as response:
+        assert response.status == 200
+
+
+async def test_abort_ends_a_request_with_what_it_has(administered: Served) -> None:
+    scheduler = administered.engine.scheduler
+    body = {**STORY, "max_tokens": 400, "n": 2}
+
+    async def post() -> dict[str, object]:
+        headers = {"X-Request-Id": "to-be-ended"}
+        async with administered.http.post(COMPLETIONS, json=body, headers=headers) as response:
+            assert response.status == 200
+            return await response.json()
+
+    posting = asyncio.ensure_future(post())
+    other = asyncio.ensure_future(administered.complete(**STORY, max_tokens=40))
+    await until(lambda: len(scheduler.running) == 3 and scheduler.running[-1].num_output > 5)
+    await admin(administered, "/abort", 404, request_id="to-be")
+    await admin(administered, "/abort", 400)
+    ended = await admin(administered, "/abort", request_id="cmpl-to-be-ended")
+    assert ended == {"status": "aborted", "count": 1}
+    choices = (await posting)["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]  # type: ignore[index]
+    assert all(choice["text"] for choice in choices)
+    assert (await other)["finish_reason"] == "length"
+    await admin(administered, "/abort", 404, request_id="to-be-ended")
+    await until(lambda: scheduler.is_idle)
+    scheduler.check_integrity()
+
+
+async def test_after_a_reset_a_prompt_is_computed_anew(administered: Served) -> None:
+    body = {"prompt": "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 2, "max_tokens": 1}
+
+    async def cached() -> int:
+        reply = await administered.post(COMPLETIONS, **body)
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    await cached()
+    assert await cached() > 0
+    await admin(administered, "/reset_prefix_cache")
+    assert await cached() == 0
+    assert await cached() > 0
+    administered.engine.scheduler.check_integrity()
+
+
+async def test_what_the_server_says_of_itself(served: Served, administered: Served) -> None:
+    async with served.http.get("/v1/models/org/alias") as response:
+        card = await response.json()
+    assert (card["id"], card["parent"], card["max_model_len"]) == ("org/alias", None, 512)
+    assert card["permission"][0]["allow_sampling"] is True
+    async with served.http.post("/ping") as response:
+        assert response.status == 200
+    async with served.http.get("/tokenizer_info") as response:
+        assert response.status == 404
+    async with administered.http.get("/tokenizer_info") as response:
+        info = await response.json()
+    assert info["special_tokens"]["eos_token"] == "<|im_end|>"
+    assert info["special_token_ids"]["eos_token"] == 2
+    assert "<|im_start|>" in info["chat_template"]
+    async with administered.http.get("/server_info") as response:
+        text = await response.text()
+    assert '"max_model_len":512' in text
+    assert "admin-key" not in text

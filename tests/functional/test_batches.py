@@ -1,0 +1,271 @@
+"""Files and batches over the socket, with the official client; and that batches outlive the
+server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.functional.conftest import Served, serve
+from tests.functional.test_disconnect import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SETTINGS = {
+    "parallel.executor": "inline",
+    "server.max_file_bytes": 20_000,
+    "server.max_files": 12,
+    "server.max_batch_requests": 40,
+    "server.batch_concurrency": 4,
+}
+
+
+def line(number: int, **body: Any) -> dict[str, Any]:
+    """A request of a completion, greedy and of its own length."""
+    usual = {"prompt": f"{number} plus {number} is", "temperature": 0, "max_tokens": 1 + number % 7}
+    return {
+        "custom_id": f"request-{number}",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": usual | body,
+    }
+
+
+def jsonl(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
+
+
+def parse(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(item) for item in data.splitlines()]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def filed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    folder = tmp_path_factory.mktemp("files") / "made"
+    async with serve(**SETTINGS | {"server.files_folder": str(folder)}) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(filed: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{filed.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+async def upload(client: openai.AsyncOpenAI, data: bytes) -> str:
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(data), "in.jsonl", "batch")
+    return file.id
+
+
+async def begin(client: openai.AsyncOpenAI, data: bytes, **fields: Any) -> str:
+    batch = await client.batches.create(
+        **{  # type: ignore[arg-type]
+            "input_file_id": await upload(client, data),
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "metadata": {"who": "test"},
+        }
+        | fields
+    )
+    assert batch.status == "validating"
+    return batch.id
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async with asyncio.timeout(60):
+        while True:
+            batch = await client.batches.retrieve(batch_id)
+            if batch.status in ("completed", "failed", "cancelled", "expired"):
+                return batch
+            await asyncio.sleep(0.02)
+
+
+async def test_a_batch_is_answered_in_order(filed: Served, client: openai.AsyncOpenAI) -> None:
+    lines = [line(number) for number in range(12)]
+    lines[7] = line(7, temperature=-1)
+    batch = await ended(client, await begin(client, jsonl(lines)))
+    counts = batch.request_counts
+    assert batch.status == "completed"
+    assert (counts.total, counts.completed, counts.failed) == (12, 11, 1)
+    assert batch.metadata == {"who": "test"}
+    results = parse((await client.files.content(batch.output_file_id)).content)
+    assert [r["custom_id"] for r in results] == [r["custom_id"] for r in lines if r != lines[7]]
+    for request, result in list(zip([r for r in lines if r != lines[7]], results, strict=True))[:4]:
+        own = await filed.post("/v1/completions", **request["body"])
+        assert result["error"] is None
+        assert result["response"]["status_code"] == 200
+        assert result["response"]["body"]["choices"] == own["choices"]
+        assert result["response"]["request_id"] in result["response"]["body"]["id"]
+    (bad,) = parse((await client.files.content(batch.error_file_id)).content)
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("request-7", 400)
+    assert bad["response"]["body"]["error"]["param"] == "temperature"
+    assert batch.id in [found.id async for found in client.batches.list(limit=1)]
+    listed = [file.id async for file in client.files.list(purpose="batch_output")]
+    assert {batch.output_file_id, batch.error_file_id} <= set(listed)
+    for file_id in (batch.output_file_id, batch.error_file_id, batch.input_file_id):
+        assert (await client.files.delete(file_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(batch.input_file_id)
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "place"),
+    [
+        (b"", "empty_file", 1),
+        (jsonl([line(1)]) + b"\n{", "invalid_json_line", 3),
+        (jsonl([line(1), line(2), line(1)]), "duplicate_custom_id", 3),
+        (jsonl([line(1) | {"url": "/v1/chat/completions"}]), "invalid_url", 1),
+        (jsonl([line(1) | {"method": "GET"}]), "invalid_method", 1),
+        (jsonl([line(1, stream=True)]), "invalid_body", 1),
+        (jsonl([line(number) for number in range(41)]), "too_many_requests", 41),
+    ],
+)
+async def test_a_wrong_input_fails_as_a_whole(
+    filed: Served, client: openai.AsyncOpenAI, data: bytes, code: str, place: int
+) -> None:
+    steps = filed.engine.scheduler.stats.steps
+    batch = await ended(client, await begin(client, data))
+    assert batch.status == "failed"
+    assert [(fault.code, fault.line) for fault in batch.errors.data] == [(code, place)]
+    assert filed.engine.scheduler.stats.steps == steps
+    await client.files.delete(batch.input_file_id)
+
+
+async def test_a_batch_can_be_cancelled(filed: Served, client: openai.AsyncOpenAI) -> None:
+    lines = [line(number, max_tokens=200, ignore_eos=True) for number in range(30)]
+    batch_id = await begin(client, jsonl(lines))
+    scheduler = filed.engine.scheduler
+    await until(lambda: len(scheduler.running) == 4)
+    file_id = (await client.batches.retrieve(batch_id)).input_file_id
+    with pytest.raises(openai.ConflictError):
+        await client.files.delete(file_id)
+    assert (await client.batches.cancel(batch_id)).status == "cancelling"
+    batch = await ended(client, batch_id)
+    assert batch.status == "cancelled"
+    assert batch.request_counts.completed < 30
+    await until(lambda: scheduler.is_idle)
+    with pytest.raises(openai.ConflictError):
+        await client.batches.cancel(batch_id)
+    await client.files.delete(file_id)
+
+
+FORM = "multipart/form-data; boundary=b"
+PART = b"--b\r\nContent-Disposition: form-data; "
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("multipart/form-data", b""),
+        (f"{FORM}{'b' * 80}", b"--b\r\n"),
+        (FORM, b""),
+        (FORM, b"--b\r\n--b--\r\n"),
+        (FORM, b"no boundary at all"),
+        (FORM, PART + b'name="file"; filename="f"\r\n\r\nnever ends'),
+        (FORM, PART + b'name="purpose"\r\n\r\n' + b"x" * 2000 + b"\r\n--b--\r\n"),
+        (FORM, PART + b'name="expires_after"\r\n\r\n1\r\n--b--\r\n'),
+        (FORM, PART + b'name="purpose"\r\n\r\nbatch\r\n--b--\r\n'),
+        (FORM, (PART + b'name="file"\r\nContent-Length: x\r\n\r\nx\r\n') * 2 + b"--b--\r\n"),
+    ],
+)
+async def test_what_is_no_form_is_refused(filed: Served, kind: str, body: bytes) -> None:
+    async with filed.http.post("/v1/files", data=body, headers={"Content-Type": kind}) as response:
+        assert response.status == 400, await response.text()
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+    folder = Path(filed.frontend.config.server.files_folder or "") / "incoming"
+    assert await asyncio.to_thread(lambda: list(folder.iterdir())) == []
+
+
+async def test_a_page_of_another_origin_cannot_upload(filed: Served) -> None:
+    for origin, status in (("https://evil.example", 403), ("null", 403), (filed.url, 200)):
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", b"x", filename="x")
+        async with filed.http.post("/v1/files", data=form, headers={"Origin": origin}) as response:
+            assert response.status == status, await response.text()
+            reply = await response.json()
+    async with filed.http.delete(f"/v1/files/{reply['id']}") as response:
+        assert response.status == 200
+
+
+async def test_bounds_of_uploads(filed: Served, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await upload(client, b"x" * 20_001)
+    assert caught.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        await client.files.create(file=b"x", purpose="assistants")
+    kept = [file.id async for file in client.files.list()]
+    more = [await upload(client, b"x") for _ in range(12 - len(kept))]
+    with pytest.raises(openai.BadRequestError, match="at most 12 files"):
+        await upload(client, b"x")
+    for file_id in more:
+        await client.files.delete(file_id)
+    assert [file.id async for file in client.files.list()] == kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/embedding"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"seconds": 1}}, "output_expires_after"),
+        ({"input_file_id": "../../etc/passwd"}, "file_id"),
+    ],
+)
+async def test_what_a_batch_may_not_be(filed: Served, fields: dict[str, Any], param: str) -> None:
+    body = {
+        "input_file_id": "file-none",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    reply = await filed.post("/v1/batches", 404 if param == "file_id" else 400, **body | fields)
+    assert reply["error"]["param"] == param
+
+
+async def test_without_a_folder_there_are_none(served: Served) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/files/x/content", "/v1/batches/x"):
+        async with served.http.get(path) as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "not_enabled"
+
+
+async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """The first server ends in the midst of a batch; the second computes only what is missing, and
+    drops a line that was half written."""
+    settings = SETTINGS | {"server.files_folder": str(tmp_path)}
+    lines = [line(number, max_tokens=4, ignore_eos=True) for number in range(32)]
+    async with (
+        serve(**settings) as first,
+        openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client,
+    ):
+        batch_id = await begin(client, jsonl(lines))
+        async with asyncio.timeout(60):
+            while (  # noqa: ASYNC110  # the API has no events
+                await client.batches.retrieve(batch_id)
+            ).request_counts.completed < 8:
+                await asyncio.sleep(0.02)
+    partial = tmp_path / "batches" / f"{batch_id}.output"
+    written = await asyncio.to_thread(partial.read_bytes)
+    num_written = written.count(b"\n")
+    assert 8 <= num_written < 32
+    await asyncio.to_thread(partial.write_bytes, written + b'{"id": "half')
+    async with serve(**settings) as second:
+        async with openai.AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client:
+            batch = await ended(client, batch_id)
+            data = (await client.files.content(batch.output_file_id)).content
+        assert sum(second.engine.metrics.finished.values()) == 32 - num_written
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (32, 0)
+    assert data.startswith(written)
+    assert [result["custom_id"] for result in parse(data)] == [r["custom_id"] for r in lines]

@@ -1,0 +1,224 @@
+"""The engine in Python programs: asynchronous, step by step, and inside another application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from aioinfer import AsyncLLM, LLMEngine, SamplingParams, create_app, load_config
+from aioinfer.errors import RequestError
+from tests.functional.conftest import SMOLLM2, Served
+from tests.functional.test_disconnect import until
+
+SETTINGS = {
+    "model.max_model_len": 256,
+    "parallel.executor": "inline",
+    "parallel.cpu_threads": 1,
+    "cache.num_blocks": 80,
+    "scheduler.max_num_seqs": 4,
+}
+PROMPT = "The capital of France is"
+in_session = pytest.mark.asyncio(loop_scope="session")
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+# ---------------------------------------------------------------- AsyncLLM
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def llm() -> AsyncIterator[AsyncLLM]:
+    async with await AsyncLLM.launch(SMOLLM2, settings=SETTINGS, progress=False) as llm:
+        yield llm
+        llm.frontend.engines[0].scheduler.check_integrity()
+
+
+async def last_of(outputs: Any) -> Any:
+    last = None
+    async for output in outputs:
+        last = output
+    return last
+
+
+@in_session
+async def test_tasks_share_one_engine(llm: AsyncLLM, served: Served) -> None:
+    """Six tasks, more than there are slots; one counts by deltas, one samples twice."""
+    prompts = [PROMPT, "Water boils at", "Once upon a time", "def f(x):", "1, 2, 3,", "Hello"]
+    whole = await asyncio.gather(*(last_of(llm.generate(p, greedy(6))) for p in prompts))
+    for prompt, output in zip(prompts, whole, strict=True):
+        choice = await served.complete(prompt=prompt, max_tokens=6, temperature=0, ignore_eos=True)
+        assert output.text == choice["text"]
+        assert (output.is_finished, output.completions[0].finish_reason) == (True, "length")
+    pieces = [o async for o in llm.generate(PROMPT, greedy(6, n=2, logprobs=1), deltas=True)]
+    assert [piece.is_finished for piece in pieces].count(True) == 1
+    assert pieces[-1].is_finished
+    for index in range(2):
+        assert "".join(piece.completions[index].text for piece in pieces) == whole[0].text
+        assert sum(len(piece.completions[index].logprobs or ()) for piece in pieces) == 6
+
+
+@in_session
+async def test_a_chat_and_what_is_wrong_with_a_request(llm: AsyncLLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = await last_of(llm.chat(question, greedy(12)))
+    assert "Paris" in answer.text
+    with pytest.raises(RequestError, match="max_tokens"):
+        await llm.add_request(PROMPT, greedy(1000))
+    stream = await llm.add_request(PROMPT, greedy(50), request_id="same")
+    with pytest.raises(RequestError, match="under way"):
+        await llm.add_request(PROMPT, greedy(5), request_id="same")
+    stream.abort()
+    assert await last_of(stream) is None
+    again = await llm.add_request(PROMPT, greedy(2), request_id="same")
+    assert (await last_of(again)).is_finished
+
+
+@in_session
+async def test_abort_pause_and_leaving_early(llm: AsyncLLM) -> None:
+    scheduler = llm.frontend.engines[0].scheduler
+    stream = await llm.add_request(PROMPT, greedy(200), request_id="long")
+    first = await anext(stream)
+    llm.pause()
+    assert llm.is_paused
+    await until(lambda: not scheduler.num_in_flight)
+    num_known = scheduler.running[0].num_output
+    await asyncio.sleep(0.1)
+    assert scheduler.running[0].num_output == num_known < 200
+    llm.resume()
+    await until(lambda: scheduler.running[0].num_output > num_known)
+    assert llm.abort("long")
+    assert not llm.abort("long")
+    assert not llm.abort("unknown")
+    last = await last_of(stream)
+    assert last is first  # it holds all so far
+    assert (last.is_finished, last.completions[0].finish_reason) == (True, "abort")
+    assert num_known <= len(last.token_ids) < 200
+    async with aclosing(llm.generate(PROMPT, greedy(200))) as outputs:
+        async for _ in outputs:
+            break
+    await until(lambda: scheduler.is_idle)
+    assert (await last_of(llm.generate(PROMPT, greedy(2)))).num_cached_tokens >= 0
+    llm.reset_prefix_cache()
+    assert scheduler.kv_cache.num_cached == 0
+
+
+# ---------------------------------------------------------------- LLMEngine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LLMEngine]:
+    with LLMEngine(SMOLLM2, settings=SETTINGS, progress=False) as engine:
+        yield engine
+
+
+def test_steps_return_what_is_new(engine: LLMEngine) -> None:
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    lengths = {f"r{number}": 2 + 3 * number for number in range(5)}
+    for name, length in lengths.items():
+        engine.add_request(name, PROMPT, greedy(length))
+    with pytest.raises(RequestError, match="max_tokens"):
+        engine.add_request("too long", PROMPT, greedy(1000))
+    seen: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        assert outputs
+        for output in outputs:
+            former = seen.get(output.request_id)
+            if former is not None:  # outputs grow, and those that were returned stay as they are
+                assert not former.is_finished
+                assert output.text.startswith(former.text)
+            seen[output.request_id] = output
+    assert {name: len(output.token_ids) for name, output in seen.items()} == lengths
+    assert all(output.is_finished and output.error is None for output in seen.values())
+    assert seen["r4"].text.startswith(seen["r1"].text)
+    assert engine.step() == []
+
+
+def test_an_engine_aborts_pauses_and_chats(engine: LLMEngine) -> None:
+    engine.add_request("long", PROMPT, greedy(200))
+    engine.add_chat("chat", [{"role": "user", "content": "What is the capital of France?"}],
+                    greedy(12))  # fmt: skip
+    while not any(output.request_id == "long" for output in engine.step()):
+        pass
+    engine.pause()
+    engine.abort(["long", "unknown"])
+    engine.resume()
+    ended: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.is_finished}
+    assert ended["long"].completions[0].finish_reason == "abort"
+    assert 0 < len(ended["long"].token_ids) < 200
+    assert "Paris" in ended["chat"].text
+
+
+# ---------------------------------------------------------------- create_app
+
+
+@in_session
+async def test_the_server_inside_another_application(llm: AsyncLLM) -> None:
+    """Mounted below a path, over the engine that `AsyncLLM` uses, with keys for its paths alone."""
+    config = load_config(
+        None,
+        {"model.path": SMOLLM2, "server.api_keys": ["key"], "server.admin_key": "admin"} | SETTINGS,
+    )
+    outer = web.Application()
+
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="outer")
+
+    outer.router.add_get("/hello", hello)
+    outer.add_subapp("/llm", await create_app(config, llm.frontend))
+    runner = web.AppRunner(outer, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    key = {"Authorization": "Bearer key"}
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+
+        async def status(path: str, **options: Any) -> int:
+            async with http.get(path, **options) as response:
+                return response.status
+
+        assert await status("/hello") == 200
+        assert await status("/llm/health/ready") == 200
+        assert await status("/llm/v1/models") == 401
+        assert await status("/llm/v1/models", headers=key) == 200
+        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        async with http.post("/llm/v1/completions", json=body, headers=key) as response:
+            (choice,) = (await response.json())["choices"]
+        async with http.post(
+            "/llm/v1/completions", json=body | {"stream": True}, headers=key
+        ) as response:
+            text = await response.text()
+        assert text.endswith("data: [DONE]\n\n")
+        async with http.post("/llm/pause", headers=key) as response:
+            assert response.status == 401
+    own = await last_of(llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4)))
+    assert own.text == choice["text"]
+    await runner.cleanup()
+    # the engine is the caller's
+    assert (await last_of(llm.generate(PROMPT, greedy(1)))).is_finished
+
+
+@in_session
+async def test_an_application_with_engines_of_its_own_ends_them() -> None:
+    app = await create_app(load_config(None, {"model.path": SMOLLM2} | SETTINGS))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as http:
+        async with http.post("/tokenize", json={"prompt": "Hello"}) as response:
+            assert (await response.json())["count"] == 1
+        await runner.cleanup()

@@ -1,0 +1,139 @@
+"""The subcommands, as far as they need no model; `functional/test_cli.py` has them with one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.__main__ import main
+from aioinfer.api.batch_lines import Requests, check_input, take_up
+from aioinfer.cli.bench import find_bench
+from aioinfer.cli.commands import COMMANDS
+from aioinfer.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+
+def line(number: int, **fields: Any) -> bytes:
+    usual = {
+        "custom_id": str(number),
+        "url": "/v1/completions",
+        "body": {"prompt": "x" * number},
+    }
+    return json.dumps(usual | fields).encode() + b"\n"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert COMMANDS[command].split(":")[0] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_command_without_a_model_says_so(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 2
+    assert "which model?" in capsys.readouterr().err
+    assert main([command, "./nowhere", "--set", "parallel.executor=inline"]) == 2
+    assert "there is no such file or folder" in capsys.readouterr().err
+
+
+def test_bench_is_the_load_generator() -> None:
+    assert find_bench() == ROOT / "scripts" / "bench.py"
+    command = [sys.executable, "-m", "aioinfer", "bench", "--help"]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "--concurrency" in ended.stdout
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = capsys.readouterr().out
+
+    def complete(*words: str) -> list[str]:
+        ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _aioinfer 2>/dev/null"
+        ask += '; printf "%s\\n" "${COMPREPLY[@]}"'
+        ended = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True
+        )
+        return ended.stdout.split()
+
+    assert complete("aioinfer", "'se'") == ["serve"]
+    assert complete("aioinfer", "batch", "--con") == ["--concurrency", "--config"]
+    assert "server.port=" in complete("aioinfer", "serve", "--set", "server.p")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_scripts_of_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", shell])
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+    if (program := shutil.which(shell)) is not None:
+        subprocess.run([program, "-n", "-c", script], check=True)
+
+
+# ---------------------------------------------------------------- batch files
+
+
+def test_a_wrong_batch_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    call = ["batch", "-i", str(requests), "-o", str(results), "./nowhere"]
+    assert main(call) == 2
+    assert "in.jsonl" in capsys.readouterr().err
+    requests.write_bytes(line(1) + b"\n" + line(1) + line(2, url="/v1/images") + b"[]\n")
+    assert main(call) == 2
+    faults = capsys.readouterr().err.splitlines()
+    assert [fault.split(":")[1] for fault in faults] == ["3", "4", "5"]
+    assert not results.exists()
+    requests.write_bytes(line(1))
+    results.write_bytes(b"somebody's file\n")
+    assert main(call) == 2
+    assert "is not a result of a batch" in capsys.readouterr().err
+    assert results.read_bytes() == b"somebody's file\n"
+
+
+def test_a_long_line_is_a_fault_and_the_next_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(line(1) + line(5000) + line(2) + b"\n \n" + line(3).rstrip())
+    report = check_input(file, paths=("/v1/completions",), max_line_bytes=1000)
+    assert report.total == 4
+    assert [(fault.line, fault.code) for fault in report.faults] == [(2, "line_too_long")]
+
+
+def test_requests_that_are_done_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(b"".join(line(number) for number in range(300)))
+    requests = Requests(file, {str(number) for number in range(250)})
+    found = []
+    while lines := requests.read():
+        found += [request.custom_id for request in lines]
+    requests.close()
+    assert found == [str(number) for number in range(250, 300)]
+
+
+def test_a_half_written_result_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    assert take_up(file).custom_ids == set()
+    good = b'{"id":"a","custom_id":"1","response":{"status_code":200},"error":null}\n'
+    bad = b'{"id":"b","custom_id":"2","response":{"status_code":400},"error":null}\n'
+    never = b'{"id":"b","custom_id":"3","response":null,"error":{}}\n'
+    for end in range(1, len(good)):
+        file.write_bytes(good + bad + never + good[:end])
+        written = take_up(file)
+        assert (written.custom_ids, written.num_succeeded) == ({"1", "2", "3"}, 1)
+        assert file.read_bytes() == good + bad + never
+    file.write_bytes(good + b"{}\n" + bad)
+    with pytest.raises(ConfigError, match="line 2"):
+        take_up(file)

@@ -1,0 +1,122 @@
+"""`/openapi.json`: that it describes every route, and that the server does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jsonschema_rs
+import pytest
+
+from aioinfer.api.openapi import OPERATIONS, describe
+from tests.test_page import serve
+from tests.test_server import make_server
+
+CONFIG = Path(__file__).parent / "schemathesis.toml"
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+
+
+async def document(**settings: Any) -> dict[str, Any]:
+    server = make_server(**settings)
+    async with (
+        aiohttp.ClientSession(await server.start()) as http,
+        http.get("/openapi.json") as response,
+    ):
+        assert response.status == 200
+        found: dict[str, Any] = await response.json()
+    await server.close()
+    return found
+
+
+async def test_every_route_is_described_and_every_description_has_a_route() -> None:
+    server = make_server()
+    await server.start()
+    assert server._application is not None
+    found = describe(server._application.app)
+    described = {
+        (method.upper(), path) for path, methods in found["paths"].items() for method in methods
+    }
+    await server.close()
+    assert OPERATIONS.keys() <= described
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            assert operation["summary"], (method, path)
+    ids = [operation["operationId"] for m in found["paths"].values() for operation in m.values()]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_bodies_are_those_that_check_the_requests() -> None:
+    found = await document(api_keys=["key"])
+    body = found["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    schema = found["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
+    assert schema["required"] == ["prompt"]
+    assert {"temperature", "logit_bias", "stop"} <= schema["properties"].keys()
+    assert found["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert "security" not in found["paths"]["/health"]["get"]
+    # every reference leads somewhere
+    names = set(re.findall(r"#/components/schemas/(\w+)", str(found)))
+    assert names <= found["components"]["schemas"].keys()
+
+
+async def test_a_route_without_an_entry_is_described_by_its_docstring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(OPERATIONS, ("GET", "/version"))
+    found = (await document())["paths"]["/version"]["get"]
+    assert found["summary"] == "Returns the version of aioinfer."
+    assert found["responses"]["200"]["content"] == {
+        "application/json": {"schema": {"type": "object"}}
+    }
+
+
+async def test_it_is_a_document_of_openapi_3_1() -> None:
+    found = await document()
+    assert found["openapi"] == "3.1.0"
+    for schema in found["components"]["schemas"].values():
+        whole = schema | {"components": found["components"]}
+        jsonschema_rs.validator_for(whole)  # raises for what is no JSON schema
+
+
+async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
+    """Random requests by schemathesis, for half a minute at most. By hand, for thousands of cases:
+    the same command with --max-examples 150 and the phases coverage,fuzzing."""
+    settings: dict[str, Any] = {
+        "server.files_folder": str(tmp_path),
+        "server.admin_key": "admin",
+        "server.api_keys": ["admin"],
+        "server.request_timeout_s": 20.0,
+        "server.tokenizer_info": True,
+        "logging.requests": False,
+    }
+    async with serve(**settings) as (_, _, url):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
+            *("run", f"{url}/openapi.json", "--checks", ",".join(CHECKS)),
+            *("--header", "Authorization: Bearer admin"),
+            # the first has no end, the second lets all others wait
+            *("--exclude-path", "/page/live", "--exclude-path", "/pause"),
+            *("--phases", "fuzzing", "--max-examples", "4", "--no-shrink"),
+            *("--generation-database", "none", "--request-timeout", "25", "--no-color"),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+    text = output.decode()
+    assert process.returncode == 0, text
+    generated = re.search(r"(\d+) generated", text)
+    assert generated is not None, text
+    assert int(generated[1]) > 25
