@@ -10,12 +10,12 @@ know the token. So the order of messages to the workers is
 and the workers compute step N+1 while its masks are filled. Nobody waits unless that takes longer
 than a forward pass.
 
-Accepting a token takes some 4 us, so it is done on the event loop, before the step's text is
-emitted: a sequence whose output is complete ends with that token. Masks take longer, up to
-milliseconds where a grammar's lexer meets a text for the first time. They are filled in a thread
-while the event loop emits the text of step N; very few rows are filled at once, since handing them
-to a thread takes longer. No plan is posted until then, because it would overtake the masks in the
-ring.
+Accepting a token takes some 10 us, which the filler's threads share, so the event loop waits for
+it before it emits the step's text: a sequence whose output is complete ends with that token. Masks
+take longer, up to milliseconds where a grammar's lexer meets a text for the first time. They are
+filled in a thread while the event loop emits the text of step N; very few rows are filled at once,
+since handing them to a thread takes longer. No plan is posted until then, because it would overtake
+the masks in the ring.
 
 Where a constraint leaves one way only for some tokens (the names of an object's members, say), they
 are not sampled one by one: the sequence jumps ahead. They are appended like a prompt's, and the
@@ -49,11 +49,24 @@ _FEW_ROWS = 2
 #: Forced tokens that are taken at once. Fewer are sampled one by one: the posted row is lost with
 #: each jump, and the next step has a row that is no decode, which is not all in one CUDA graph.
 MIN_JUMP, MAX_JUMP = 3, 64
+#: Looking for forced tokens takes the event loop 3 to 80 us a sequence (a JSON grammar, 152 000
+#: tokens): many would wait for it longer than they win by a jump.
+MAX_JUMPERS = 8
 
 
 class PlainFiller:
-    """Implements `MaskFiller` for constraints that bring no faster way: one mask after the
-    other."""
+    """Implements `MaskFiller` for constraints that bring no faster way: one after the other."""
+
+    def accept(self, tokens: Sequence[tuple[Constraint, int]]) -> list[Exception | None]:
+        """See `MaskFiller.accept`."""
+        errors: list[Exception | None] = []
+        for constraint, token in tokens:
+            try:
+                constraint.accept([token])
+                errors.append(None)
+            except Exception as error:  # one request's failure must not end the others
+                errors.append(error)
+        return errors
 
     def fill(self, rows: Sequence[tuple[Constraint, int]], masks: Mask) -> list[Exception | None]:
         """See `MaskFiller.fill`."""
@@ -98,6 +111,7 @@ class Masking:
 
     Attributes:
         filler: fills masks; the engine's owner may set a better one than `PlainFiller`.
+        max_jumpers: no sequence jumps ahead in a step with tokens of more constrained sequences.
     """
 
     def __init__(
@@ -119,6 +133,7 @@ class Masking:
             go_on: called when masks have been posted, so that the next step can be.
         """
         self.filler: MaskFiller = PlainFiller()
+        self.max_jumpers = MAX_JUMPERS
         self._metrics = metrics
         self._finish, self._force, self._fail, self._go_on = finish, force, fail, go_on
         self._constraints: dict[Request, Constraint] = {}
@@ -148,21 +163,32 @@ class Masking:
         """Takes in the tokens of a step, and ends the requests whose output is complete."""
         if not self._constraints:
             return
+        places = [
+            place
+            for place, request in enumerate(output.requests)
+            if request.is_constrained
+            and request.status is not Status.FINISHED
+            and request in self._constraints
+        ]
+        tokens = [
+            (self._constraints[output.requests[place]], output.tokens[place]) for place in places
+        ]
         jumps: dict[int, list[int]] = {}
-        for place, (request, token) in enumerate(zip(output.requests, output.tokens, strict=True)):
-            if not request.is_constrained or request.status is Status.FINISHED:
-                continue
-            constraint = self._constraints.get(request)
-            if constraint is None:
-                continue
+        for place, (constraint, _), error in zip(
+            places, tokens, self.filler.accept(tokens), strict=True
+        ):
+            request = output.requests[place]
             try:
-                constraint.accept([token])
+                if error is not None:
+                    raise error
                 if constraint.is_finished:
                     self._finish(request)
-                elif forced := self._jump(request, constraint):
+                elif len(tokens) <= self.max_jumpers and (
+                    forced := self._jump(request, constraint)
+                ):
                     jumps[place] = forced
-            except Exception as error:
-                self._fail(request, _as_generation_error(error))
+            except Exception as failure:
+                self._fail(request, _as_generation_error(failure))
         if jumps:
             _insert(output, jumps)
 

@@ -58,7 +58,12 @@ class CompiledConstraint(Protocol):
 
 
 class MaskFiller(Protocol):
-    """Fills many masks at a time."""
+    """Takes in the tokens and fills the masks of many sequences at a time."""
+
+    def accept(self, tokens: Sequence[tuple[Constraint, int]]) -> list[Exception | None]:
+        """Has each (constraint, token) accept its token; returns what failed, in the order of
+        `tokens`. Called on the event loop: it takes microseconds a token at most."""
+        ...
 
     def fill(self, rows: Sequence[tuple[Constraint, int]], masks: Mask) -> list[Exception | None]:
         """Fills `masks[row]` for each (constraint, row), side by side in threads of its own without

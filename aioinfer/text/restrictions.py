@@ -6,6 +6,7 @@ sequences at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import llguidance
 
@@ -13,6 +14,9 @@ from aioinfer.errors import GenerationError
 from aioinfer.text.constraints import Constraint, Mask
 from aioinfer.text.grammar import CompiledGrammar, GrammarState
 from aioinfer.text.token_lists import TokenFilter
+
+#: Tokens that are taken in one after the other, in 12 us each: no more than threads would take.
+_FEW_TOKENS = 4
 
 
 class RestrictedTokens:
@@ -22,7 +26,7 @@ class RestrictedTokens:
         grammar: the sequence's, or None.
     """
 
-    __slots__ = ("_all", "_context", "_filters", "_max_context", "grammar")
+    __slots__ = ("_all", "_context", "_filters", "_max_context", "_may_forbid_all", "grammar")
 
     def __init__(
         self, grammar: GrammarState | None, filters: Sequence[TokenFilter], all_tokens: Mask
@@ -33,6 +37,7 @@ class RestrictedTokens:
         self._all = all_tokens
         self._context: list[int] = []
         self._max_context = max((each.max_context for each in filters), default=0)
+        self._may_forbid_all = any(each.may_forbid_text for each in filters)
 
     @property
     def is_finished(self) -> bool:
@@ -43,6 +48,10 @@ class RestrictedTokens:
         """See `Constraint.accept`."""
         if self.grammar is not None:
             self.grammar.accept(tokens)
+        self.note(tokens)
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """Does the rest of `accept` where the grammar, if there is one, has taken in the tokens."""
         if self._max_context:
             self._context.extend(tokens)
             del self._context[: -self._max_context]
@@ -62,14 +71,14 @@ class RestrictedTokens:
             mask[:] = self._all
         for each in self._filters:
             each.narrow(mask, self._context)
-        if self._filters and not mask.any():
+        if self._may_forbid_all and not mask.any():
             raise GenerationError(
                 "no token may come next: what the request allows and forbids excludes all"
             )
 
     def forced(self) -> list[int]:
         """See `Constraint.forced`. Tokens that a filter might forbid are not taken unseen."""
-        if self.grammar is None or any(each.may_forbid_text for each in self._filters):
+        if self.grammar is None or self._may_forbid_all:
             return []
         return self.grammar.forced()
 
@@ -100,14 +109,32 @@ class ParallelFiller:
     def __init__(self, num_threads: int | None = None):
         """`num_threads`: by default 80 % of the cores, 32 at most."""
         self._num_threads = num_threads
-        self._executor: llguidance.LLExecutor | None = None
+
+    @cached_property
+    def _threads(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor(self._num_threads)
+
+    def accept(self, tokens: Sequence[tuple[Constraint, int]]) -> list[Exception | None]:
+        """See `MaskFiller.accept`."""
+        grammars = [_grammar_of(constraint) for constraint, _ in tokens]
+        pairs = [
+            (grammar.matcher, token)
+            for grammar, (_, token) in zip(grammars, tokens, strict=True)
+            if grammar is not None
+        ]
+        if len(pairs) <= _FEW_TOKENS:
+            for matcher, token in pairs:
+                matcher.consume_token(token)
+        else:
+            self._threads.consume_token_par(pairs)
+        return [
+            _finish_accepting(constraint, grammar, token)
+            for grammar, (constraint, token) in zip(grammars, tokens, strict=True)
+        ]
 
     def fill(self, rows: Sequence[tuple[Constraint, int]], masks: Mask) -> list[Exception | None]:
         """See `MaskFiller.fill`."""
-        known: list[RestrictedTokens | GrammarState | None] = [
-            each if isinstance(each, RestrictedTokens | GrammarState) else None for each, _ in rows
-        ]
-        grammars = [each.grammar if isinstance(each, RestrictedTokens) else each for each in known]
+        grammars = [_grammar_of(constraint) for constraint, _ in rows]
         matchers = [
             (grammar.matcher, row)
             for grammar, (_, row) in zip(grammars, rows, strict=True)
@@ -125,9 +152,30 @@ class ParallelFiller:
             ((matcher, row),) = matchers
             matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * size, size)
         elif matchers:
-            if self._executor is None:
-                self._executor = llguidance.LLExecutor(self._num_threads)
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, size, len(masks))
+            self._threads.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, size, len(masks))
+
+
+def _grammar_of(constraint: Constraint) -> GrammarState | None:
+    if isinstance(constraint, RestrictedTokens):
+        return constraint.grammar
+    return constraint if isinstance(constraint, GrammarState) else None
+
+
+def _finish_accepting(
+    constraint: Constraint, grammar: GrammarState | None, token: int
+) -> Exception | None:
+    """Does what is left of `accept` where the grammar, if there is one, has taken in the token;
+    returns what failed."""
+    try:
+        if grammar is not None:
+            grammar.raise_error()
+        if isinstance(constraint, RestrictedTokens):
+            constraint.note([token])
+        elif grammar is None:
+            constraint.accept([token])
+    except Exception as error:  # one sequence's failure must not end the others
+        return error
+    return None
 
 
 def _finish(
