@@ -79,9 +79,26 @@ class ToolUse:
 
 
 class MessageFormat(Protocol):
-    """How a family of models writes thoughts and calls."""
+    """How a family of models writes thoughts and calls.
+
+    Attributes:
+        name: the name of its way of writing calls.
+        markers: the special tokens that its parsers have to see: what follows from them is hidden
+            from clients, and so are all other special tokens.
+        knows_tools: whether the chat template shows tools to the model.
+    """
 
     name: str
+    markers: frozenset[str]
+    knows_tools: bool
+
+    def parses(self, use: ToolUse) -> bool:
+        """Whether the text of a choice has to be parsed; else all of it is content."""
+        ...
+
+    def opens_thought(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so has opened a thought."""
+        ...
 
     def parser(self, use: ToolUse, *, in_thought: bool) -> MessageParser:
         """Returns the parser of one choice.
