@@ -51,6 +51,12 @@ class ModelConfig:
     chat_template: str | None = key(
         "File with a Jinja chat template to use in place of the tokenizer's own.", None
     )
+    prepare_grammars: bool = key(
+        "At the start, build what grammars need (up to 2 s beside the loading of the weights, and "
+        "0.1 GB for a vocabulary of 150 000). `false`: the first request with a grammar has to, "
+        "and all streams pause meanwhile.",
+        True,
+    )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = key(
         "How weights are stored; `dummy` makes random ones at full shape (for speed measurements).",
         "auto",

@@ -16,6 +16,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.messages import Message
+from aioinfer.api.structured_output import (
+    NOT_GIVEN,
+    ResponseFormat,
+    StructuredOutputs,
+    find_grammar,
+)
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_LOGPROBS
 
@@ -72,6 +78,18 @@ class SamplingBody(Body, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    grammar: str | None = None
+    json_schema: msgspec.Raw = NOT_GIVEN
     priority: Int32 | None = None
     timeout_s: Seconds | None = None
     stream: bool | None = None
@@ -96,6 +114,8 @@ class SamplingBody(Body, kw_only=True):
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.include_stop_str_in_output is not None:
             fields["include_stop"] = self.include_stop_str_in_output
+        if (grammar := find_grammar(self)) is not None:
+            fields["grammar"] = grammar
         return fields
 
 
@@ -103,6 +123,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
     "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 
@@ -162,12 +183,6 @@ def _check_prompts(prompt: list[Any]) -> None:
         )
 
 
-class ResponseFormat(Struct, kw_only=True):
-    """Only `{"type": "text"}` is understood."""
-
-    type: str
-
-
 class ChatRequest(SamplingBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
@@ -181,7 +196,6 @@ class ChatRequest(SamplingBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    response_format: ResponseFormat | None = None
 
     def check(self) -> None:
         super().check()
@@ -194,11 +208,6 @@ class ChatRequest(SamplingBody, kw_only=True):
                     f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
                     param="top_logprobs",
                 )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(
-                f"response_format {self.response_format.type!r} is not supported, only 'text'",
-                param="response_format",
-            )
         if self.tool_choice not in (None, "auto", "none"):
             raise RequestError(
                 "tool_choice must be 'auto' or 'none': no call can be enforced", param="tool_choice"

@@ -24,6 +24,7 @@ from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.restrictions import RestrictionCompiler
 from aioinfer.engine.router import Router
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
@@ -31,6 +32,7 @@ from aioinfer.executor.factory import make_executor
 from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
+from aioinfer.text.constraints import CompiledConstraint
 from aioinfer.text.generation_defaults import GenerationDefaults
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -82,6 +84,7 @@ class Frontend:
             for number, executor in enumerate(executors)
         ]
         self._is_started = False
+        self._restrictions: RestrictionCompiler | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
         self._seeds = random.Random(config.model.seed)
@@ -157,7 +160,8 @@ class Frontend:
         self._require_alive()
 
     def _load_text_side(self, folder: Path) -> None:
-        """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size."""
+        """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size,
+        and what grammars need."""
         self.tokenizer = self._load_tokenizer(folder)
         self.defaults = GenerationDefaults.load(
             folder, self.tokenizer, self.config.sampling.given()
@@ -165,6 +169,11 @@ class Frontend:
         self.vocab_size = load_model_config(
             folder, trust_remote_code=self.config.model.trust_remote_code
         ).vocab_size
+        self._restrictions = RestrictionCompiler(
+            self.tokenizer, self.vocab_size, self.defaults.eos_token_ids
+        )
+        if self.config.model.prepare_grammars:
+            self._restrictions.prepare()
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer | None:
         model = self.config.model
@@ -220,6 +229,8 @@ class Frontend:
         self._end_all("the server is shutting down")
         await asyncio.gather(*(engine.shutdown() for engine in self.engines))
         self._threads.shutdown()
+        if self._restrictions is not None:
+            self._restrictions.shutdown()
 
     def stats(self) -> dict[str, float]:
         """Returns the state of queues and cache, and totals since the start, of all engines
@@ -289,10 +300,28 @@ class Frontend:
         """
         arrived = time.perf_counter()
         self._require_alive()
+        constraint = await self.compile(params)
         prepared = await self.prepare(prompt, add_special_tokens)
         return self.admit(
-            prepared, params, priority=priority, request_id=request_id, flow=flow, arrived=arrived
+            prepared,
+            params,
+            constraint,
+            priority=priority,
+            request_id=request_id,
+            flow=flow,
+            arrived=arrived,
         )
+
+    async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
+        """Compiles what restricts a request's tokens (a grammar, say), for `admit`; None if nothing
+        does.
+
+        Raises `RequestError` naming the field that is wrong or not supported.
+        """
+        if not params.is_restricted:
+            return None
+        assert self._restrictions is not None, "requests come after the start"
+        return await self._restrictions.compile(params)
 
     async def prepare(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
@@ -309,6 +338,7 @@ class Frontend:
         self,
         prompt: PreparedPrompt,
         params: SamplingParams,
+        constraint: CompiledConstraint | None = None,
         *,
         priority: int = 0,
         request_id: str | None = None,
@@ -319,9 +349,11 @@ class Frontend:
         the other share a step.
 
         Args:
+            constraint: what `compile` returned for `params`.
             arrived: when the request did, of `time.perf_counter`.
         """
         self._require_alive()
+        assert (constraint is not None) == params.is_restricted, "`compile` comes first"
         if priority and self.config.scheduler.policy != "priority":
             raise RequestError(
                 "priority needs the server's scheduler.policy to be 'priority'", param="priority"
@@ -339,7 +371,7 @@ class Frontend:
             params,
             engine.abort,
         )
-        self._make_sequences(output, prompt, max_len, priority, flow, route.num_tokens)
+        self._make_sequences(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
         self._router.promise(route, output.sequences[0].request)
         engine.add(output, arrived)
         self.loop_lag.watch()
@@ -383,6 +415,7 @@ class Frontend:
         self,
         output: RequestOutput,
         prompt: PreparedPrompt,
+        constraint: CompiledConstraint | None,
         max_len: int,
         priority: int,
         flow: Flow,
@@ -417,7 +450,8 @@ class Frontend:
                 detokenizer = tokenizer.detokenizer(
                     output.prompt_token_ids, params.skip_special_tokens
                 )
-            output.sequences.append(OutputSequence(index, request, output, detokenizer))
+            restricted = None if constraint is None else constraint.start()
+            output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))
 
     # ---------------------------------------------------------------- failure
 

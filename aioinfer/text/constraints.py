@@ -1,5 +1,5 @@
-"""Which tokens may come next in a sequence: the interface between whatever restricts the output of a
-request (a grammar, a list of allowed tokens, banned words) and the engine.
+"""Which tokens may come next in a sequence: the interface between whatever restricts the output of
+a request (a grammar, a list of allowed tokens, banned words) and the engine.
 
 A request's `SamplingParams` name its restrictions; they are compiled once, in a thread, before the
 request is admitted (`CompiledConstraint`), and each of its sequences starts a `Constraint` of its

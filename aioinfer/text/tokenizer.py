@@ -205,6 +205,11 @@ class Tokenizer:
         table = self.token_bytes(skip_special_tokens)
         return self.decode_rules.text(b"".join([table[token] for token in ids]))
 
+    def to_json(self) -> str:
+        """Returns the tokenizer in the format of `tokenizer.json`, with the tokens that were added
+        to it when it was loaded."""
+        return self._backend.to_str()
+
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Detokenizer:
