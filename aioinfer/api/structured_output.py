@@ -18,7 +18,6 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
 
-
 #: What a field of JSON is that was not given. `Raw | None` is no type for msgspec: null comes as
 #: `null`.
 NOT_GIVEN = Raw()

@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 class ChatTemplate:
     """One template, or several by name: then "tool_use" serves requests with tools, and "default"
-    all others."""
+    all others.
+
+    Attributes:
+        text: the Jinja text of all of them.
+    """
 
     def __init__(self, templates: str | dict[str, str], special_tokens: Mapping[str, str]):
         """Compiles the templates.
@@ -55,6 +59,7 @@ class ChatTemplate:
         self._reserved = frozenset(
             inspect.signature(self._renderer.apply_chat_template).parameters
         ) - {"documents"}
+        self.text = templates if isinstance(templates, str) else "\n".join(templates.values())
         for text in [templates] if isinstance(templates, str) else templates.values():
             self._compile(BoundedText(text))
 

@@ -30,6 +30,7 @@ class Tokenizer:
     Attributes:
         bos_token_id, eos_token_id: None where the tokenizer names none.
         special_ids: the tokens that `skip_special_tokens` leaves out.
+        special_texts: their ids by their texts.
         vocab_size: ids are below it. A model's embedding may have more rows.
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
@@ -48,6 +49,8 @@ class Tokenizer:
         self._chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_texts = {added[index].content: index for index in self.special_ids}
+        self._shown_bytes: dict[frozenset[int], TokenBytes] = {}
         self.vocab_size = max(
             backend.get_vocab_size(with_added_tokens=False), *(index + 1 for index in added), 0
         )
@@ -105,6 +108,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
         return self._chat_template is not None
+
+    @property
+    def chat_template_text(self) -> str:
+        """The Jinja text of the chat template, or of all templates; "" without one."""
+        return self._chat_template.text if self._chat_template is not None else ""
 
     def encode(
         self,
@@ -211,10 +219,20 @@ class Tokenizer:
         return self._backend.to_str()
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """Returns the detokenizer of the output that follows a prompt."""
-        return Detokenizer(self.decode_rules, self.token_bytes(skip_special_tokens), prompt_ids)
+        """Returns the detokenizer of the output that follows a prompt. Of the special tokens that
+        are skipped, those in `shown` have their texts all the same."""
+        table = self.token_bytes(skip_special_tokens)
+        if shown and skip_special_tokens:
+            table = self._shown_bytes.get(shown) or TokenBytes(
+                self._backend, self.decode_rules, self.special_ids - shown
+            )
+            self._shown_bytes = {shown: table}  # those of one format of messages
+        return Detokenizer(self.decode_rules, table, prompt_ids)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
         """Returns a single token's text and bytes, as log-probabilities are reported: a space

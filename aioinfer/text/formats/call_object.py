@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Container
 
@@ -78,9 +79,7 @@ def read_arguments(reader: Reader, emit: Emit, stop: str = "") -> Steps[bool]:
     parts: list[str] = []
     complete = yield from reader.value(parts.append, stop)
     text = "".join(parts)
-    try:
+    with contextlib.suppress(ValueError):
         text = json.loads(text)
-    except ValueError:
-        pass
     emit(text)
     return complete

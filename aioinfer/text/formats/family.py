@@ -121,20 +121,21 @@ class FamilyFormat:
         if self._thought is not None:
             thought = self._thought.term(lark, in_thought=in_thought)
             unlike = "" if in_thought else self._thought.begins_text(lark)
+        space = "/\\s*/ " if thought else ""
         body = "" if answer is None else _answer(lark, answer)
         if use is None or self._calls is None:
-            return thought + body
+            return thought + space + body
         calls = self._calls.calls(lark, _tools(use), parallel=use.parallel)
         trigger = lark.marker(self._calls.trigger)
         call = lark.rule(f"{trigger}{calls}")
         if use.choice in ("required", "named"):
-            return thought + call
+            return thought + space + call
         if body:
-            return f"{thought}({lark.rule(body)}| {call})"
+            return f"{thought}{space}({lark.rule(body)}| {call})"
         if self._calls.name == "llama":  # a call is the whole message, or comes behind its marker
             begins = f"/\\s*/ {lark.text(self._calls.trigger)}"
             unlike = f"({unlike} | {begins})" if unlike else begins
-            return f"{thought}({lark.free(but=unlike)}| {call})"
+            return f"{thought}({lark.free(but=unlike)}| {lark.terminal(begins)}{calls})"
         free = lark.free(self._calls.trigger, but=unlike)
         head = lark.free_until(self._calls.trigger, but=unlike)
         return f"{thought}({free}| {head}{calls})"
@@ -152,9 +153,7 @@ class FamilyFormat:
 
 def _tools(use: ToolUse) -> dict[str, Tool]:
     """Returns the tools that may be called, by name."""
-    tools = (
-        Tool(str(tool["name"]), tool.get("parameters") or _ANY_OBJECT) for tool in use.tools
-    )
+    tools = (Tool(str(tool["name"]), tool.get("parameters") or _ANY_OBJECT) for tool in use.tools)
     return {tool.name: tool for tool in tools if use.choice != "named" or tool.name == use.name}
 
 

@@ -76,7 +76,11 @@ class Lark:
 
     def free(self, *without: str, but: str = "") -> str:
         """Returns the term for any text without these texts in it, as in `free_until`."""
-        inside = [f" & ~(/(.|\\n)*/ {quote(text)} /(.|\\n)*/)" for text in without if text not in self._special_ids]
+        inside = [
+            f" & ~(/(.|\\n)*/ {quote(text)} /(.|\\n)*/)"
+            for text in without
+            if text not in self._special_ids
+        ]
         return self.terminal(f"/(.|\\n)*/{''.join(inside)}{_unlike(but)}")
 
     def schema(self, tool: Tool) -> str:

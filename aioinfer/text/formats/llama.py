@@ -25,7 +25,8 @@ class LlamaCalls:
     def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
         """See `CallFormat.read`."""
         while True:
-            reader.record = record = []
+            record: list[str] = []
+            reader.record = record
             yield from reader.space()
             if not draft.num_calls:
                 yield from reader.comes(_TAG)
@@ -44,5 +45,5 @@ class LlamaCalls:
             lark.text(f'{lark.json(name)[1:]}, "parameters": ') + lark.schema(tool) + lark.text("}")
             for name, tool in tools.items()
         )
-        again = f'/; ?/ {lark.text(self.trigger)}{each}'
+        again = f"/; ?/ {lark.text(self.trigger)}{each}"
         return each + (f"({again})*" if parallel else "")

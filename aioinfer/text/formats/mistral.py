@@ -91,5 +91,5 @@ class MistralCalls:
             + lark.text("}")
             for name, tool in tools.items()
         )
-        more = f'({lark.text(", ")}{each})* ' if parallel else ""
-        return f'/ ?\\[/ {each}{more}{lark.text("]")}'
+        more = f"({lark.text(', ')}{each})* " if parallel else ""
+        return f"/ ?\\[/ {each}{more}{lark.text(']')}"

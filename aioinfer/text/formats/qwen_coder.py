@@ -113,7 +113,9 @@ def _parameters(lark: Lark, tool: Tool) -> str:
     for key, schema in _properties(tool).items():
         end = f"\n{_PARAMETER_END}\n"
         if _is_text(schema) and isinstance(schema.get("enum"), list):
-            value = lark.any_of(lark.text(choice) or '""' for choice in schema["enum"]) + lark.text(end)
+            value = lark.any_of(lark.text(choice) or '""' for choice in schema["enum"]) + lark.text(
+                end
+            )
         elif _is_text(schema):
             value = lark.free_until(end)
         else:

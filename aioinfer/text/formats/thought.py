@@ -20,7 +20,8 @@ class ThoughtMarkers:
         """Reads a thought, if one comes next or `in_thought` says that the prompt has opened
         one."""
         if not in_thought:
-            reader.record = record = []
+            record: list[str] = []
+            reader.record = record
             yield from reader.space()
             opened = yield from reader.comes(self.open)
             reader.record = None
@@ -35,8 +36,8 @@ class ThoughtMarkers:
         """Returns the term for a thought: one that has to be closed, or one that may come."""
         until_close = lark.free_until(self.close)
         if in_thought:
-            return f"{until_close}/\\s*/ "
-        body = lark.rule(f"{lark.marker(self.open)}{until_close}/\\s*/")
+            return until_close
+        body = lark.rule(f"{lark.marker(self.open)}{until_close}")
         return f"({body})? "
 
     def begins_text(self, lark: Lark) -> str:
