@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from aioinfer.api.tools import NO_TOOLS, settle_schemas, show_tools
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_parser import MessageDelta, MessageParser, ToolUse
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 #: Tokens at the end of a prompt that may hold the marker of a thought, and line breaks.
 _MARKER_TOKENS = 16
 #: Longer texts are parsed in a thread.
-_SHORT_TEXT = 32 * 1024
+SHORT_TEXT = 32 * 1024
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -135,6 +137,14 @@ class Call:
     arguments: str = ""
 
 
+def call_input(arguments: str) -> Mapping[str, Any]:
+    """Returns the arguments of a call as an object; text that is none in an object of its own."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {"invalid_json": arguments}
+
+
 @dataclass(slots=True)
 class ChatMessage:
     """A message that a model has generated."""
@@ -144,11 +154,12 @@ class ChatMessage:
     calls: list[Call] = field(default_factory=list)
 
 
-def new_call_id(frontend: Frontend) -> str:
-    """Returns the id of a call. Mistral's templates take nine letters and digits and no others."""
+def new_call_id(frontend: Frontend, prefix: str = "call_") -> str:
+    """Returns the id of a call. It begins with `prefix`, but for Mistral's models: their templates
+    take nine letters and digits alone."""
     if frontend.message_format.name == "mistral":
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
+    return f"{prefix}{secrets.token_hex(12)}"
 
 
 async def parse_message(frontend: Frontend, turn: Turn, text: str) -> ChatMessage:
@@ -166,4 +177,4 @@ async def parse_message(frontend: Frontend, turn: Turn, text: str) -> ChatMessag
                 message.calls[call.index].arguments += call.arguments
         return message
 
-    return parse() if len(text) <= _SHORT_TEXT else await asyncio.to_thread(parse)
+    return parse() if len(text) <= SHORT_TEXT else await asyncio.to_thread(parse)

@@ -104,12 +104,36 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except ConnectionError:
         raise
     except Exception as error:
-        return error_response(error)
+        return error_response(error, is_anthropic=request.path.startswith("/v1/messages"))
 
 
-def error_response(error: Exception) -> web.Response:
+#: Anthropic's types of errors by HTTP status.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an error's body in the shape of Anthropic's API."""
+    kind = "invalid_request_error" if status < 500 else "api_error"
+    error = {
+        "type": _ANTHROPIC_TYPES.get(status, kind),
+        "message": body["error"]["message"],
+    }
+    return {"type": "error", "error": error}
+
+
+def error_response(error: Exception, *, is_anthropic: bool = False) -> web.Response:
     """Returns the response that answers an exception."""
     status, body = describe(error)
+    if is_anthropic:
+        body = anthropic_error(status, body)
     return json_response(body, status=status, headers=_headers(status, error))
 
 

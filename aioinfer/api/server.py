@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from aioinfer.api import chat, completions, info, limits, metrics, page, tokenization
+from aioinfer.api import (
+    anthropic,
+    chat,
+    completions,
+    info,
+    limits,
+    metrics,
+    page,
+    responses,
+    tokenization,
+)
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import Connection, ConnectionServer
@@ -24,6 +34,7 @@ from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
+from aioinfer.api.response_store import RESPONSE_STORE, ResponseStore
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
 
@@ -73,6 +84,7 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
+        app[RESPONSE_STORE] = ResponseStore(frontend.config.chat)
         app[REQUEST_BODIES] = RequestBodies(self._config)
         app[READINESS] = self._readiness
         app[HEAP] = Heap()
@@ -80,10 +92,15 @@ class HttpServer:
         for path, handler in (
             ("/v1/completions", completions.create_completion),
             ("/v1/chat/completions", chat.create_chat_completion),
+            ("/v1/responses", responses.create_response),
+            ("/v1/messages", anthropic.create_message),
+            ("/v1/messages/count_tokens", anthropic.count_tokens),
             ("/tokenize", tokenization.tokenize),
             ("/detokenize", tokenization.detokenize),
         ):
             app.router.add_post(path, handler, expect_handler=defer_continue)
+        app.router.add_get("/v1/responses/{id}", responses.get_response)
+        app.router.add_delete("/v1/responses/{id}", responses.delete_response)
         app.router.add_get("/v1/models", info.list_models)
         app.router.add_get("/v1/models/{id:.+}", info.get_model)
         app.router.add_get("/health", info.health)

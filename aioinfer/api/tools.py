@@ -39,7 +39,7 @@ def read_tools(
         if not isinstance(function, Mapping):
             raise RequestError(f"{place}.function is missing", param=f"{place}.function")
         functions.append({**function, "place": f"{place}.function.parameters"})
-    choice, name = _read_choice(tool_choice, bool(functions))
+    choice, name = read_choice(tool_choice, bool(functions))
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
         functions = _allowed(functions, tool_choice)
     return make_use(functions, choice, name, parallel=parallel)
@@ -85,7 +85,8 @@ def make_use(
     return ToolUse(tuple(functions), choice if functions else "none", name, parallel is not False)
 
 
-def _read_choice(choice: Any, has_tools: bool) -> tuple[Choice, str | None]:
+def read_choice(choice: Any, has_tools: bool) -> tuple[Choice, str | None]:
+    """Returns OpenAI's `tool_choice` as a `ToolUse` has it. Raises `RequestError`."""
     if choice is None:
         return ("auto" if has_tools else "none"), None
     if choice in ("none", "auto", "required"):
