@@ -125,7 +125,9 @@ class FamilyFormat:
         body = "" if answer is None else _answer(lark, answer)
         if use is None or self._calls is None:
             return thought + space + body
-        calls = self._calls.calls(lark, _tools(use), parallel=use.parallel)
+        # one that is named is called once
+        parallel = use.parallel and use.choice != "named"
+        calls = self._calls.calls(lark, _tools(use), parallel=parallel)
         trigger = lark.marker(self._calls.trigger)
         call = lark.rule(f"{trigger}{calls}")
         if use.choice in ("required", "named"):
