@@ -37,7 +37,8 @@ async def client(served: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
 async def test_a_text(client: anthropic.AsyncAnthropic) -> None:
     reply = await client.messages.create(**USUAL, messages=ASK, system="Be brief.")
     (block,) = reply.content
-    assert block.type == "text" and block.text
+    assert block.type == "text"
+    assert block.text
     assert reply.stop_reason == "max_tokens"
     assert reply.usage.output_tokens == 8
     count = await client.messages.count_tokens(model="smollm2", messages=ASK, system="Be brief.")
@@ -58,7 +59,8 @@ async def test_a_streamed_text(client: anthropic.AsyncAnthropic) -> None:
     assert final.content == whole.content
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
     assert kinds.count("text") > 3
 
 
@@ -72,13 +74,15 @@ async def test_a_stop_sequence(client: anthropic.AsyncAnthropic) -> None:
 async def test_a_call_and_its_result(client: anthropic.AsyncAnthropic) -> None:
     reply = await client.messages.create(**CALL)
     (block,) = reply.content
-    assert block.type == "tool_use" and block.name == "weather"
+    assert block.type == "tool_use"
+    assert block.name == "weather"
     jsonschema.validate(block.input, WEATHER)
     assert reply.stop_reason == "tool_use"
     async with client.messages.stream(**CALL) as stream:
         final = await stream.get_final_message()
     (streamed,) = final.content
-    assert streamed.type == "tool_use" and streamed.input == block.input
+    assert streamed.type == "tool_use"
+    assert streamed.input == block.input
     result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
     conversation: Any = [
         *ASK,
@@ -98,6 +102,6 @@ async def test_errors_have_anthropics_shape(client: anthropic.AsyncAnthropic) ->
         await client.messages.create(**USUAL, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         await client.messages.create(**USUAL | {"model": "other"}, messages=ASK)
+    broken: Any = [{"name": "f", "input_schema": {"type": "frob"}}]
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema"):
-        broken: Any = [{"name": "f", "input_schema": {"type": "frob"}}]
         await client.messages.create(**CALL | {"tools": broken})

@@ -37,10 +37,12 @@ async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     whole = await client.responses.create(**USUAL, input="What is the capital of France?")
-    assert whole.status == "incomplete" and whole.output_text
+    assert whole.status == "incomplete"
+    assert whole.output_text
     assert whole.incomplete_details is not None
     assert whole.incomplete_details.reason == "max_output_tokens"
-    assert whole.usage is not None and whole.usage.output_tokens == 8
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 8
     events = [
         event
         async for event in await client.responses.create(
@@ -59,7 +61,8 @@ async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text
     last = events[-1]
-    assert last.type == "response.incomplete" and last.response.output_text == text
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == text
     assert kinds.count("output_text.delta") > 3
 
 
@@ -67,12 +70,14 @@ async def test_a_call_and_its_result(client: openai.AsyncOpenAI) -> None:
     reply = await client.responses.create(**CALL)
     (call,) = reply.output
     assert reply.status == "completed"
-    assert call.type == "function_call" and call.name == "weather"
+    assert call.type == "function_call"
+    assert call.name == "weather"
     jsonschema.validate(json.loads(call.arguments), WEATHER)
     async with client.responses.stream(**CALL) as stream:
         final = await stream.get_final_response()
     (streamed,) = final.output
-    assert streamed.type == "function_call" and streamed.arguments == call.arguments
+    assert streamed.type == "function_call"
+    assert streamed.arguments == call.arguments
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     kept = await client.responses.create(**USUAL, previous_response_id=reply.id, input=[result])
     item: Any = call.model_dump(exclude_none=True)
@@ -96,7 +101,8 @@ async def test_conversations_are_kept_unless_not_wanted(client: openai.AsyncOpen
     second = await client.responses.create(
         **USUAL, input="Who am I?", previous_response_id=first.id
     )
-    assert first.usage is not None and second.usage is not None
+    assert first.usage is not None
+    assert second.usage is not None
     assert second.usage.input_tokens > first.usage.input_tokens
     await client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):

@@ -87,8 +87,10 @@ async def test_streamed_calls_are_those_of_the_whole_reply(client: openai.AsyncO
     async for chunk in await client.chat.completions.create(**options, stream=True):
         deltas.append(chunk.choices[0])
     calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
-    assert calls[0].id and calls[0].type == "function"
-    assert calls[0].function is not None and calls[0].function.name == "add"
+    assert calls[0].id
+    assert calls[0].type == "function"
+    assert calls[0].function is not None
+    assert calls[0].function.name == "add"
     assert all(call.id is None and call.index == 0 for call in calls[1:])
     assert len(calls) > 2  # as they are generated, not at the end
     arguments = "".join(call.function.arguments or "" for call in calls if call.function)
@@ -105,7 +107,8 @@ async def test_text_stays_text_under_auto(served: Served) -> None:
     plain = {"messages": ASK, "max_tokens": 6, "temperature": 0, "tools": TOOLS}
     reply = await served.post(CHAT, **plain)
     (choice,) = reply["choices"]
-    assert choice["message"]["content"] and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"]
+    assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "length"
     events = await served.stream(CHAT, **plain)
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
@@ -166,7 +169,8 @@ async def test_a_schema_that_cannot_be_enforced(served: Served) -> None:
     ask = {"messages": ASK, "max_tokens": 1}
     place = "tools[1].function.parameters"
     reply = await served.post(CHAT, status=400, **ask, tools=tools, tool_choice="required")
-    assert reply["error"]["param"] == place and "'not'" in reply["error"]["message"]
+    assert reply["error"]["param"] == place
+    assert "'not'" in reply["error"]["message"]
     await served.post(CHAT, **ask, tools=tools)
     function["strict"] = True
     reply = await served.post(CHAT, status=400, **ask, tools=tools)
