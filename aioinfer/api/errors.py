@@ -104,7 +104,7 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except ConnectionError:
         raise
     except Exception as error:
-        return error_response(error, is_anthropic=request.path.startswith("/v1/messages"))
+        return error_response(error, request.path)
 
 
 #: Anthropic's types of errors by HTTP status.
@@ -129,11 +129,13 @@ def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
-def error_response(error: Exception, *, is_anthropic: bool = False) -> web.Response:
-    """Returns the response that answers an exception."""
+def error_response(error: Exception, path: str = "") -> web.Response:
+    """Returns the response that answers an exception, in the shape of the path's API."""
     status, body = describe(error)
-    if is_anthropic:
+    if path.startswith("/v1/messages"):
         body = anthropic_error(status, body)
+    elif path.startswith("/api/"):  # Ollama's
+        body = {"error": body["error"]["message"]}
     return json_response(body, status=status, headers=_headers(status, error))
 
 

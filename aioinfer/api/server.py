@@ -16,6 +16,7 @@ from aioinfer.api import (
     info,
     limits,
     metrics,
+    ollama,
     page,
     responses,
     tokenization,
@@ -95,10 +96,15 @@ class HttpServer:
             ("/v1/responses", responses.create_response),
             ("/v1/messages", anthropic.create_message),
             ("/v1/messages/count_tokens", anthropic.count_tokens),
+            ("/api/chat", ollama.chat),
+            ("/api/generate", ollama.generate),
+            ("/api/show", ollama.show),
             ("/tokenize", tokenization.tokenize),
             ("/detokenize", tokenization.detokenize),
         ):
             app.router.add_post(path, handler, expect_handler=defer_continue)
+        app.router.add_get("/api/tags", ollama.list_tags)
+        app.router.add_get("/api/version", ollama.version)
         app.router.add_get("/v1/responses/{id}", responses.get_response)
         app.router.add_delete("/v1/responses/{id}", responses.delete_response)
         app.router.add_get("/v1/models", info.list_models)

@@ -29,11 +29,13 @@ class BlockEvents(ChoiceEvents):
     """The events of a message in blocks. Subclasses write them.
 
     Attributes:
+        content_type: of the stream.
         blocks: of the message.
         num_tokens: tokens that have come.
     """
 
     returns_token_ids = False
+    content_type = STREAM_HEADERS["Content-Type"]
 
     def __init__(self, parser: MessageParser, new_id: Callable[[BlockKind], str]):
         self.blocks = Blocks(new_id)
@@ -88,7 +90,7 @@ async def stream_blocks(
 ) -> web.StreamResponse:
     """Sends the events of an output's only choice, the later ones from the step loop
     (`DirectSink`)."""
-    response = web.StreamResponse(headers=STREAM_HEADERS)
+    response = web.StreamResponse(headers=STREAM_HEADERS | {"Content-Type": events.content_type})
     await response.prepare(request)
     sink: DirectSink | None = None
     try:
