@@ -254,7 +254,6 @@ class TestChat:
             ({"top_logprobs": 2}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"response_format": "json"}, "response_format"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 
 from aioinfer.api.json_members import count_values
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import GrammarKind, GrammarSpec
+from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
 
 #: What a field of JSON is that was not given. `Raw | None` is no type for msgspec: null comes as
@@ -156,17 +156,19 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
         found.append(spec)
     if body.structured_outputs is not None:
         found += body.structured_outputs.to_grammars("structured_outputs.")
-    older = StructuredOutputs(
-        json=body.guided_json,
-        regex=body.guided_regex,
-        choice=body.guided_choice,
-        grammar=body.guided_grammar,
-        whitespace_pattern=body.guided_whitespace_pattern,
-    )
-    found += older.to_grammars("guided_")
+    guided = (body.guided_regex, body.guided_choice, body.guided_grammar)
+    if body.guided_json is not NOT_GIVEN or guided != (None, None, None):
+        older = StructuredOutputs(
+            json=body.guided_json,
+            regex=body.guided_regex,
+            choice=body.guided_choice,
+            grammar=body.guided_grammar,
+            whitespace_pattern=body.guided_whitespace_pattern,
+        )
+        found += older.to_grammars("guided_")
     if body.grammar is not None:
         found.append(GrammarSpec("lark", body.grammar))
-    if is_given(body.json_schema):
+    if body.json_schema is not NOT_GIVEN and is_given(body.json_schema):
         found.append(_json_grammar("json_schema", body.json_schema, "json_schema"))
     if len(found) > 1:
         raise RequestError(
@@ -182,6 +184,10 @@ def _json_grammar(
 ) -> GrammarSpec:
     """Returns the grammar of a field that holds JSON: an object, or a text that is one."""
     data = bytes(raw)
+    if len(data) > 2 * MAX_GRAMMAR_CHARS:  # white space included; on the event loop
+        raise RequestError(
+            f"{param} may have at most {2 * MAX_GRAMMAR_CHARS} bytes, not {len(data)}", param=param
+        )
     if data[:1] == b'"':  # vLLM takes both
         data = msgspec.json.decode(data, type=str).encode("utf-8", "replace")
     # each value takes two bytes at least

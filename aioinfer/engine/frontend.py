@@ -24,7 +24,7 @@ from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.recovery import EngineState
-from aioinfer.engine.restrictions import RestrictionCompiler
+from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.engine.router import Router
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback

@@ -2,8 +2,8 @@
 parser (Earley's) over a lexer (derivatives of regular expressions), which walks the vocabulary as a
 trie of bytes.
 
-`engine.restrictions` compiles grammars here in threads; the texts that llguidance takes are made in
-`grammar_source`.
+`engine.restriction_compiler` compiles grammars here in threads; the texts that llguidance takes are
+made in `grammar_source`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class GrammarState:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """See `Constraint.accept`."""
-        if self.matcher.try_consume_tokens(list(tokens)) != len(tokens):
-            self.raise_error()
-            raise GenerationError("a sampled token does not follow the grammar")
+        for token in tokens:
+            if not self.matcher.consume_token(token):
+                self.raise_error()
 
     def fill(self, mask: Mask) -> None:
         """See `Constraint.fill`."""
@@ -109,7 +109,7 @@ class GrammarCompiler:
         empty."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        # llguidance needs one; `engine.restrictions` has it cleared from every mask then
+        # llguidance needs one; `engine.restriction_compiler` has it cleared from every mask then
         self.end_tokens = tuple(end_tokens) or (vocab_size - 1,)
         self._lock = threading.Lock()
 
@@ -155,6 +155,10 @@ class GrammarCompiler:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error() or not mask.any():
             raise RequestError(f"no output follows it: {describe(matcher.get_error())}")
+        # where a vocabulary cannot spell the only text, llguidance allows some other token
+        first = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
+        if not matcher.deep_copy().consume_token(first):
+            raise RequestError("the model's vocabulary cannot spell its text")
         return CompiledGrammar(matcher)
 
     def _is_special(self, text: str) -> bool:

@@ -29,7 +29,7 @@ MAX_PATTERN_PROPERTIES = 50
 MAX_MULTIPLE = 2_000
 
 #: Levels of lists and objects in a schema, and in the target of each reference within it:
-#: llguidance descends them on the stack of the thread (see `engine.restrictions`).
+#: llguidance descends them on the stack of the thread (see `engine.restriction_compiler`).
 MAX_LEVELS = 2_000
 
 #: Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
