@@ -295,6 +295,21 @@ class ServerConfig:
         "all.",
         [],
     )
+    root_path: str = key(
+        "Path under which a proxy shows the server, such as `/llm`: requests below it are answered "
+        "whether or not the proxy has taken it off.",
+        "",
+    )
+    unknown_fields: Literal["refuse", "ignore"] = key(
+        "Fields of completions and chats that nobody knows: `refuse` answers 400, as OpenAI does, "
+        "so that a misspelt name is not taken for an answer to it; `ignore` is what vLLM does. "
+        "Known fields that are not supported and would change the answer are always refused.",
+        "refuse",
+    )
+    force_include_usage: bool = key(
+        "End every stream with its usage, also of requests without `stream_options.include_usage`.",
+        False,
+    )
     served_model_names: list[str] = key(
         "Names that the `model` of a request may have. Default: `model.path`.", []
     )

@@ -12,24 +12,25 @@ from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.chat_turn import (
     Call,
     Turn,
-    encode_turn,
     make_parser,
     make_turn,
     new_call_id,
     parse_message,
 )
-from aioinfer.api.context import FRONTEND, read_body, template_messages
+from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import chat_logprobs
 from aioinfer.api.message_events import MessageEvents, finish_reason
-from aioinfer.api.protocol import ChatRequest, template_options
+from aioinfer.api.prompts import chat_prompt, with_token_ids
+from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import Delta, TokenLogprob
+    from aioinfer.text.tokenizer import Tokenizer
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -54,17 +55,28 @@ async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
     turn = await _turn(frontend, body)
-    params = turn.params
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    envelope = new_envelope(request, "chatcmpl", kind, include_usage=body.include_usage)
+    envelope = new_envelope(
+        request,
+        "chatcmpl",
+        "chat.completion.chunk" if body.stream else "chat.completion",
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
+    shown_ids = turn.prompt if body.return_token_ids else None
+    names = None if body.return_tokens_as_token_ids else frontend.tokenizer
     async with submitted(
-        request, [turn.prompt], params, name=envelope.id, priority=body.priority
+        request,
+        [turn.prompt],
+        turn.params,
+        name=envelope.id,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     ) as outputs:
         if body.stream:
-            return await stream(
-                request, envelope, outputs, [_stream_choices(frontend, envelope, turn)]
-            )
+            choices = _stream_choices(frontend, names, envelope, turn, shown_ids)
+            return await stream(request, envelope, outputs, [choices])
         reply = await collect(outputs)
+    with_ids = {} if shown_ids is None else {"prompt_token_ids": shown_ids}
     return json_response(
         {
             "id": envelope.id,
@@ -72,20 +84,19 @@ async def _answer(
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                await _choice(frontend, turn, index, delta)
+                await _choice(frontend, names, turn, index, delta, with_ids=shown_ids is not None)
                 for index, delta in enumerate(reply.choices)
             ],
             "usage": reply.usage,
         }
+        | with_ids
     )
 
 
 async def _turn(frontend: Frontend, body: ChatRequest) -> Turn:
     """Encodes the conversation. Raises `RequestError`."""
-    fields, use, options = body.sampling_fields(), body.tool_use(), template_options(body)
-    messages = await template_messages(body)
-    prompt = await encode_turn(frontend, messages, use, **options)
-    return await make_turn(frontend, prompt, fields, use)
+    fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
+    return await make_turn(frontend, await chat_prompt(frontend, body, use), fields, use)
 
 
 def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
@@ -95,26 +106,47 @@ def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
     return "messages" if param == "prompt" else param
 
 
-def _stream_choices(frontend: Frontend, envelope: Envelope, turn: Turn) -> list[ChoiceEvents]:
+def _stream_choices(
+    frontend: Frontend,
+    tokenizer: Tokenizer | None,
+    envelope: Envelope,
+    turn: Turn,
+    prompt_token_ids: list[int] | None,
+) -> list[ChoiceEvents]:
+    """Returns the events of n choices; they hold token ids where those of the prompt are given.
+    Without a tokenizer, log-probabilities name ids."""
+
     def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        return chat_logprobs(frontend.tokenizer, tokens)
+        return chat_logprobs(tokenizer, tokens)
 
-    indices = range(turn.params.n)
-    if turn.parses:
-        new_id = partial(new_call_id, frontend)
-        return [
-            MessageEvents(envelope, index, make_parser(frontend, turn), new_id, format_logprobs)
-            for index in indices
-        ]
-    return [
-        ChoiceEvents(
-            ChunkTemplate.for_chat(envelope, index), role_event(envelope, index), format_logprobs
+    def events(index: int) -> ChoiceEvents:
+        opening = role_event(envelope, index, prompt_token_ids)
+        with_ids = prompt_token_ids is not None
+        if not turn.parses:
+            template = ChunkTemplate.for_chat(envelope, index)
+            return ChoiceEvents(template, opening, format_logprobs, returns_token_ids=with_ids)
+        return MessageEvents(
+            envelope,
+            index,
+            make_parser(frontend, turn),
+            partial(new_call_id, frontend),
+            format_logprobs,
+            opening=opening,
+            returns_token_ids=with_ids,
         )
-        for index in indices
-    ]
+
+    return [events(index) for index in range(turn.params.n)]
 
 
-async def _choice(frontend: Frontend, turn: Turn, index: int, delta: Delta) -> dict[str, Any]:
+async def _choice(
+    frontend: Frontend,
+    tokenizer: Tokenizer | None,
+    turn: Turn,
+    index: int,
+    delta: Delta,
+    *,
+    with_ids: bool,
+) -> dict[str, Any]:
     reason = delta.finish_reason
     message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
     if turn.parses:
@@ -125,13 +157,14 @@ async def _choice(frontend: Frontend, turn: Turn, index: int, delta: Delta) -> d
         if parsed.calls:
             message["tool_calls"] = [_call(call) for call in parsed.calls]
             reason = finish_reason(reason or "stop", len(parsed.calls))
-    return {
+    choice = {
         "index": index,
         "message": message,
-        "logprobs": chat_logprobs(frontend.tokenizer, delta.logprobs) if delta.logprobs else None,
+        "logprobs": chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None,
         "finish_reason": reason,
         "stop_reason": delta.stop_reason,
     }
+    return choice | {"token_ids": delta.token_ids} if with_ids else choice
 
 
 def _call(call: Call) -> dict[str, Any]:

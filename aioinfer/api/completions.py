@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +13,26 @@ from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
+from aioinfer.api.delivery import (
+    ChoiceEvents,
+    Reply,
+    collect,
+    new_envelope,
+    stream,
+    submitted,
+    usage_of,
+)
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import completion_logprobs
+from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
 from aioinfer.api.protocol import CompletionRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope
+from aioinfer.engine.output import Delta
+from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import Delta
+    from aioinfer.text.tokenizer import Tokenizer
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
 #: has one.
@@ -35,27 +48,39 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     # before they are encoded: a rejection must be cheap
     request.app[ADMISSION].check(len(prompts), flow=sharer(request))
     # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
-    ids = [
-        await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
-        for p in prompts
-    ]
-    fields = body.sampling_fields()
-    if "max_tokens" not in fields and frontend.defaults.max_tokens is None:
-        room = max(1, frontend.max_model_len - max(map(len, ids)))
-        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, room)
-    params = frontend.defaults.sampling_params(**fields)
-    echoes = [await _text_of(frontend, p) for p in prompts] if body.echo else [""] * len(prompts)
-    envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
+    ids = await completion_prompts(frontend, body)
+    params = await _sampling_params(frontend, body, max(map(len, ids)))
+    shown = prompts if body.truncate_prompt_tokens is None else ids
+    echoes = [await _text_of(frontend, p) for p in shown] if body.echo else [""] * len(prompts)
+    envelope = new_envelope(
+        request,
+        "cmpl",
+        "text_completion",
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
     n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
-    async with submitted(request, ids, params, name=envelope.id, priority=body.priority) as outputs:
-        if body.stream:
-            choices = [
-                _stream_choices(frontend, envelope, range(i * n, i * n + n), echo, prompt)
-                for i, (prompt, echo) in enumerate(zip(shown_ids, echoes, strict=True))
-            ]
-            return await stream(request, envelope, outputs, choices)
-        reply = await collect(outputs)
+    names = None if body.return_tokens_as_token_ids else frontend.tokenizer
+    if body.max_tokens == 0:
+        reply = await _no_output(frontend, ids, n)
+    else:
+        async with submitted(
+            request,
+            ids,
+            _with_candidates(params, body.best_of or n),
+            name=envelope.id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        ) as outputs:
+            if body.stream:
+                choices = [
+                    _stream_choices(names, envelope, range(i * n, i * n + n), echo, prompt)
+                    for i, (prompt, echo) in enumerate(zip(shown_ids, echoes, strict=True))
+                ]
+                return await stream(request, envelope, outputs, choices)
+            reply = await collect(outputs)
+    found = _best(reply.choices, body.best_of or n, params)
     return json_response(
         {
             "id": envelope.id,
@@ -63,12 +88,63 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(frontend, i, delta, echoes[i // n], shown_ids[i // n])
-                for i, delta in enumerate(reply.choices)
+                _choice(names, i, delta, echoes[i // n], shown_ids[i // n])
+                for i, delta in enumerate(found)
             ],
             "usage": reply.usage,
         }
     )
+
+
+async def _sampling_params(
+    frontend: Frontend, body: CompletionRequest, prompt_len: int
+) -> SamplingParams:
+    """Returns the sampling parameters of a completion whose longest prompt has so many tokens."""
+    fields = await with_token_ids(frontend, body.sampling_fields())
+    if "max_tokens" not in fields and frontend.defaults.max_tokens is None:
+        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
+    if body.max_tokens == 0:  # nothing will be generated; the other fields are checked all the same
+        fields["max_tokens"] = 1
+    if ends := ends_of_middle(frontend, body):
+        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ends]
+    return frontend.defaults.sampling_params(**fields)
+
+
+async def _no_output(frontend: Frontend, prompts: Sequence[list[int]], n: int) -> Reply:
+    """Returns the reply to prompts that are only to be echoed: n choices for each, without
+    tokens."""
+    for prompt in prompts:
+        await frontend.prepare(prompt)  # checks it
+    choices = [Delta(i % n, finish_reason="length") for i in range(n * len(prompts))]
+    return Reply(choices, usage_of(sum(map(len, prompts)), 0, 0))
+
+
+def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:
+    """Returns the parameters with which `best_of` sequences are sampled, of which the n best are
+    returned."""
+    if best_of == params.n:
+        return params
+    return replace(params, n=best_of, logprobs=params.logprobs or 0)
+
+
+def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> Sequence[Delta]:
+    """Returns the n of each prompt's `best_of` candidates whose tokens have the highest mean
+    log-probability, the best first (OpenAI's rule)."""
+    if best_of == params.n:
+        return candidates
+    best: list[Delta] = []
+    for first in range(0, len(candidates), best_of):
+        group = sorted(candidates[first : first + best_of], key=_mean_logprob, reverse=True)
+        best += group[: params.n]
+    if params.logprobs is None:
+        for delta in best:
+            delta.logprobs = None
+    return best
+
+
+def _mean_logprob(delta: Delta) -> float:
+    found = [token.logprob for token in delta.logprobs or ()]
+    return sum(found) / len(found) if found else -math.inf
 
 
 async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
@@ -78,14 +154,14 @@ async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
 
 
 def _stream_choices(
-    frontend: Frontend,
+    tokenizer: Tokenizer | None,
     envelope: Envelope,
     indices: range,
     echo: str,
     prompt_token_ids: list[int] | None,
 ) -> list[ChoiceEvents]:
     """Returns the events of a prompt's n choices, whose indices are given; they hold token ids
-    where those of the prompt are given."""
+    where those of the prompt are given. Without a tokenizer, log-probabilities name ids."""
     choices = []
     for index in indices:
         template = ChunkTemplate.for_completion(envelope, index)
@@ -93,7 +169,7 @@ def _stream_choices(
             ChoiceEvents(
                 template,
                 template.chunk(echo) if echo else b"",
-                partial(completion_logprobs, frontend.tokenizer),
+                partial(completion_logprobs, tokenizer),
                 returns_token_ids=prompt_token_ids is not None,
                 prompt_token_ids=prompt_token_ids,
             )
@@ -102,15 +178,17 @@ def _stream_choices(
 
 
 def _choice(
-    frontend: Frontend, index: int, delta: Delta, echo: str, prompt_token_ids: list[int] | None
+    tokenizer: Tokenizer | None,
+    index: int,
+    delta: Delta,
+    echo: str,
+    prompt_token_ids: list[int] | None,
 ) -> dict[str, Any]:
     """Returns a choice of the reply; it holds token ids where those of the prompt are given."""
     choice = {
         "index": index,
         "text": echo + delta.text,
-        "logprobs": completion_logprobs(frontend.tokenizer, delta.logprobs, 0)
-        if delta.logprobs
-        else None,
+        "logprobs": completion_logprobs(tokenizer, delta.logprobs, 0) if delta.logprobs else None,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }

@@ -27,6 +27,8 @@ STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
 #: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for many small values.
 _SMALL_BODY = 64 * 1024
+#: Some editors and languages begin UTF-8 with it; JSON (RFC 8259, 8.1) lets a reader ignore it.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 #: Conversations of more messages are converted for the template in a thread: 1 us a message.
 _FEW_MESSAGES = 256
 
@@ -43,12 +45,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     """
     await request.app[RATE_LIMITER].enter()
     config = request.app[FRONTEND].config
-    if request.content_type != "application/json":
-        # also where no type is given: a browser lets any web page post to a local server, but asks
-        # the server before it sends JSON
-        raise RequestError(
-            "the Content-Type must be application/json", status=415, code="unsupported_media_type"
-        )
+    _check_content_type(request)
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError(
             "compressed bodies are not understood", status=415, code="unsupported_media_type"
@@ -56,15 +53,35 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     with request.app[REQUEST_BODIES].hold() as held:
         raw = await held.receive(request)
         request.app[HEAP].note_body(len(raw))
+        if raw.startswith(_BYTE_ORDER_MARK):
+            raw = raw.removeprefix(_BYTE_ORDER_MARK)
+        ignores = config.server.unknown_fields == "ignore"
         body = (
-            decode(raw, kind)
+            decode(raw, kind, ignores_unknown=ignores)
             if len(raw) <= _SMALL_BODY
-            else await asyncio.to_thread(decode_large, raw, kind)
+            else await asyncio.to_thread(decode_large, raw, kind, ignores_unknown=ignores)
         )
     check_model(config, body.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded = time.perf_counter()
     return body
+
+
+def _check_content_type(request: web.Request) -> None:
+    """Raises `RequestError` (415) for a request of a web page that is not declared as JSON, and for
+    any that is declared as parts.
+
+    A browser lets any page post plain text or a form to a local server, and asks the server before
+    it sends JSON. It adds `Origin` or `Sec-Fetch-Site` to what a page sends, which no page can
+    prevent. Other clients may say what they like of their JSON, or nothing, as with other servers.
+    """
+    if request.content_type == "application/json":
+        return
+    is_page = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
+    if is_page or request.content_type.startswith("multipart/"):
+        raise RequestError(
+            "the Content-Type must be application/json", status=415, code="unsupported_media_type"
+        )
 
 
 async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:

@@ -36,10 +36,21 @@ def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP
-    status. Of a long message only the beginning and the end are kept."""
+    status, and so does a code that is missing. Of a long message only the beginning and the end are
+    kept."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if code is None:
+        code = "invalid_value" if status == 400 and param else _code_of(status)
     param = None if param is None else shorten(param)
     return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
+
+
+def _code_of(status: int) -> str:
+    """Returns the code of an error that has none of its own, such as "bad_request"."""
+    try:
+        return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
+    except ValueError:  # a status that has no name
+        return "error"
 
 
 def shorten(text: str) -> str:
@@ -103,6 +114,8 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     # the client is gone: aiohttp knows what to do, and nobody reads an answer
     except ConnectionError:
         raise
+    except web.HTTPNotFound:
+        return error_response(_unknown_path(request), request.path)
     except Exception as error:
         return error_response(error, request.path)
 
@@ -127,6 +140,24 @@ def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
         "message": body["error"]["message"],
     }
     return {"type": "error", "error": error}
+
+
+def _unknown_path(request: web.Request) -> RequestError:
+    """Returns the error that answers a path at which there is nothing, with the one that was meant
+    where it is clear: a missing or a doubled `/v1`, further slashes, capital letters."""
+    known = {
+        resource.canonical.lower(): resource.canonical
+        for resource in request.app.router.resources()
+    }
+    path = "/" + "/".join(part for part in request.path.lower().split("/") if part)
+    bare = path
+    while bare.startswith("/v1/"):
+        bare = bare.removeprefix("/v1")
+    near = [known[name] for name in (path, f"/v1{bare}", bare) if name in known and name != "/"]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return RequestError(
+        f"there is nothing at the path {shorten(request.path)}{hint}", status=404, code="not_found"
+    )
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
+from yarl import URL
 
 from aioinfer.api import (
     anthropic,
@@ -54,6 +55,9 @@ class HttpServer:
         """With a `frontend`, `start` calls `serve` as well."""
         self._whole_config = config
         self._config = config.server
+        self._root_path = (
+            "/" + config.server.root_path.strip("/") if config.server.root_path else ""
+        )
         self._frontend = frontend
         self._listener: Listener | None = None
         self._connections: ConnectionServer | None = None
@@ -160,9 +164,19 @@ class HttpServer:
     def _make_request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
     ) -> web.BaseRequest:
+        if self._root_path:
+            message = self._below_root(message)
         if self._application is not None:
             return self._application.make_request(message, payload, protocol, writer, task)
         return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop())
+
+    def _below_root(self, message: Any) -> Any:
+        """Returns the head of a request without `server.root_path` at the beginning of its path."""
+        rest = message.path.removeprefix(self._root_path)
+        if rest == message.path or rest[:1] not in ("/", "?", ""):
+            return message
+        path = rest if rest.startswith("/") else f"/{rest}"
+        return message._replace(path=path, url=URL(path, encoded=True))
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -293,6 +293,7 @@ class Frontend:
         priority: int = 0,
         request_id: str | None = None,
         flow: Flow = ONE_FLOW,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
         nothing behind.
@@ -304,6 +305,7 @@ class Frontend:
             priority: lower goes first; only under `scheduler.policy = "priority"`.
             request_id: for messages; made up if missing.
             flow: with which requests it shares a part of the server.
+            cache_salt: prompts share KV blocks only under the same one.
 
         Raises:
             RequestError: the request is wrong or could never fit.
@@ -312,7 +314,7 @@ class Frontend:
         arrived = time.perf_counter()
         self._require_alive()
         constraint = await self.compile(params)
-        prepared = await self.prepare(prompt, add_special_tokens)
+        prepared = await self.prepare(prompt, add_special_tokens, cache_salt)
         return self.admit(
             prepared,
             params,
@@ -335,7 +337,7 @@ class Frontend:
         return await self._restrictions.compile(params)
 
     async def prepare(
-        self, prompt: str | Sequence[int], add_special_tokens: bool = True
+        self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = ""
     ) -> PreparedPrompt:
         """Does the first half of `submit`, which may take long; see `PromptEncoder.prepare`.
 
@@ -343,7 +345,7 @@ class Frontend:
         """
         if isinstance(prompt, str):
             self.require_tokenizer("prompt")
-        return await self._encoder.prepare(prompt, add_special_tokens)
+        return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
 
     def admit(
         self,
@@ -400,8 +402,10 @@ class Frontend:
             max_tokens = room if default is None else min(room, max(default, params.min_tokens))
         if max_tokens > room:
             raise RequestError(
-                f"max_tokens is {max_tokens}, but beside the prompt's {prompt_len} tokens only "
-                f"{room} fit into {self.max_model_len}",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you "
+                f"requested {prompt_len + max_tokens} tokens ({prompt_len} in the prompt, "
+                f"{max_tokens} in the output: max_tokens). Please reduce the length of one of "
+                "them.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -451,6 +455,7 @@ class Frontend:
                 end_tokens,
                 priority,
                 prompt.hashes[:],
+                prompt.root,
                 group=group,
                 flow=flow,
                 # the first computes the prompt for all

@@ -18,6 +18,7 @@ from aioinfer.errors import ConfigError, RequestError
 from aioinfer.text import sentencepiece_bpe
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
+from aioinfer.text.fill_in_middle import FillInMiddle
 from aioinfer.text.json_file import read_json
 from aioinfer.text.pieces import TextPieces
 from aioinfer.text.plain_content import ChatText, PlainContent
@@ -34,6 +35,7 @@ class Tokenizer:
         vocab_size: ids are below it. A model's embedding may have more rows.
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
+        fill_in_middle: the tokens that mark the parts of a text with a gap, or None.
         pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
     """
 
@@ -61,6 +63,7 @@ class Tokenizer:
         self._text_bytes = TokenBytes(backend, self.decode_rules, self.special_ids)
         self.bound = TokenBound.of(backend)
         self.pieces = TextPieces.of(backend)
+        self.fill_in_middle = FillInMiddle.of(backend, self.eos_token_id)
         self._plain_content = PlainContent(backend)
 
     @classmethod

@@ -76,9 +76,10 @@ def stream(process: Process, body: dict[str, Any], **more: Any) -> str:
         **{"stream": True, "ignore_eos": True, "max_tokens": TOKENS} | body | more,
     )
     assert response.status == 200
-    *chunks, last = events(response)
-    if last != "[DONE]":
-        return str(json.loads(last)["error"])
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    if "error" in (last := json.loads(chunks[-1])):
+        return str(last["error"])
     return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
 
 
