@@ -59,10 +59,14 @@ class FamilyFormat:
         self._calls = calls
         self._thought = thought
         self._special_ids = special_ids
-        given = calls.markers if calls is not None else ()
-        if thought is not None:
-            given = (*given, thought.open, thought.close)
-        self.markers = frozenset(marker for marker in given if marker in special_ids)
+        self.markers = frozenset(self.all_markers()) & special_ids.keys()
+
+    def all_markers(self) -> tuple[str, ...]:
+        """Returns the texts that are special tokens in some tokenizers of the family."""
+        given = self._calls.markers if self._calls is not None else ()
+        if self._thought is not None:
+            given = (*given, self._thought.open, self._thought.close)
+        return given
 
     def parses(self, use: ToolUse) -> bool:
         """See `MessageFormat.parses`."""
