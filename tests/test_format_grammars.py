@@ -40,6 +40,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 #: Texts of one call and, where the format can, of two; and the template that shows their form.
 CALLS: dict[str, tuple[str, list[str]]] = {
     "hermes": ("", [HERMES, f"{HERMES}\n{HERMES}"]),
+    "hermes with tokens": ("", [HERMES, f"{HERMES}\n{HERMES}"]),
     "qwen_coder": (
         "",
         [
@@ -102,7 +103,7 @@ class Outputs:
     def format(self, name: str, template: str = "", thoughts: Any = "none") -> FamilyFormat:
         family: Any = name.split()[0]
         self._markers = {}
-        if family in SPECIAL:
+        if family in SPECIAL or "tokens" in name:
             plain = message_format(template, {}, family, thoughts)
             texts = plain.all_markers()
             self._markers = dict(zip(texts, self._spare, strict=False))
@@ -167,7 +168,9 @@ def test_one_call_where_no_more_are_wanted(outputs: Outputs, name: str) -> None:
     assert not outputs.follows(spec, two)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama", "qwen_coder", "mistral", "deepseek"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "hermes with tokens", "llama", "qwen_coder", "mistral", "deepseek"]
+)
 def test_thoughts_are_free(outputs: Outputs, name: str) -> None:
     template, (call, *_) = CALLS[name]
     format = outputs.format(name, template, "think")
@@ -175,7 +178,8 @@ def test_thoughts_are_free(outputs: Outputs, name: str) -> None:
         use = ToolUse(TOOLS, choice)  # type: ignore[arg-type]
         fresh = format.grammar(use, in_thought=False, answer=None)
         opened = format.grammar(use, in_thought=True, answer=None)
-        thought = "Hm, <tool_call> {"
+        # text cannot spell a special token
+        thought = "Hm, {" if "tokens" in name else "Hm, <tool_call> {"
         assert outputs.follows(fresh, f"<think>{thought}</think>\n\n{call}")
         assert outputs.follows(opened, f"{thought}</think>\n\n{call}")
         assert outputs.follows(fresh, call)
@@ -183,6 +187,16 @@ def test_thoughts_are_free(outputs: Outputs, name: str) -> None:
         assert not outputs.follows(fresh, f"<think>{thought}</think>\n\n{wrong(call)}")
         assert not outputs.follows(opened, f"{thought}</think>\n\n{wrong(call)}")
         assert outputs.follows(opened, "Hm</think>\nYes") == (choice == "auto")
+
+
+def test_a_call_without_markers_at_the_beginning(outputs: Outputs) -> None:
+    use = ToolUse(TOOLS, "auto")
+    spec = outputs.format("hermes").grammar(use, in_thought=False, answer=None)
+    assert outputs.follows(spec, '{"name": "f", "arguments": {"a": 1}}')
+    assert not outputs.follows(spec, '{"name": "f", "arguments": {"a": "s"}}')
+    assert not outputs.follows(spec, '{"name": "h", "arguments": {}}')
+    assert outputs.follows(spec, '{"age": 3}')
+    assert outputs.follows(spec, 'So: {"name": "h"}')
 
 
 def test_an_answer_follows_its_grammar_behind_the_thought(outputs: Outputs) -> None:
