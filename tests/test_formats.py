@@ -88,6 +88,9 @@ CASES: list[tuple[str, str, Message]] = [
     ("hermes", "<tool_call> is a tag <b>", ("<tool_call> is a tag <b>", "", [])),
     ("hermes", '<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', "", [])),
     ("hermes", "a < b <tool ", ("a < b <tool ", "", [])),
+    ("hermes", ' {"name": "add", "arguments": {"a": 1}}\n', ("", "", [ADD])),
+    ("hermes", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', "", [])),
+    ("hermes", 'So: {"name": "add"}', ('So: {"name": "add"}', "", [])),
     (
         "qwen_coder",
         "Now:\n<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=note>\n1\n2\n"

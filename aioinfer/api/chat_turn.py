@@ -103,7 +103,7 @@ async def make_turn(
     grammar = format.grammar(settled, in_thought=in_thought, answer=fields.get("grammar"))
     if grammar is not None:
         fields["grammar"] = grammar
-    fields["shown_token_ids"] = frozenset(tokenizer.special_texts[text] for text in format.markers)
+    fields["shown_token_ids"] = frozenset(tokenizer.marker_ids[text] for text in format.markers)
     return Turn(prompt, frontend.defaults.sampling_params(**fields), use, parses, in_thought)
 
 

@@ -133,12 +133,12 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an error's body in the shape of Anthropic's API."""
+    """Returns an error's body in the shape of Anthropic's API, whose messages name the field."""
+    message, param = body["error"]["message"], body["error"]["param"]
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
     kind = "invalid_request_error" if status < 500 else "api_error"
-    error = {
-        "type": _ANTHROPIC_TYPES.get(status, kind),
-        "message": body["error"]["message"],
-    }
+    error = {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message}
     return {"type": "error", "error": error}
 
 

@@ -142,9 +142,10 @@ async def settle_schemas(frontend: Frontend, use: ToolUse) -> ToolUse:
         elif use.choice != "named" or tool["name"] == use.name:
             try:
                 await _check(frontend, schema, tool["place"])
-            except RequestError:
+            except RequestError as error:
                 if use.choice != "auto" or tool.get("strict"):
-                    raise
+                    message = f"{tool['place']}: {error.message}"
+                    raise RequestError(message, param=tool["place"]) from error
                 schema = _ANY_OBJECT
         settled.append({**tool, "parameters": schema})
     return ToolUse(tuple(settled), use.choice, use.name, use.parallel)

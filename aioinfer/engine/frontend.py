@@ -170,7 +170,7 @@ class Frontend:
         chat, tokenizer = self.config.chat, self.tokenizer
         self.message_format = message_format(
             tokenizer.chat_template_text if tokenizer is not None else "",
-            tokenizer.special_texts if tokenizer is not None else {},
+            tokenizer.marker_ids if tokenizer is not None else {},
             chat.tool_format,
             chat.reasoning_format,
         )

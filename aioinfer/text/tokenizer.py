@@ -31,7 +31,8 @@ class Tokenizer:
     Attributes:
         bos_token_id, eos_token_id: None where the tokenizer names none.
         special_ids: the tokens that `skip_special_tokens` leaves out.
-        special_texts: their ids by their texts.
+        marker_ids: the ids by their texts of special tokens, and of other added tokens in angle
+            brackets: grammars (llguidance) take these for special ones, which no text can spell.
         vocab_size: ids are below it. A model's embedding may have more rows.
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
@@ -51,7 +52,11 @@ class Tokenizer:
         self._chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.special_texts = {added[index].content: index for index in self.special_ids}
+        self.marker_ids = {
+            token.content: index
+            for index, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
         self._shown_bytes: dict[frozenset[int], TokenBytes] = {}
         self.vocab_size = max(
             backend.get_vocab_size(with_added_tokens=False), *(index + 1 for index in added), 0

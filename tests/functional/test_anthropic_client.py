@@ -58,7 +58,7 @@ async def test_a_streamed_text(client: anthropic.AsyncAnthropic) -> None:
         async for event in stream:
             kinds.append(event.type)
         final = await stream.get_final_message()
-    assert final.content == whole.content
+    assert final.content[0].text == whole.content[0].text  # type: ignore[union-attr]
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
     assert kinds[0] == "message_start"

@@ -21,6 +21,7 @@ class DeepSeekCalls:
     name = "deepseek"
     markers: tuple[str, ...] = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)
     trigger = _BEGIN
+    bare = ""
     _open = Markers(_BEGIN, _CALL)
     _separator = Markers(_SEPARATOR, _CALL_END, _CALL)
     _line = Markers("\n", _CALL_END)
@@ -79,6 +80,10 @@ class DeepSeekCalls:
         yield from reader.space()
         yield from read_arguments(reader, draft.arguments, stop="<")
         return True
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`."""
+        raise NotImplementedError
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""

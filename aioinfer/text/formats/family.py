@@ -24,12 +24,15 @@ class CallFormat(Protocol):
     Attributes:
         name: of the format, in the configuration.
         markers: texts that are special tokens in its tokenizers, and part of the message.
-        trigger: the text behind which the grammar of a call takes over.
+        trigger: the text behind which the grammar of calls takes over.
+        bare: the text behind which, at the beginning of a message, that of a call without markers
+            does; "" where there is none.
     """
 
     name: str
     markers: tuple[str, ...]
     trigger: str
+    bare: str
 
     def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
         """Reads content and calls up to the end of the text, in which `tools` may be called."""
@@ -38,6 +41,10 @@ class CallFormat(Protocol):
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """Returns the term for one call of these tools, or more if `parallel`, behind the first
         trigger."""
+        ...
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """Returns the same behind `bare`."""
         ...
 
 
@@ -59,10 +66,14 @@ class FamilyFormat:
         self._calls = calls
         self._thought = thought
         self._special_ids = special_ids
-        given = calls.markers if calls is not None else ()
-        if thought is not None:
-            given = (*given, thought.open, thought.close)
-        self.markers = frozenset(marker for marker in given if marker in special_ids)
+        self.markers = frozenset(self.all_markers()) & special_ids.keys()
+
+    def all_markers(self) -> tuple[str, ...]:
+        """Returns the texts that are special tokens in some tokenizers of the family."""
+        given = self._calls.markers if self._calls is not None else ()
+        if self._thought is not None:
+            given = (*given, self._thought.open, self._thought.close)
+        return given
 
     def parses(self, use: ToolUse) -> bool:
         """See `MessageFormat.parses`."""
@@ -134,13 +145,17 @@ class FamilyFormat:
             return thought + space + call
         if body:
             return f"{thought}{space}({lark.rule(body)}| {call})"
-        if self._calls.name == "llama":  # a call is the whole message, or comes behind its marker
-            begins = f"/\\s*/ {lark.text(self._calls.trigger)}"
+        ways, hidden = [], [self._calls.trigger]
+        if self._calls.bare:
+            begins = f"/\\s*/ {lark.text(self._calls.bare)}"
             unlike = f"({unlike} | {begins})" if unlike else begins
-            return f"{thought}({lark.free(but=unlike)}| {lark.terminal(begins)}{calls})"
-        free = lark.free(self._calls.trigger, but=unlike)
-        head = lark.free_until(self._calls.trigger, but=unlike)
-        return f"{thought}({free}| {head}{calls})"
+            bare = self._calls.bare_calls(lark, _tools(use), parallel=parallel)
+            ways.append(f"{lark.terminal(begins)}{bare}")
+        if self._calls.bare == self._calls.trigger:  # no call comes later in the message
+            hidden = []
+        else:
+            ways.append(lark.free_until(self._calls.trigger, but=unlike) + calls)
+        return f"{thought}({lark.free(*hidden, but=unlike)}| {' | '.join(ways)})"
 
     def _harmony(
         self, lark: Lark, calls: HarmonyCalls, use: ToolUse | None, answer: GrammarSpec | None

@@ -25,6 +25,7 @@ class HarmonyCalls:
     name = "harmony"
     markers: tuple[str, ...] = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN)
     trigger = ""
+    bare = ""
     _header_end = Markers(_MESSAGE)
     _body_end = Markers(_END, _CALL, _RETURN, _START)
 
@@ -57,6 +58,10 @@ class HarmonyCalls:
         kinds = '("analysis" | "commentary") '
         text, end, start = lark.free(), lark.marker(_END), lark.marker(_START)
         return f'({channel}{kinds}{message}{text}{end}{start}"assistant")* '
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`."""
+        raise NotImplementedError
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`. One call for a message: the model ends with it."""

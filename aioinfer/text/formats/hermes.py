@@ -1,5 +1,6 @@
 """Calls as Hermes and Qwen 2.5 and 3 write them: `<tool_call>{"name": ..., "arguments": ...}
-</tool_call>`, one for each call."""
+</tool_call>`, one for each call. Small models forget the markers: an object that begins the message
+and names one of the tools is a call as well."""
 
 from __future__ import annotations
 
@@ -19,10 +20,18 @@ class HermesCalls:
     name = "hermes"
     markers: tuple[str, ...] = (_OPEN, _CLOSE)
     trigger = _OPEN
+    bare = '{"name": "'
     _open = Markers(_OPEN)
 
     def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
         """See `CallFormat.read`."""
+        record: list[str] = []
+        reader.record = record
+        yield from reader.space()
+        is_call = yield from read_call(reader, draft, names=tools)
+        reader.record = None
+        if not is_call:
+            draft.content("".join(record))
         while (yield from reader.until(self._open, draft.content)):
             yield from self._read_calls(reader, draft)
 
@@ -42,6 +51,13 @@ class HermesCalls:
                 reader.record = None
                 draft.content("".join(record))
                 return
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`. One call for a message."""
+        return lark.any_of(
+            lark.text(f'{lark.json(name)[1:]}, "arguments": ') + lark.schema(tool) + lark.text("}")
+            for name, tool in tools.items()
+        )
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""

@@ -70,17 +70,13 @@ class Lark:
     def free_until(self, text: str, *, but: str = "") -> str:
         """Returns the term for any text up to the first `text`, and that. The whole does not begin
         with what the regular expression `but` matches."""
-        if text in self._special_ids:
-            return self.free(but=but) + self.marker(text)
+        if self.is_special(text):
+            return self.free(text, but=but) + self.marker(text)
         return self.rule(self.terminal(f"(/(.|\\n)*/ {quote(text)}){_unlike(but)}"), lazy=True)
 
     def free(self, *without: str, but: str = "") -> str:
         """Returns the term for any text without these texts in it, as in `free_until`."""
-        inside = [
-            f" & ~(/(.|\\n)*/ {quote(text)} /(.|\\n)*/)"
-            for text in without
-            if text not in self._special_ids
-        ]
+        inside = [f" & ~(/(.|\\n)*/ {quote(text)} /(.|\\n)*/)" for text in without]
         return self.terminal(f"/(.|\\n)*/{''.join(inside)}{_unlike(but)}")
 
     def schema(self, tool: Tool) -> str:

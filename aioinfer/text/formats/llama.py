@@ -20,7 +20,7 @@ class LlamaCalls:
     name = "llama"
     markers: tuple[str, ...] = (_TAG,)
     #: The grammar of a call takes over behind it, at the beginning of a message.
-    trigger = '{"name": "'
+    trigger = bare = '{"name": "'
 
     def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
         """See `CallFormat.read`."""
@@ -38,6 +38,10 @@ class LlamaCalls:
                 draft.content("".join(record))
                 break
         yield from reader.rest(draft.content)
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`."""
+        return self.calls(lark, tools, parallel=parallel)
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""

@@ -21,6 +21,7 @@ class MistralCalls:
     name = "mistral"
     markers: tuple[str, ...] = (_CALLS, _ARGS, _ID)
     trigger = _CALLS
+    bare = ""
     _open = Markers(_CALLS)
     _behind_name = Markers(_ARGS, _ID, "{", _CALLS)
     _behind_id = Markers(_ARGS, "{", _CALLS)
@@ -76,6 +77,10 @@ class MistralCalls:
         yield from read_arguments(reader, draft.arguments)
         draft.cut()
         return True
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`."""
+        raise NotImplementedError
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""

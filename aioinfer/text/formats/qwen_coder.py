@@ -23,6 +23,7 @@ class QwenCoderCalls:
     name = "qwen_coder"
     markers: tuple[str, ...] = (_OPEN, _CLOSE)
     trigger = _OPEN
+    bare = ""
     _open = Markers(_OPEN, _FUNCTION)
     _name_end = Markers(">", "\n", "<")
     _next = Markers(_PARAMETER, _FUNCTION_END, _CLOSE)
@@ -64,6 +65,10 @@ class QwenCoderCalls:
             yield from reader.space()
             yield from reader.comes(_CLOSE)
         draft.cut()
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`."""
+        raise NotImplementedError
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""
