@@ -141,6 +141,8 @@ class EngineCollector(Collector):
         yield show("aioinfer:steps", "Steps that were planned.", lambda e: e.scheduler.stats.steps)
         about = "Rows computed for requests that had ended meanwhile."
         yield show("aioinfer:wasted_rows", about, lambda e: e.scheduler.stats.wasted_rows)
+        about = "Rows that were sampled under a mask of allowed tokens."
+        yield show("aioinfer:constrained_rows", about, lambda e: e.metrics.constrained_rows)
         about = "Seconds that the first worker of an engine spent on steps."
         yield show("aioinfer:worker_busy_seconds", about, lambda e: e.metrics.worker_busy_ns * 1e-9)
 
@@ -204,6 +206,9 @@ class EngineCollector(Collector):
             for phase, histogram in engine.metrics.phases.items():
                 metric.add_metric((*labels, phase), _cumulative(histogram), histogram.sum)
         yield metric
+
+        about = "Time in which the masks of a step with constrained rows were filled."
+        yield self._histogram("aioinfer:mask_fill_seconds", about, lambda m: m.mask_fill_time)
 
     def _loop_lag(self) -> Metric:
         lag = self._frontend.loop_lag.seconds

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from aioinfer.config import Config
+from aioinfer.engine.masking import Masking
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
 from aioinfer.engine.recovery import (
@@ -56,6 +57,7 @@ class Engine:
     Attributes:
         number: which of the engines it is, from 0 on.
         metrics: its counts and times.
+        masking: the constraints of its requests.
         scheduler, report: set once `start` has returned; `report` has the sizes of the workers.
         state: whether it serves.
         dead_reason: why it serves no more requests, or None.
@@ -84,6 +86,13 @@ class Engine:
         """
         self.number = number
         self.metrics = EngineMetrics()
+        self.masking = Masking(
+            self.metrics,
+            lambda request: self.scheduler.finish(request, "stop"),
+            lambda request, tokens: self.scheduler.force(request, tokens),
+            self._fail_request,
+            self._plan_and_post,
+        )
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
         self._config = config
@@ -171,6 +180,7 @@ class Engine:
         if self._recovery is not None:
             self._recovery.cancel()
             await asyncio.gather(self._recovery, return_exceptions=True)
+        self.masking.shutdown()
         await self._executor.shutdown()
 
     # ---------------------------------------------------------------- requests
@@ -183,6 +193,8 @@ class Engine:
             sequence.times = self.metrics.begin(
                 sequence.request, arrived, counts_prompt=sequence.index == 0
             )
+            if sequence.constraint is not None:
+                self.masking.add(sequence.request, sequence.constraint)
             self.scheduler.add(sequence.request)
         if self._next_check is None:
             self._check_later()
@@ -201,8 +213,14 @@ class Engine:
         self.abort(output, "error")
         output.fail(error)
 
+    def _fail_request(self, request: Request, error: Exception) -> None:
+        """Ends the request that a sequence belongs to with an error."""
+        if request in self._sequences:
+            self._fail(self._sequences[request].output, error)
+
     def _forget(self, request: Request, outcome: str) -> None:
         self._sequences.pop(request, None)
+        self.masking.forget(request)
         self.metrics.end(request, outcome)
         if not self._sequences:
             self._idle.set()
@@ -253,6 +271,7 @@ class Engine:
             if request.status is not Status.FINISHED:  # else only its text is still to come
                 waiting.append(request)
         self.scheduler.restart(self.scheduler.limits, waiting)
+        self.masking.forget_step()
         self.metrics.steps.forget_posted()
         self._text_is_whole = True
         cause = reason.partition("\n")[0]  # without a traceback
@@ -295,6 +314,7 @@ class Engine:
                 f"the new workers can hold only {report.max_model_len} tokens of a request, "
                 f"{self.report.max_model_len} are promised"
             )
+        self.masking.begin_anew()
         waiting = [r for r in self._sequences if r.status is not Status.FINISHED]
         self.scheduler.restart(self._limits(report), waiting)
         _log.warning("%sthe workers serve again; %d requests go on", self._name, len(waiting))
@@ -368,7 +388,8 @@ class Engine:
 
         take    the executor has read the result from the ring; text of step N-2 that is not emitted
                 yet goes out now, since `update` changes the state of its requests
-        update  the scheduler appends the tokens and ends requests: blocks and slots become free
+        update  the scheduler appends the tokens and ends requests: blocks and slots become free;
+                constraints take in theirs, and the masks of step N are filled, if it has any
         plan    step N+1 is made of what remains and of new requests
         post    it goes to the workers before anything else is done: they never wait for text
         emit    tokens become text, and text goes to the clients, in portions between which the
@@ -382,6 +403,8 @@ class Engine:
         self._text_is_whole = False
         with timer.update:
             output = self.scheduler.update(result)
+            self.masking.accept(output)
+        self.masking.fill()
         self._emission = self._emit(output, result)
         self._text_is_whole = True
         self._plan_and_post()
@@ -396,6 +419,7 @@ class Engine:
             while (
                 self.scheduler.num_in_flight < self._pipeline_depth
                 and self.state is EngineState.SERVING
+                and not self.masking.is_due
             ):
                 with timer.plan:
                     plan = self.scheduler.schedule()
@@ -404,6 +428,7 @@ class Engine:
                 with timer.post:
                     self._executor.post(plan)
                 self.metrics.record_plan(plan, self.scheduler.running)
+                self.masking.plan(plan, self.scheduler.last_sampled, self._executor)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:
             self._handle_loss(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
@@ -442,7 +467,7 @@ class Engine:
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
-        stopped, num_more, several = False, 0, result.tokens.shape[1] > 1
+        stopped, num_more, several = False, 0, output.has_several
         sequences, logprobs = self._sequences, result.logprobs
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1
@@ -451,7 +476,7 @@ class Engine:
             if sequence is None:
                 continue  # its request was aborted, failed, or stopped earlier in this step
             if token < 0:
-                self._fail(sequence.output, GenerationError("the model's logits held NaN"))
+                self._fail(sequence.output, GenerationError(_why_no_token(sequence)))
                 continue
             if several:
                 num_more = _count_equal(output.requests, number)
@@ -476,6 +501,12 @@ class Engine:
                 yield
         if stopped:
             self._plan_soon()
+
+
+def _why_no_token(sequence: OutputSequence) -> str:
+    if sequence.constraint is None:
+        return "the model's logits held NaN"
+    return "the model's logits held NaN, or no token was allowed"
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:

@@ -162,6 +162,9 @@ class EngineMetrics:
             of those that ended by a stop or their length.
         phases: seconds that the event loop spent on each phase of a step, by the names of `PHASES`.
         timer: measures these phases.
+        constrained_rows: rows that were posted to be sampled under a mask.
+        mask_fill_time: seconds in which the masks of a step were filled, one value a step that has
+            constrained rows.
         is_serving: whether the workers execute steps.
         restarts: attempts to start the workers anew after they died or hung.
         interrupted: requests that ran when the workers were lost.
@@ -185,6 +188,8 @@ class EngineMetrics:
         self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.timer = StepTimer()
+        self.constrained_rows = 0
+        self.mask_fill_time = Histogram(_PHASE_BOUNDS)
         self.steps = StepLog()
         self.is_serving = False
         self.restarts = 0

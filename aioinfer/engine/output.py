@@ -266,7 +266,8 @@ class OutputSequence:
             return None
         text, stop = "", None
         if detokenizer is not None:
-            if request.finish_reason != "stop" or request.params.include_stop:
+            # an end token is no text; a constraint may end a request with any token
+            if request.stop_reason is None or request.params.include_stop:
                 text = detokenizer.next(token)
             text += detokenizer.flush()
             if stops is not None and request.num_output >= self._min_tokens:

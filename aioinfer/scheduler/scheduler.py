@@ -32,14 +32,16 @@ Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
+from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -51,6 +53,11 @@ from aioinfer.scheduler.waiting_queue import WaitingQueue
 #: admission at least), and the next request waits for the next plan: encoding and copying a plan is
 #: not to delay the step.
 MAX_ADMITTED_BYTES = 4 * 2**20
+
+#: Forced tokens that a plan takes: 16 bytes each.
+MAX_FORCED_TOKENS = 16_384
+#: In the place of a request whose row was sampled in vain.
+_NOBODY = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
 
 
 @dataclass(slots=True)
@@ -70,12 +77,14 @@ class StepOutput:
     result's tokens, row by row (with one token a row, that is the row).
 
     A request that ended with its last token here has its `finish_reason` set; one whose row failed
-    is there with token -1.
+    is there with token -1. `has_several` tells whether a request may be there more than once, its
+    tokens behind each other.
     """
 
     requests: list[Request]
     tokens: list[int]
     rows: list[int]
+    has_several: bool = False
 
 
 class Scheduler:
@@ -109,9 +118,13 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
         self._num_prefill_tokens = 0  # of the running requests
+        self._num_constrained = 0  # running requests whose rows wait for masks
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
+        # for the next plan: (request, first position, forced tokens, how many of them were sampled)
+        self._forced: list[tuple[Request, int, int, int]] = []
+        self._num_forced = 0
 
     @property
     def num_waiting(self) -> int:
@@ -142,6 +155,12 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Posted steps whose results have not come."""
         return len(self._posted)
+
+    @property
+    def last_sampled(self) -> Sequence[Request]:
+        """The requests of which the last posted step samples a token, in the order of its result's
+        rows."""
+        return self._posted[-1][1]
 
     @property
     def is_idle(self) -> bool:
@@ -235,6 +254,29 @@ class Scheduler:
             else:
                 self._waiting.add(request)
 
+    def force(self, request: Request, tokens: Sequence[int]) -> int:
+        """Appends tokens to a running request that need not be sampled, as if a result had brought
+        them; the next plan sends them, and has them computed in one row. Returns how many were
+        taken: fewer if the request ends with one of them, none if there are too many in a plan.
+
+        If a posted step samples the first of them, that row's result is dropped.
+        """
+        if request.slot < 0 or self._num_forced + len(tokens) > MAX_FORCED_TOKENS:
+            return 0
+        first, num_sampled = len(request.tokens), request.num_pending
+        if num_sampled:
+            step = next(step for _, step in self._posted if request in step)
+            step[step.index(request)] = _NOBODY
+        request.total = first
+        for number, token in enumerate(tokens, 1):
+            request.total += 1
+            if self._take_token(request, token):
+                self.running.remove(request)
+                return number
+        self._forced.append((request, first, len(tokens), num_sampled))
+        self._num_forced += len(tokens)
+        return len(tokens)
+
     def hold(self, request: Request) -> HeldBlocks:
         """Returns the KV blocks of a running request. They stay allocated, past its end too, until
         `release`; who needs them meanwhile waits."""
@@ -266,10 +308,18 @@ class Scheduler:
             return None
         for request, group, table_index, block in self.kv_cache.take_stand_ins():
             builder.set_entry(request, group, table_index, block)
-        self._posted.append((self._step_id, builder.sampled_requests))
+        for forced in self._forced:
+            builder.force(*forced)
+        self._forced.clear()
+        self._num_forced = 0
+        sampled = builder.sampled_requests
+        self._posted.append((self._step_id, sampled))
         self._step_id += 1
         self.stats.steps += 1
-        plan = builder.to_plan(self._vacated)
+        constrained: list[int] = []
+        if self._num_constrained:
+            constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
+        plan = builder.to_plan(self._vacated, constrained)
         self._vacated.clear()
         return plan
 
@@ -417,6 +467,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
+        self._num_constrained += request.is_constrained
         if request.num_cached < 0:
             self._fair_queuing.admit(request)
             request.num_cached = computed
@@ -443,6 +494,9 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         self._num_prefill_tokens -= request.num_uncomputed
+        self._num_constrained -= request.is_constrained
+        if self._forced:  # if it is admitted anew, then with all of its tokens
+            self._forced = [forced for forced in self._forced if forced[0] is not request]
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         if request.params.has_penalties:
@@ -464,6 +518,7 @@ class Scheduler:
         output = StepOutput([], [], [])
         ended = False
         if result.tokens.shape[1] > 1 or len(result.num_taken):
+            output.has_several = True
             ended = self._take_rows(sampled, result, output)
         else:  # the same for one token a row
             tokens = result.tokens[:, 0].tolist()
@@ -587,3 +642,5 @@ class Scheduler:
         )
         if sum(request.num_uncomputed for request in self.running) != self._num_prefill_tokens:
             raise IntegrityError("the tokens to prefill are miscounted")
+        if sum(request.is_constrained for request in self.running) != self._num_constrained:
+            raise IntegrityError("the constrained requests are miscounted")

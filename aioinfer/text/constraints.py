@@ -16,12 +16,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.ipc.masks import mask_words
+
+__all__ = ["CompiledConstraint", "Constraint", "Mask", "MaskFiller", "mask_words"]
+
 Mask = npt.NDArray[np.int32]
-
-
-def mask_words(vocab_size: int) -> int:
-    """Returns how many int32 words the mask of one token takes."""
-    return (vocab_size + 31) // 32
 
 
 class Constraint(Protocol):

@@ -16,6 +16,7 @@ import torch
 from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.masks import MaskedRows, MaskSource, await_masks
 from aioinfer.worker.sampler import Sampled, sample
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_inputs import prepare_step
@@ -28,7 +29,7 @@ class PendingResult:
     Attributes:
         step_id: the plan's.
         sampled: what was sampled.
-        busy_ns: nanoseconds that the step took.
+        busy_ns: nanoseconds that the step took, less those spent waiting for masks.
     """
 
     step_id: int
@@ -60,32 +61,38 @@ class ModelRunner:
         self.slots = slots
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> PendingResult:
-        """Executes a plan: applies it to slots and KV blocks, computes its rows, and samples a
-        token for each sampled row."""
+    def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingResult:
+        """Executes a plan: applies it to slots and KV blocks, computes its rows, waits for the
+        masks if any row is constrained, and samples a token for each sampled row."""
         began = time.perf_counter_ns()
         self.slots.apply(plan)
         if len(plan.copy_sources):
             counts, copies = sort_copies(plan, len(self.kv.groups))
             self.kv.copy_blocks(counts, *torch.from_numpy(copies).to(self.slots.device))
-        sampled = self._sample(plan, self._compute(plan))
-        return PendingResult(plan.step_id, sampled, time.perf_counter_ns() - began)
+        logits = self._compute(plan)
+        masked, waited_ns = await_masks(plan, masks)
+        sampled = self._sample(plan, logits, masked)
+        busy_ns = time.perf_counter_ns() - began - waited_ns
+        return PendingResult(plan.step_id, sampled, busy_ns)
 
-    def _compute(self, plan: StepPlan) -> torch.Tensor:
-        """Returns the hidden states [S, hidden_size] of the sampled rows."""
+    def _compute(self, plan: StepPlan) -> torch.Tensor | None:
+        """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
         step = prepare_step(plan, self.slots)
         self.model.plan(step)
-        return self.model.finish(step, self.model.begin(step))
+        hidden = self.model.finish(step, self.model.begin(step))
+        return self.model.logits(hidden) if plan.samples.any() else None
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
-        """Samples a token for each row of `hidden` [S, hidden_size], and enters them in the
+    def _sample(
+        self, plan: StepPlan, logits: torch.Tensor | None, masked: MaskedRows | None
+    ) -> Sampled:
+        """Samples a token for each row of `logits` [S, local_size], and enters them in the
         slots."""
+        if logits is None:
+            return Sampled.plain(torch.empty(0, dtype=torch.int32, device=self.slots.device))
         rows = np.flatnonzero(plan.samples)
-        if not len(rows):
-            return Sampled.plain(torch.empty(0, dtype=torch.int32, device=hidden.device))
         slot_ids = plan.slots[rows]
         positions = plan.starts[rows] + plan.lengths[rows]
-        logits = self.model.logits(hidden)
-        sampled = sample(logits, self.slots, slot_ids, positions, self.model.vocabulary)
+        vocabulary = self.model.vocabulary
+        sampled = sample(logits, self.slots, slot_ids, positions, vocabulary, masked)
         self.slots.append(slot_ids, positions, sampled.tokens)
         return sampled
