@@ -10,12 +10,14 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
+from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served
 from tests.functional.test_tools import WEATHER
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK: Any = [{"role": "user", "content": "What is the capital of France?"}]
+STORY: Any = [{"role": "user", "content": "Tell me a long story."}]
 TOOLS: Any = [{"name": "weather", "description": "of a city", "input_schema": WEATHER}]
 #: The client has no parameter of this name any more.
 GREEDY = {"temperature": 0}
@@ -93,6 +95,18 @@ async def test_a_call_and_its_result(client: anthropic.AsyncAnthropic) -> None:
     ]
     reply = await client.messages.create(**USUAL, messages=conversation, tools=TOOLS)
     assert reply.content[0].type == "text"
+
+
+async def test_a_failure_ends_a_stream(client: anthropic.AsyncAnthropic, served: Served) -> None:
+    stream = await client.messages.create(
+        **USUAL | {"max_tokens": 300}, messages=STORY, stream=True
+    )
+    assert (await anext(stream)).type == "message_start"
+    (sequence,) = served.engine._sequences.values()
+    served.engine._fail(sequence.output, GenerationError("the logits held NaN"))
+    with pytest.raises(anthropic.APIStatusError, match="the logits held NaN"):
+        async for _ in stream:
+            pass
 
 
 async def test_errors_have_anthropics_shape(client: anthropic.AsyncAnthropic) -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER
 
@@ -85,6 +86,22 @@ async def test_a_call_and_its_result(client: openai.AsyncOpenAI) -> None:
         **USUAL, input=[{"role": "user", "content": CALL["input"]}, item, result]
     )
     assert kept.output_text == sent.output_text
+
+
+async def test_a_failure_ends_a_stream(client: openai.AsyncOpenAI, served: Served) -> None:
+    stream = await client.responses.create(
+        model="smollm2", input="Tell me a long story.", temperature=0, stream=True
+    )
+    first = await anext(stream)
+    assert first.type == "response.created"
+    (sequence,) = served.engine._sequences.values()
+    served.engine._fail(sequence.output, GenerationError("the logits held NaN"))
+    last = [event async for event in stream][-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "the logits held NaN"
+    with pytest.raises(openai.NotFoundError):  # what failed is not stored
+        await client.responses.retrieve(first.response.id)
 
 
 async def test_structured_text(client: openai.AsyncOpenAI) -> None:

@@ -132,4 +132,4 @@ async def test_calls_that_the_model_opens_follow_their_schemas(qwen: Served) -> 
         print(expected, calls or choice["message"]["content"])  # noqa: T201
         opened += bool(calls)
         assert (choice["finish_reason"] == "tool_calls") == bool(calls)
-    print(f"{opened} of {len(QUESTIONS)} questions were answered by calls")  # noqa: T201
+    assert opened >= 5  # the others come as text between fences
