@@ -85,7 +85,8 @@ async def _turn(frontend: Frontend, body: ChatRequest) -> Turn:
     fields, use, options = body.sampling_fields(), body.tool_use(), template_options(body)
     messages = await template_messages(body)
     prompt = await encode_turn(frontend, messages, use, **options)
-    return await make_turn(frontend, prompt, fields, use)
+    shows_thoughts = body.include_reasoning is not False
+    return await make_turn(frontend, prompt, fields, use, shows_thoughts=shows_thoughts)
 
 
 def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
