@@ -96,7 +96,9 @@ async def _answer(
 async def _turn(frontend: Frontend, body: ChatRequest) -> Turn:
     """Encodes the conversation. Raises `RequestError`."""
     fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
-    return await make_turn(frontend, await chat_prompt(frontend, body, use), fields, use)
+    prompt = await chat_prompt(frontend, body, use)
+    shows_thoughts = body.include_reasoning is not False
+    return await make_turn(frontend, prompt, fields, use, shows_thoughts=shows_thoughts)
 
 
 def _name_of_field(body: ChatRequest, param: str | None) -> str | None:

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +36,7 @@ class Turn:
         use: the tools.
         parses: whether the text has to be parsed; else all of it is content.
         in_thought: whether the prompt's end has opened a thought.
+        shows_thoughts: whether the client gets thoughts.
     """
 
     prompt: list[int]
@@ -43,6 +44,7 @@ class Turn:
     use: ToolUse
     parses: bool
     in_thought: bool = False
+    shows_thoughts: bool = True
 
 
 async def encode_turn(
@@ -79,7 +81,12 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def make_turn(
-    frontend: Frontend, prompt: list[int], fields: dict[str, Any], use: ToolUse = NO_TOOLS
+    frontend: Frontend,
+    prompt: list[int],
+    fields: dict[str, Any],
+    use: ToolUse = NO_TOOLS,
+    *,
+    shows_thoughts: bool = True,
 ) -> Turn:
     """Returns the turn that answers a prompt.
 
@@ -88,6 +95,7 @@ async def make_turn(
         prompt: token ids of the conversation.
         fields: sampling parameters that were given; a `grammar` among them is the answer's.
         use: the tools.
+        shows_thoughts: whether the client gets thoughts.
 
     Raises:
         RequestError: a parameter or a tool's schema is wrong.
@@ -104,7 +112,8 @@ async def make_turn(
     if grammar is not None:
         fields["grammar"] = grammar
     fields["shown_token_ids"] = frozenset(tokenizer.marker_ids[text] for text in format.markers)
-    return Turn(prompt, frontend.defaults.sampling_params(**fields), use, parses, in_thought)
+    params = frontend.defaults.sampling_params(**fields)
+    return Turn(prompt, params, use, parses, in_thought, shows_thoughts)
 
 
 class PlainParser:
@@ -121,11 +130,32 @@ class PlainParser:
         return MessageDelta()
 
 
+class ThoughtlessParser:
+    """A `MessageParser` that leaves out the thoughts of another."""
+
+    def __init__(self, parser: MessageParser):
+        self._parser = parser
+
+    @property
+    def num_calls(self) -> int:
+        """See `MessageParser.num_calls`."""
+        return self._parser.num_calls
+
+    def feed(self, text: str) -> MessageDelta:
+        """See `MessageParser.feed`."""
+        return replace(self._parser.feed(text), reasoning="")
+
+    def flush(self) -> MessageDelta:
+        """See `MessageParser.flush`."""
+        return replace(self._parser.flush(), reasoning="")
+
+
 def make_parser(frontend: Frontend, turn: Turn) -> MessageParser:
     """Returns the parser of one choice."""
     if not turn.parses:
         return PlainParser()
-    return frontend.message_format.parser(turn.use, in_thought=turn.in_thought)
+    parser = frontend.message_format.parser(turn.use, in_thought=turn.in_thought)
+    return parser if turn.shows_thoughts else ThoughtlessParser(parser)
 
 
 @dataclass(slots=True)

@@ -205,5 +205,7 @@ async def test_a_thought_that_the_prompt_opens() -> None:
         deltas = [event["choices"][0]["delta"] for event in events]
         text = "".join(delta.get("reasoning_content", "") for delta in deltas)
         assert text == message["reasoning_content"]
+        hidden = await served.post(CHAT, **ask, include_reasoning=False)
+        assert hidden["choices"][0]["message"].keys() == {"role", "content", "refusal"}
         plain = await served.post(CHAT, messages=ASK, max_tokens=3)
         assert plain["choices"][0]["message"]["content"]
