@@ -118,6 +118,35 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """How the model's text is read as a message."""
+
+    tool_format: Literal[
+        "auto", "none", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony"
+    ] = key(
+        "How the model writes tool calls. `auto`: as its chat template shows; `hermes` where that "
+        "shows none. `none`: its text is not looked through for calls.",
+        "auto",
+    )
+    reasoning_format: Literal["auto", "none", "think", "brackets"] = key(
+        "How the model writes thoughts: between `<think>` and `</think>`, or `[THINK]` and "
+        "`[/THINK]`. `auto`: as its chat template shows. `none`: thoughts stay in the answer.",
+        "auto",
+    )
+    max_stored_responses: int = key(
+        "Responses of `/v1/responses` that are kept in memory, for `previous_response_id` and for "
+        "later retrieval; the oldest go first.",
+        1000,
+        minimum=0,
+    )
+    max_stored_bytes: int = key(
+        "Bytes of all stored responses, with the conversations before them.",
+        64 * 2**20,
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
 
@@ -475,6 +504,7 @@ class Config:
 
     model: ModelConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -136,7 +136,9 @@ def integer(default: int | None, low: int, high: int, *, crosses: bool = False) 
     return field(default=default, metadata={"declared": declared})
 
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "structural_tag"]
+GrammarKind = Literal[
+    "json_object", "json_schema", "regex", "choice", "lark", "structural_tag", "message"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,8 @@ class GrammarSpec:
             lark: a grammar in llguidance's dialect of Lark, or in GBNF.
             structural_tag: the text of a JSON object with `triggers` and `structures`, as in
                 vLLM: free text in which each trigger begins one of the structures.
+            message: a grammar in llguidance's Lark that `text.formats` has made of tools' schemas,
+                which have been checked. No client's text is one.
         source: the text of the grammar.
         whitespace: of the JSON kinds, a regular expression for the white space between tokens of
             JSON, "" for none; None: a space, or one or two line breaks with up to 20 spaces.
@@ -210,6 +214,7 @@ class SamplingParams:
         logprobs: report the log-probabilities of each sampled token and of this many of the
             likeliest.
         skip_special_tokens: leave special tokens out of the text.
+        shown_token_ids: special tokens that are kept in it all the same, for a parser of messages.
         grammar: what the output has to follow, or None.
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
@@ -234,6 +239,7 @@ class SamplingParams:
     include_stop: bool = False
     logprobs: int | None = integer(None, 0, MAX_LOGPROBS, crosses=True)
     skip_special_tokens: bool = True
+    shown_token_ids: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.chat_turn import (
+    Call,
+    Turn,
+    make_parser,
+    make_turn,
+    new_call_id,
+    parse_message,
+)
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import chat_logprobs
+from aioinfer.api.message_events import MessageEvents, finish_reason
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
@@ -44,9 +54,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
-    fields = await with_token_ids(frontend, body.sampling_fields())
-    params = frontend.defaults.sampling_params(**fields)
-    prompt = await chat_prompt(frontend, body)
+    turn = await _turn(frontend, body)
     envelope = new_envelope(
         request,
         "chatcmpl",
@@ -54,20 +62,19 @@ async def _answer(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
     )
-    shown_ids = prompt if body.return_token_ids else None
+    shown_ids = turn.prompt if body.return_token_ids else None
     names = None if body.return_tokens_as_token_ids else frontend.tokenizer
     async with submitted(
         request,
-        [prompt],
-        params,
+        [turn.prompt],
+        turn.params,
         name=envelope.id,
         priority=body.priority,
         cache_salt=body.cache_salt,
     ) as outputs:
         if body.stream:
-            return await stream(
-                request, envelope, outputs, [_stream_choices(names, envelope, params.n, shown_ids)]
-            )
+            choices = _stream_choices(frontend, names, envelope, turn, shown_ids)
+            return await stream(request, envelope, outputs, [choices])
         reply = await collect(outputs)
     with_ids = {} if shown_ids is None else {"prompt_token_ids": shown_ids}
     return json_response(
@@ -77,13 +84,21 @@ async def _answer(
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(names, index, delta, with_ids=shown_ids is not None)
+                await _choice(frontend, names, turn, index, delta, with_ids=shown_ids is not None)
                 for index, delta in enumerate(reply.choices)
             ],
             "usage": reply.usage,
         }
         | with_ids
     )
+
+
+async def _turn(frontend: Frontend, body: ChatRequest) -> Turn:
+    """Encodes the conversation. Raises `RequestError`."""
+    fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
+    prompt = await chat_prompt(frontend, body, use)
+    shows_thoughts = body.include_reasoning is not False
+    return await make_turn(frontend, prompt, fields, use, shows_thoughts=shows_thoughts)
 
 
 def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
@@ -94,7 +109,11 @@ def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
 
 
 def _stream_choices(
-    tokenizer: Tokenizer | None, envelope: Envelope, n: int, prompt_token_ids: list[int] | None
+    frontend: Frontend,
+    tokenizer: Tokenizer | None,
+    envelope: Envelope,
+    turn: Turn,
+    prompt_token_ids: list[int] | None,
 ) -> list[ChoiceEvents]:
     """Returns the events of n choices; they hold token ids where those of the prompt are given.
     Without a tokenizer, log-probabilities name ids."""
@@ -102,25 +121,54 @@ def _stream_choices(
     def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         return chat_logprobs(tokenizer, tokens)
 
-    return [
-        ChoiceEvents(
-            ChunkTemplate.for_chat(envelope, index),
-            role_event(envelope, index, prompt_token_ids),
+    def events(index: int) -> ChoiceEvents:
+        opening = role_event(envelope, index, prompt_token_ids)
+        with_ids = prompt_token_ids is not None
+        if not turn.parses:
+            template = ChunkTemplate.for_chat(envelope, index)
+            return ChoiceEvents(template, opening, format_logprobs, returns_token_ids=with_ids)
+        return MessageEvents(
+            envelope,
+            index,
+            make_parser(frontend, turn),
+            partial(new_call_id, frontend),
             format_logprobs,
-            returns_token_ids=prompt_token_ids is not None,
+            opening=opening,
+            returns_token_ids=with_ids,
         )
-        for index in range(n)
-    ]
+
+    return [events(index) for index in range(turn.params.n)]
 
 
-def _choice(
-    tokenizer: Tokenizer | None, index: int, delta: Delta, *, with_ids: bool
+async def _choice(
+    frontend: Frontend,
+    tokenizer: Tokenizer | None,
+    turn: Turn,
+    index: int,
+    delta: Delta,
+    *,
+    with_ids: bool,
 ) -> dict[str, Any]:
+    reason = delta.finish_reason
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    if turn.parses:
+        parsed = await parse_message(frontend, turn, delta.text)
+        message["content"] = parsed.content or (None if parsed.calls or parsed.reasoning else "")
+        if parsed.reasoning:
+            message["reasoning_content"] = message["reasoning"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [_call(call) for call in parsed.calls]
+            reason = finish_reason(reason or "stop", len(parsed.calls))
     choice = {
         "index": index,
-        "message": {"role": "assistant", "content": delta.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None,
-        "finish_reason": delta.finish_reason,
+        "finish_reason": reason,
         "stop_reason": delta.stop_reason,
     }
     return choice | {"token_ids": delta.token_ids} if with_ids else choice
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -120,9 +120,31 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except ConnectionError:
         raise
     except web.HTTPNotFound:
-        return error_response(_unknown_path(request))
+        return error_response(_unknown_path(request), request.path)
     except Exception as error:
-        return error_response(error)
+        return error_response(error, request.path)
+
+
+#: Anthropic's types of errors by HTTP status.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an error's body in the shape of Anthropic's API, whose messages name the field."""
+    message, param = body["error"]["message"], body["error"]["param"]
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    kind = "invalid_request_error" if status < 500 else "api_error"
+    error = {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message}
+    return {"type": "error", "error": error}
 
 
 def _unknown_path(request: web.Request) -> RequestError:
@@ -143,10 +165,16 @@ def _unknown_path(request: web.Request) -> RequestError:
     )
 
 
-def error_response(error: Exception) -> web.Response:
-    """Returns the response that answers an exception."""
+def error_response(error: Exception, path: str = "") -> web.Response:
+    """Returns the response that answers an exception, in the shape of the path's API."""
     status, body = describe(error)
-    response = json_response(body, status=status, headers=_headers(status, error))
+    if path.startswith("/v1/messages"):
+        shown: dict[str, Any] = anthropic_error(status, body)
+    elif path.startswith("/api/"):  # Ollama's
+        shown = {"error": body["error"]["message"]}
+    else:
+        shown = body
+    response = json_response(shown, status=status, headers=_headers(status, error))
     if code := body["error"]["code"]:
         response[ERROR_CODE] = code
     return response

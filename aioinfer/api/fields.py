@@ -19,7 +19,7 @@ from aioinfer.errors import RequestError
 IGNORED = frozenset(
     (
         # OpenAI
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+        "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "store",
         # vLLM; the penalties and the end of a beam search count for a beam search alone
         "early_stopping", "length_penalty", "request_id", "spaces_between_special_tokens",

@@ -53,6 +53,8 @@ class Message(Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def check(self, where: str) -> None:
         """Raises `RequestError`; `where` is the message's place in the body, such as
@@ -110,6 +112,8 @@ class Message(Struct, kw_only=True):
             message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        if (thought := self.reasoning_content or self.reasoning) is not None:
+            message["reasoning_content"] = thought
         if self.tool_calls:
             message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         return message

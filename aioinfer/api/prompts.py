@@ -7,11 +7,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.api.chat_turn import encode_turn
 from aioinfer.api.context import template_messages
 from aioinfer.api.errors import shorten
 from aioinfer.api.protocol import ChatRequest, CompletionRequest, SamplingBody, template_options
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_LOGIT_BIAS
+from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -37,12 +39,13 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
     return ids if limit is None else [_cut(frontend, body, prompt) for prompt in ids]
 
 
-async def chat_prompt(frontend: Frontend, body: ChatRequest) -> list[int]:
+async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
     """Returns the token ids of a conversation. Raises `RequestError`."""
     messages, options = await template_messages(body), template_options(body)
     if body.truncate_prompt_tokens is None:
-        return await frontend.encode_chat(messages, **options)
-    ids = await frontend.encode_chat(messages, max_tokens=_MAX_UNCUT_TOKENS, **options)
+        return await encode_turn(frontend, messages, use, **options)
+    limit = _MAX_UNCUT_TOKENS
+    ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
     return _cut(frontend, body, ids)
 
 

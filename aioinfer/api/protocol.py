@@ -24,8 +24,10 @@ from aioinfer.api.structured_output import (
     StructuredOutputs,
     find_grammar,
 )
+from aioinfer.api.tools import read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N
+from aioinfer.text.message_parser import ToolUse
 
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
@@ -244,6 +246,8 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
@@ -265,10 +269,11 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
                     f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
                     param="top_logprobs",
                 )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError(
-                "tool_choice must be 'auto' or 'none': no call can be enforced", param="tool_choice"
-            )
+        self.tool_use()
+
+    def tool_use(self) -> ToolUse:
+        """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
+        return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()

@@ -12,6 +12,7 @@ from yarl import URL
 
 from aioinfer.api import (
     admin,
+    anthropic,
     batches,
     chat,
     completions,
@@ -19,8 +20,10 @@ from aioinfer.api import (
     info,
     limits,
     metrics,
+    ollama,
     openapi,
     page,
+    responses,
     tokenization,
 )
 from aioinfer.api.access import Cors, mark_response, require_key
@@ -38,6 +41,7 @@ from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
+from aioinfer.api.response_store import RESPONSE_STORE, ResponseStore
 from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
@@ -98,6 +102,7 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
+        app[RESPONSE_STORE] = ResponseStore(frontend.config.chat)
         app[CONNECTIONS] = connections
         app[REQUEST_BODIES] = RequestBodies(self._config, connections.counts)
         app[READINESS] = self._readiness
@@ -107,6 +112,12 @@ class HttpServer:
         for path, handler in (
             ("/v1/completions", completions.create_completion),
             ("/v1/chat/completions", chat.create_chat_completion),
+            ("/v1/responses", responses.create_response),
+            ("/v1/messages", anthropic.create_message),
+            ("/v1/messages/count_tokens", anthropic.count_tokens),
+            ("/api/chat", ollama.chat),
+            ("/api/generate", ollama.generate),
+            ("/api/show", ollama.show),
             ("/tokenize", tokenization.tokenize),
             ("/detokenize", tokenization.detokenize),
             ("/abort", admin.abort),
@@ -114,6 +125,10 @@ class HttpServer:
             ("/v1/files", files.upload_file),
         ):
             app.router.add_post(path, handler, expect_handler=defer_continue)
+        app.router.add_get("/api/tags", ollama.list_tags)
+        app.router.add_get("/api/version", ollama.version)
+        app.router.add_get("/v1/responses/{id}", responses.get_response)
+        app.router.add_delete("/v1/responses/{id}", responses.delete_response)
         app.router.add_get("/v1/models", info.list_models)
         app.router.add_get("/v1/models/{id:.+}", info.get_model)
         app.router.add_get("/health", info.health)

@@ -34,7 +34,9 @@ from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
 from aioinfer.text.constraints import CompiledConstraint
+from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
+from aioinfer.text.message_parser import MessageFormat
 from aioinfer.text.restrictions import ParallelFiller
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -47,6 +49,7 @@ class Frontend:
     Attributes:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
+        message_format: how the model writes thoughts and tool calls.
         defaults, vocab_size: from the model's files.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
@@ -54,6 +57,7 @@ class Frontend:
     """
 
     tokenizer: Tokenizer | None
+    message_format: MessageFormat
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
@@ -162,6 +166,13 @@ class Frontend:
         """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size,
         and what grammars need."""
         self.tokenizer = self._load_tokenizer(folder)
+        chat, tokenizer = self.config.chat, self.tokenizer
+        self.message_format = message_format(
+            tokenizer.chat_template_text if tokenizer is not None else "",
+            tokenizer.marker_ids if tokenizer is not None else {},
+            chat.tool_format,
+            chat.reasoning_format,
+        )
         self.defaults = GenerationDefaults.load(
             folder, self.tokenizer, self.config.sampling.given()
         )
@@ -486,7 +497,7 @@ class Frontend:
             detokenizer = None
             if tokenizer is not None:
                 detokenizer = tokenizer.detokenizer(
-                    output.prompt_token_ids, params.skip_special_tokens
+                    output.prompt_token_ids, params.skip_special_tokens, params.shown_token_ids
                 )
             restricted = None if constraint is None else constraint.start()
             output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))

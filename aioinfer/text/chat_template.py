@@ -30,6 +30,7 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja text, or the texts by name.
+        text: the Jinja text of all of them.
     """
 
     def __init__(self, templates: str | dict[str, str], special_tokens: Mapping[str, str]):
@@ -60,6 +61,7 @@ class ChatTemplate:
         self._reserved = frozenset(
             inspect.signature(self._renderer.apply_chat_template).parameters
         ) - {"documents"}
+        self.text = templates if isinstance(templates, str) else "\n".join(templates.values())
         for text in [templates] if isinstance(templates, str) else templates.values():
             self._compile(BoundedText(text))
 

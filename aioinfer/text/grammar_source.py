@@ -52,6 +52,8 @@ def grammar_text(spec: GrammarSpec, is_special: Callable[[str], bool]) -> str:
             return llguidance.LLMatcher.grammar_from_lark(_choice(_parse(spec.source)))
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(_lark(spec.source))
+        case "message":
+            return llguidance.LLMatcher.grammar_from_lark(spec.source)
         case "structural_tag":
             return llguidance.LLMatcher.grammar_from_lark(
                 _structural_tag(_parse(spec.source), whitespace, is_special)

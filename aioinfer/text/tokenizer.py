@@ -34,6 +34,8 @@ class Tokenizer:
     Attributes:
         bos_token_id, eos_token_id: None where the tokenizer names none.
         special_ids: the tokens that `skip_special_tokens` leaves out.
+        marker_ids: the ids by their texts of special tokens, and of other added tokens in angle
+            brackets: grammars (llguidance) take these for special ones, which no text can spell.
         vocab_size: ids are below it. A model's embedding may have more rows.
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
@@ -56,6 +58,12 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.marker_ids = {
+            token.content: index
+            for index, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+        self._shown_bytes: dict[frozenset[int], TokenBytes] = {}
         self.vocab_size = max(
             backend.get_vocab_size(with_added_tokens=False), *(index + 1 for index in added), 0
         )
@@ -129,6 +137,11 @@ class Tokenizer:
             },
             "chat_template": None if template is None else template.source,
         }
+
+    @property
+    def chat_template_text(self) -> str:
+        """The Jinja text of the chat template, or of all templates; "" without one."""
+        return self._chat_template.text if self._chat_template is not None else ""
 
     def encode(
         self,
@@ -240,10 +253,20 @@ class Tokenizer:
         return self._backend.to_str()
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """Returns the detokenizer of the output that follows a prompt."""
-        return Detokenizer(self.decode_rules, self.token_bytes(skip_special_tokens), prompt_ids)
+        """Returns the detokenizer of the output that follows a prompt. Of the special tokens that
+        are skipped, those in `shown` have their texts all the same."""
+        table = self.token_bytes(skip_special_tokens)
+        if shown and skip_special_tokens:
+            table = self._shown_bytes.get(shown) or TokenBytes(
+                self._backend, self.decode_rules, self.special_ids - shown
+            )
+            self._shown_bytes = {shown: table}  # those of one format of messages
+        return Detokenizer(self.decode_rules, table, prompt_ids)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
         """Returns a single token's text and bytes, as log-probabilities are reported: a space

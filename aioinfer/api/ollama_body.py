@@ -1,0 +1,173 @@
+"""Bodies of requests in Ollama's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from aioinfer.api.protocol import Body, Int32, Int64, Seconds
+from aioinfer.api.tools import read_tools
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import GrammarSpec
+from aioinfer.text.message_parser import ToolUse
+
+
+class Options(Struct, kw_only=True):
+    """The options that count for a model that is loaded; others are ignored."""
+
+    num_predict: Int32 | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaFunction(Struct, kw_only=True):
+    """The function of a call."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaCall(Struct, kw_only=True):
+    """A call that the model has made."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(Struct, kw_only=True):
+    """A message of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: list[Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message as chat templates read it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.thinking is not None:
+            message["reasoning_content"] = self.thinking
+        if self.tool_name is not None:
+            message["name"] = self.tool_name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id or "",
+                    "function": msgspec.structs.asdict(call.function),
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class OllamaBody(Body, kw_only=True):
+    """What chats and generations have in common."""
+
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    stream: bool | None = None
+    think: bool | str | None = None
+    timeout_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            self.model = self.model.removesuffix(":latest")
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        if isinstance(self.format, str) and self.format not in ("", "json"):
+            raise RequestError("format must be 'json' or a JSON schema", param="format")
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
+        options = msgspec.structs.asdict(self.options or Options())
+        fields = {name: value for name, value in options.items() if value is not None}
+        # -1 and -2 stand for as many as fit
+        if (length := fields.pop("num_predict", -1)) > 0:
+            fields["max_tokens"] = length
+        if (penalty := fields.pop("repeat_penalty", None)) is not None:
+            fields["repetition_penalty"] = penalty
+        if isinstance(self.format, dict):
+            source = msgspec.json.encode(self.format).decode()
+            fields["grammar"] = GrammarSpec("json_schema", source, param="format")
+        elif self.format:
+            fields["grammar"] = GrammarSpec("json_object", param="format")
+        return fields
+
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Returns the variables of the chat template."""
+        if self.think is None:
+            return None
+        if isinstance(self.think, str):
+            return {"enable_thinking": True, "reasoning_effort": self.think}
+        return {"enable_thinking": self.think}
+
+
+class OllamaChat(OllamaBody, kw_only=True):
+    """`POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        super().check()
+        self.tool_use()
+        for index, message in enumerate(self.messages):
+            if message.images:
+                place = f"messages[{index}].images"
+                raise RequestError(f"{place} is not supported", param=place)
+
+    def tool_use(self) -> ToolUse:
+        """Returns the tools. Raises `RequestError` naming the place."""
+        return read_tools(self.tools, None, parallel=None)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Returns the messages as chat templates read them."""
+        return [message.for_template() for message in self.messages]
+
+
+class OllamaGenerate(OllamaBody, kw_only=True):
+    """`POST /api/generate`."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    images: list[Any] | None = None
+    template: str | None = None
+    context: list[int] | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        super().check()
+        for name in ("suffix", "images", "template", "context"):
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported here", param=name)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Returns the messages as chat templates read them."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+class ShowRequest(OllamaBody, kw_only=True):
+    """`POST /api/show`."""
+
+    name: str | None = None
+    verbose: bool | None = None

@@ -1,0 +1,323 @@
+"""`/v1/responses`: OpenAI's Responses API, with conversations in memory."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.blocks import Block, BlockKind
+from aioinfer.api.chat_turn import (
+    Turn,
+    call_input,
+    encode_turn,
+    make_parser,
+    make_turn,
+    new_call_id,
+)
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.errors import describe, json_response
+from aioinfer.api.limits import ACCOUNT
+from aioinfer.api.response_store import RESPONSE_STORE
+from aioinfer.api.responses_body import ResponseRequest, to_messages
+from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
+from aioinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import RequestOutput
+    from aioinfer.text.message_parser import MessageParser
+
+_PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation, and stores it unless `store` is false."""
+    frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("input")
+    body = await read_body(request, ResponseRequest)
+    deadline_of(request).shorten(body.timeout_s)
+    # before it is encoded: a rejection must be cheap
+    request.app[ADMISSION].check(1, flow=sharer(request))
+    messages = _conversation(request, body)
+    try:
+        turn = await _turn(frontend, body, messages)
+        reply = _Reply(frontend, body, turn)
+        async with submitted(
+            request, [turn.prompt], turn.params, name=reply.id, priority=body.priority
+        ) as outputs:
+            reply.output = outputs[0]
+            store = partial(_store, request, body, messages)
+            if body.stream:
+                events = _ResponseEvents(reply, make_parser(frontend, turn), store)
+                return await stream_blocks(request, outputs[0], events)
+            (delta,) = (await collect(outputs)).choices
+    except RequestError as error:
+        error.param = _PARAMS.get(error.param or "", error.param)
+        raise
+    blocks = (await read_blocks(frontend, turn, delta, reply.new_id)).all
+    ended = reply.body(blocks, delta.finish_reason or "stop", len(delta.token_ids))
+    store(blocks, ended)
+    return json_response(ended)
+
+
+async def get_response(request: web.Request) -> web.Response:
+    """Returns a stored response."""
+    store = request.app[RESPONSE_STORE]
+    return json_response(store.find(_owner(request), request.match_info["id"]).body)
+
+
+async def delete_response(request: web.Request) -> web.Response:
+    """Drops a stored response."""
+    id = request.match_info["id"]
+    request.app[RESPONSE_STORE].remove(_owner(request), id)
+    return json_response({"id": id, "object": "response", "deleted": True})
+
+
+def _owner(request: web.Request) -> str | None:
+    return request[ACCOUNT].key.name
+
+
+def _conversation(request: web.Request, body: ResponseRequest) -> list[dict[str, Any]]:
+    """Returns the messages of the stored conversation and of the body, without instructions: these
+    are of one response alone."""
+    before: Sequence[dict[str, Any]] = ()
+    if body.previous_response_id is not None:
+        found = request.app[RESPONSE_STORE].find(
+            _owner(request), body.previous_response_id, "previous_response_id"
+        )
+        before = found.messages
+    return [*before, *to_messages(body.input)]
+
+
+async def _turn(
+    frontend: Frontend, body: ResponseRequest, messages: Sequence[dict[str, Any]]
+) -> Turn:
+    use = body.tool_use()
+    if body.instructions:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+    prompt = await encode_turn(frontend, messages, use, template_kwargs=body.template_kwargs())
+    return await make_turn(frontend, prompt, body.sampling_fields(), use)
+
+
+def _store(
+    request: web.Request,
+    body: ResponseRequest,
+    messages: Sequence[dict[str, Any]],
+    blocks: Sequence[Block],
+    ended: dict[str, Any],
+) -> None:
+    """Stores a response that has ended."""
+    if body.store is not False:
+        answer = _answer(blocks)
+        request.app[RESPONSE_STORE].add(_owner(request), ended, [*messages, answer])
+
+
+def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Returns a generated message as chat templates read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if block.kind == "text":
+            message["content"] += block.text
+        elif block.kind == "reasoning":
+            message["reasoning_content"] = block.text
+        else:
+            function = {"name": block.name, "arguments": call_input(block.text)}
+            call = {"type": "function", "id": block.id, "function": function}
+            message.setdefault("tool_calls", []).append(call)
+    return message
+
+
+class _Reply:
+    """A response as it comes about.
+
+    Attributes:
+        id: of the response.
+        output: what the engine generates for it.
+    """
+
+    output: RequestOutput
+
+    def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn):
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self._frontend = frontend
+        params = turn.params
+        format = body.text.format if body.text is not None else None
+        tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
+        self._fields: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": frontend.config.served_model_names[0],
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
+            "store": body.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"} if format is None else _plain(format)},
+            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+            "tools": tools,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+        try:
+            orjson.dumps(self._fields)
+        except orjson.JSONEncodeError as error:
+            raise RequestError("the body is nested too deeply to be repeated") from error
+
+    def new_id(self, kind: BlockKind) -> str:
+        """Returns the id of a block; that of a call is the one which its result names."""
+        if kind == "call":
+            return new_call_id(self._frontend)
+        return f"{'msg' if kind == 'text' else 'rs'}_{secrets.token_hex(16)}"
+
+    def body(
+        self,
+        blocks: Sequence[Block],
+        reason: str | None = None,
+        num_tokens: int = 0,
+        error: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the response: in progress without a reason for its end or an error."""
+        status = "in_progress" if reason is None else "completed"
+        incomplete = None
+        if reason == "length":
+            status, incomplete = "incomplete", {"reason": "max_output_tokens"}
+        if error is not None:
+            status = "failed"
+        last = "completed" if status == "completed" else "incomplete"
+        items = [_item(block, last if block is blocks[-1] else "completed") for block in blocks]
+        ended = {} if reason is None else {"usage": self._usage(num_tokens)}
+        return {
+            **self._fields,
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "output": items,
+            "usage": None,
+            **ended,
+        }
+
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
+        prompt = len(self.output.prompt_token_ids)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self.output.num_cached_tokens},
+            "output_tokens": num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + num_tokens,
+        }
+
+
+def _plain(struct: Any) -> dict[str, Any]:
+    return {
+        name: value for name, value in msgspec.structs.asdict(struct).items() if value is not None
+    }
+
+
+def _part(block: Block) -> dict[str, Any]:
+    """Returns the part of content that a block is."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    """Returns the item of a block, with what it has so far."""
+    if block.kind == "call":
+        return {
+            "id": _item_id(block),
+            "type": "function_call",
+            "status": status,
+            "call_id": block.id,
+            "name": block.name,
+            "arguments": block.text,
+        }
+    content = [_part(block)] if block.parts else []
+    if block.kind == "reasoning":
+        head: dict[str, Any] = {"type": "reasoning", "summary": []}
+    else:
+        head = {"type": "message", "role": "assistant"}
+    return {"id": block.id, **head, "status": status, "content": content}
+
+
+def _item_id(block: Block) -> str:
+    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
+
+
+class _ResponseEvents(BlockEvents):
+    """The events of a response."""
+
+    def __init__(
+        self,
+        reply: _Reply,
+        parser: MessageParser,
+        store: Callable[[Sequence[Block], dict[str, Any]], None],
+    ):
+        super().__init__(parser, reply.new_id)
+        self._reply = reply
+        self._store = store
+        self._number = 0
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named_event({"type": f"response.{kind}", "sequence_number": number, **fields})
+
+    def opening(self) -> bytes:
+        body = self._reply.body(())
+        return self._event("created", response=body) + self._event("in_progress", response=body)
+
+    def change(self, kind: str, block: Block, text: str) -> bytes:
+        index = block.index
+        place = {"item_id": _item_id(block), "output_index": index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        if kind == "start":
+            data = self._event(
+                "output_item.added", output_index=index, item=_item(block, "in_progress")
+            )
+            return (
+                data
+                if block.kind == "call"
+                else data + self._event("content_part.added", **place, part=_part(block))
+            )
+        name = {"call": "function_call_arguments", "text": "output_text"}.get(
+            block.kind, "reasoning_text"
+        )
+        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        if kind == "delta":
+            return self._event(f"{name}.delta", **place, delta=text, **extra)
+        if block.kind == "call":
+            data = self._event(f"{name}.done", **place, name=block.name, arguments=block.text)
+        else:
+            data = self._event(f"{name}.done", **place, text=block.text, **extra)
+            data += self._event("content_part.done", **place, part=_part(block))
+        return data + self._event(
+            "output_item.done", output_index=index, item=_item(block, "completed")
+        )
+
+    def closing(self, reason: str, stop_reason: int | str | None) -> bytes:
+        body = self._reply.body(self.blocks.all, reason, self.num_tokens)
+        self._store(self.blocks.all, body)
+        return self._event(body["status"], response=body)
+
+    def failure(self, error: Exception) -> bytes:
+        described = describe(error)[1]["error"]
+        cause = {"code": described["code"] or "server_error", "message": described["message"]}
+        return self._event("failed", response=self._reply.body(self.blocks.all, error=cause))

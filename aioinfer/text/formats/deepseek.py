@@ -1,0 +1,103 @@
+"""Calls as DeepSeek's models write them, between markers of their own. V3 and R1 write the word
+"function", the name and the arguments as a block of code; V3.1 writes the name and the
+arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aioinfer.text.formats.call_object import read_arguments
+from aioinfer.text.formats.draft import Draft
+from aioinfer.text.formats.lark import Lark, Tool
+from aioinfer.text.formats.reader import Markers, Reader, Steps, ignore
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+
+class DeepSeekCalls:
+    """See the module. Both ways are read; a grammar writes the one of the model's template."""
+
+    name = "deepseek"
+    markers: tuple[str, ...] = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)
+    trigger = _BEGIN
+    bare = ""
+    _open = Markers(_BEGIN, _CALL)
+    _separator = Markers(_SEPARATOR, _CALL_END, _CALL)
+    _line = Markers("\n", _CALL_END)
+    _close = Markers(_CALL_END, _CALL, _END)
+
+    def __init__(self, *, fenced: bool):
+        """`fenced`: whether the model writes arguments as blocks of code."""
+        self._fenced = fenced
+
+    def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
+        """See `CallFormat.read`."""
+        found = yield from reader.until(self._open, draft.content)
+        while found:
+            reader.record = record = [found]
+            if found == _BEGIN:
+                yield from reader.space()
+                if not (yield from reader.comes(_CALL)):
+                    reader.record = None
+                    draft.content("".join(record))
+                    found = yield from reader.until(self._open, draft.content)
+                    continue
+            is_call = yield from self._read_call(reader, draft)
+            reader.record = None
+            if is_call:
+                found = yield from reader.until(self._close, ignore)
+                while found in (_CALL_END, _END):
+                    draft.cut()
+                    found = yield from self._next(reader, draft)
+            else:
+                draft.content("".join(record))
+                found = yield from reader.until(self._open, draft.content)
+
+    def _next(self, reader: Reader, draft: Draft) -> Steps[str]:
+        yield from reader.space()
+        if (yield from reader.comes(_END)):
+            return _END
+        return (yield from reader.until(self._open, draft.content))
+
+    def _read_call(self, reader: Reader, draft: Draft) -> Steps[bool]:
+        found = yield from reader.short_until(self._separator)
+        if found is None or found[1] != _SEPARATOR:
+            return False
+        name = found[0].strip()
+        if name == "function":
+            line = yield from reader.short_until(self._line)
+            if line is None or line[1] != "\n":
+                return False
+            name = line[0].strip()
+            yield from reader.space()
+            if (yield from reader.comes("```")):
+                yield from reader.comes("json")
+        if not name:
+            return False
+        reader.record = None
+        draft.begin_call(name)
+        yield from reader.space()
+        yield from read_arguments(reader, draft.arguments, stop="<")
+        return True
+
+    def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.bare_calls`."""
+        raise NotImplementedError
+
+    def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
+        """See `CallFormat.calls`."""
+
+        def call(name: str, tool: Tool) -> str:
+            marker, end = lark.marker(_SEPARATOR), lark.marker(_CALL_END)
+            if self._fenced:
+                return (
+                    lark.text("function") + marker + lark.text(f"{name}\n```json\n")
+                    + lark.schema(tool) + lark.text("\n```") + end
+                )  # fmt: skip
+            return lark.text(name) + marker + lark.schema(tool) + end
+
+        each = lark.marker(_CALL) + lark.any_of(call(*item) for item in tools.items())
+        between = lark.text("\n" if self._fenced else "")
+        more = f"({between}{each})* " if parallel else ""
+        return each + more + lark.marker(_END)

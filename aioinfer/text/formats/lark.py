@@ -1,0 +1,104 @@
+"""The grammar of a message as text in llguidance's dialect of Lark (its `docs/syntax.md`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Between the tokens of JSON: a model that may write endless white space sooner or later does.
+_WHITESPACE = {"whitespace_pattern": r" |\n{1,2} {0,20}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called.
+
+    Attributes:
+        name: of the function.
+        schema: the JSON schema of its arguments.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+class Lark:
+    """Makes the terms of a grammar, each with a space behind it, and keeps the rules that they
+    need."""
+
+    def __init__(self, special_ids: Mapping[str, int]):
+        """`special_ids` are the ids of the special tokens, by their texts."""
+        self._special_ids = special_ids
+        self._rules: list[str] = []
+
+    def grammar(self, start: str) -> str:
+        """Returns the text of the grammar that begins with `start`."""
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        """Adds a rule and returns the term for it. A lazy one is a single lexeme that ends as soon
+        as it can."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return f"{name} "
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a special token, which no text can spell."""
+        return text in self._special_ids
+
+    def terminal(self, body: str) -> str:
+        """Adds a terminal, a regular expression, and returns the term for it."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return f"{name} "
+
+    def any_of(self, bodies: Iterable[str]) -> str:
+        """Returns the term for one of several."""
+        return self.rule(" | ".join(bodies))
+
+    def text(self, text: str) -> str:
+        """Returns the term for a text, which holds no special token."""
+        return f"{quote(text)} " if text else ""
+
+    def marker(self, text: str) -> str:
+        """Returns the term for a text that may be a special token."""
+        token = self._special_ids.get(text)
+        return self.text(text) if token is None else f"<[{token}]> "
+
+    def free_until(self, text: str, *, but: str = "") -> str:
+        """Returns the term for any text up to the first `text`, and that. The whole does not begin
+        with what the regular expression `but` matches."""
+        if self.is_special(text):
+            return self.free(text, but=but) + self.marker(text)
+        return self.rule(self.terminal(f"(/(.|\\n)*/ {quote(text)}){_unlike(but)}"), lazy=True)
+
+    def free(self, *without: str, but: str = "") -> str:
+        """Returns the term for any text without these texts in it, as in `free_until`."""
+        inside = [f" & ~(/(.|\\n)*/ {quote(text)} /(.|\\n)*/)" for text in without]
+        return self.terminal(f"/(.|\\n)*/{''.join(inside)}{_unlike(but)}")
+
+    def schema(self, tool: Tool) -> str:
+        """Returns the term for the JSON of a tool's arguments."""
+        return self.json_value(tool.schema)
+
+    def json_value(self, schema: Any) -> str:
+        """Returns the term for JSON by a schema."""
+        if not isinstance(schema, Mapping):
+            schema = {} if schema else {"enum": []}
+        options = {**schema, "x-guidance": _WHITESPACE}
+        return f"%json {json.dumps(options)} "
+
+    def json(self, value: Any) -> str:
+        """Returns the JSON of a value as models write it."""
+        return json.dumps(value, ensure_ascii=False)
+
+
+def quote(text: str) -> str:
+    """Returns a text as a literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _unlike(pattern: str) -> str:
+    return f" & ~({pattern} /(.|\\n)*/)" if pattern else ""

@@ -1,0 +1,125 @@
+"""What a model's text means as a message: the interface between the formats of model families
+(thoughts, tool calls) and the HTTP handlers.
+
+Models write thoughts and tool calls as text between markers of their own. A `MessageFormat` knows
+the markers of a family. For each choice of a chat it makes a `MessageParser`, which takes the text
+as it is generated and divides it into content, reasoning and calls, without looking at any
+character twice; what may become a marker is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from aioinfer.sampling_params import GrammarSpec
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What is new in one tool call.
+
+    Attributes:
+        index: the number of the call in the message.
+        name: the function, in the first delta of a call; else None.
+        arguments: further text of the arguments, JSON of an object when all of it has come.
+    """
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """What is new in a message: text of the answer, text of the thought, and tool calls."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class MessageParser(Protocol):
+    """Divides the text of one choice."""
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls that have begun; with one or more, the finish reason is "tool_calls"."""
+        ...
+
+    def feed(self, text: str) -> MessageDelta:
+        """Takes the next piece of text and returns what is certain of the message by now."""
+        ...
+
+    def flush(self) -> MessageDelta:
+        """Returns what was held back, at the end of the text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request and how they may be called.
+
+    Attributes:
+        tools: the functions as in OpenAI's `tools[i].function`: name, description, parameters
+            (JSON Schema), strict.
+        choice: whether a call is forbidden, possible or required; "named" requires one of `name`.
+        name: the function that is required under "named".
+        parallel: whether several calls may be made in one message.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    name: str | None = None
+    parallel: bool = True
+
+
+class MessageFormat(Protocol):
+    """How a family of models writes thoughts and calls.
+
+    Attributes:
+        name: the name of its way of writing calls.
+        markers: the special tokens that its parsers have to see: what follows from them is hidden
+            from clients, and so are all other special tokens.
+        knows_tools: whether the chat template shows tools to the model.
+    """
+
+    name: str
+    markers: frozenset[str]
+    knows_tools: bool
+
+    def parses(self, use: ToolUse) -> bool:
+        """Whether the text of a choice has to be parsed; else all of it is content."""
+        ...
+
+    def opens_thought(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so has opened a thought."""
+        ...
+
+    def parser(self, use: ToolUse, *, in_thought: bool) -> MessageParser:
+        """Returns the parser of one choice.
+
+        Args:
+            use: the tools of the request; without any, text that looks like a call is content.
+            in_thought: whether the prompt's end has opened a thought, as the templates of some
+                models do.
+        """
+        ...
+
+    def grammar(
+        self, use: ToolUse, *, in_thought: bool, answer: GrammarSpec | None
+    ) -> GrammarSpec | None:
+        """Returns the grammar that holds the output to the tools' schemas, or None where nothing
+        restricts it.
+
+        "required" and "named" enforce a call; under "auto" text is free until the model opens a
+        call, and then the call's schema holds. A thought is free in all cases.
+
+        Args:
+            answer: the grammar of the content, if the request has one (`response_format`).
+        """
+        ...

@@ -1,0 +1,123 @@
+"""The official `anthropic` client as the judge of `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import jsonschema
+import pytest
+import pytest_asyncio
+
+from aioinfer.errors import GenerationError
+from tests.functional.conftest import Served
+from tests.functional.test_tools import WEATHER
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ASK: Any = [{"role": "user", "content": "What is the capital of France?"}]
+STORY: Any = [{"role": "user", "content": "Tell me a long story."}]
+TOOLS: Any = [{"name": "weather", "description": "of a city", "input_schema": WEATHER}]
+#: The client has no parameter of this name any more.
+GREEDY = {"temperature": 0}
+USUAL: Any = {"model": "smollm2", "max_tokens": 6, "extra_body": GREEDY}
+CALL: Any = USUAL | {
+    "max_tokens": 60,
+    "messages": ASK,
+    "tools": TOOLS,
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+}
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def client(served: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(
+        base_url=served.url, api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+async def test_a_text(client: anthropic.AsyncAnthropic) -> None:
+    reply = await client.messages.create(**USUAL, messages=ASK, system="Be brief.")
+    (block,) = reply.content
+    assert block.type == "text"
+    assert block.text
+    assert reply.stop_reason == "max_tokens"
+    assert reply.usage.output_tokens == 6
+    count = await client.messages.count_tokens(model="smollm2", messages=ASK, system="Be brief.")
+    cached = reply.usage.cache_read_input_tokens or 0
+    assert count.input_tokens == reply.usage.input_tokens + cached
+    again = await client.messages.create(**USUAL, messages=ASK, system="Be brief.")
+    assert (again.usage.cache_read_input_tokens or 0) >= 16  # a block of the KV cache
+    assert again.content[0].text == block.text  # type: ignore[union-attr]
+
+
+async def test_a_streamed_text(client: anthropic.AsyncAnthropic) -> None:
+    whole = await client.messages.create(**USUAL, messages=ASK)
+    kinds = []
+    async with client.messages.stream(**USUAL, messages=ASK) as stream:
+        async for event in stream:
+            kinds.append(event.type)
+        final = await stream.get_final_message()
+    assert final.content[0].text == whole.content[0].text  # type: ignore[union-attr]
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.count("text") > 3
+
+
+async def test_a_stop_sequence(client: anthropic.AsyncAnthropic) -> None:
+    reply = await client.messages.create(
+        **USUAL | {"max_tokens": 40}, messages=ASK, stop_sequences=["Paris"]
+    )
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "Paris")
+
+
+async def test_a_call_and_its_result(client: anthropic.AsyncAnthropic) -> None:
+    reply = await client.messages.create(**CALL)
+    (block,) = reply.content
+    assert block.type == "tool_use"
+    assert block.name == "weather"
+    jsonschema.validate(block.input, WEATHER)
+    assert reply.stop_reason == "tool_use"
+    async with client.messages.stream(**CALL) as stream:
+        final = await stream.get_final_message()
+    (streamed,) = final.content
+    assert streamed.type == "tool_use"
+    assert streamed.input == block.input
+    result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+    conversation: Any = [
+        *ASK,
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True)]},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    reply = await client.messages.create(**USUAL, messages=conversation, tools=TOOLS)
+    assert reply.content[0].type == "text"
+
+
+async def test_a_failure_ends_a_stream(client: anthropic.AsyncAnthropic, served: Served) -> None:
+    stream = await client.messages.create(
+        **USUAL | {"max_tokens": 300}, messages=STORY, stream=True
+    )
+    assert (await anext(stream)).type == "message_start"
+    (sequence,) = served.engine._sequences.values()
+    served.engine._fail(sequence.output, GenerationError("the logits held NaN"))
+    with pytest.raises(anthropic.APIStatusError, match="the logits held NaN"):
+        async for _ in stream:
+            pass
+
+
+async def test_errors_have_anthropics_shape(client: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens") as refused:
+        await client.messages.create(**USUAL | {"max_tokens": 0}, messages=ASK)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    image: Any = {"type": "image", "source": {"type": "url", "url": "http://a"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\]"):
+        await client.messages.create(**USUAL, messages=[{"role": "user", "content": [image]}])
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        await client.messages.create(**USUAL | {"model": "other"}, messages=ASK)
+    broken: Any = [{"name": "f", "input_schema": {"type": "frob"}}]
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema"):
+        await client.messages.create(**CALL | {"tools": broken})

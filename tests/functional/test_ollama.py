@@ -1,0 +1,75 @@
+"""The endpoints that desktop clients know from Ollama."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.functional.conftest import Served
+from tests.functional.test_tools import WEATHER
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ASK = [{"role": "user", "content": "What is the capital of France?"}]
+SHORT = {"temperature": 0, "num_predict": 6}
+
+
+async def lines(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
+    async with served.http.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "application/x-ndjson"
+        return [json.loads(line) for line in (await response.text()).splitlines()]
+
+
+async def test_a_chat(served: Served) -> None:
+    ask = {"model": "smollm2:latest", "messages": ASK, "options": SHORT}
+    whole = await served.post("/api/chat", **ask, stream=False)
+    assert whole["message"]["content"]
+    assert (whole["done"], whole["done_reason"], whole["eval_count"]) == (True, "length", 6)
+    *parts, last = await lines(served, "/api/chat", **ask)
+    assert "".join(part["message"]["content"] for part in parts) == whole["message"]["content"]
+    assert not any(part["done"] for part in parts)
+    assert len(parts) > 3
+    assert last["done"]
+    assert last["prompt_eval_count"] == whole["prompt_eval_count"]
+
+
+async def test_a_generation(served: Served) -> None:
+    ask = {"prompt": "The capital of France is", "options": SHORT, "raw": True}
+    whole = await served.post("/api/generate", **ask, stream=False)
+    assert "Paris" in whole["response"]
+    *parts, _ = await lines(served, "/api/generate", **ask)
+    assert "".join(part["response"] for part in parts) == whole["response"]
+    chat = await served.post(
+        "/api/generate", prompt="Hi", system="Be brief.", options=SHORT, stream=False
+    )
+    assert chat["prompt_eval_count"] > whole["prompt_eval_count"]
+    loaded = await served.post("/api/generate", model="smollm2")
+    assert loaded["done_reason"] == "load"
+
+
+async def test_a_schema(served: Served) -> None:
+    reply = await served.post(
+        "/api/chat", messages=ASK, format=WEATHER, options={"temperature": 0}, stream=False
+    )
+    jsonschema.validate(json.loads(reply["message"]["content"]), WEATHER)
+
+
+async def test_what_is_there(served: Served) -> None:
+    async with served.http.get("/api/tags") as response:
+        models = (await response.json())["models"]
+    assert [model["name"] for model in models] == ["smollm2", "org/alias"]
+    async with served.http.get("/api/version") as response:
+        assert "version" in await response.json()
+    shown = await served.post("/api/show", model="smollm2")
+    assert "tools" in shown["capabilities"]
+
+
+async def test_errors_are_texts(served: Served) -> None:
+    reply = await served.post("/api/chat", status=404, model="other", messages=ASK)
+    assert "does not exist" in reply["error"]
+    reply = await served.post("/api/generate", status=400, prompt="x", suffix="y")
+    assert "suffix" in reply["error"]

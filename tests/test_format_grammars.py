@@ -1,0 +1,233 @@
+"""The grammars that formats of messages make: which outputs they let through."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.errors import GenerationError, RequestError
+from aioinfer.sampling_params import GrammarSpec
+from aioinfer.text.formats.family import FamilyFormat
+from aioinfer.text.formats.registry import message_format
+from aioinfer.text.grammar import GrammarCompiler
+from aioinfer.text.message_parser import ToolUse
+from aioinfer.text.tokenizer import Tokenizer
+from tests import real_tokenizers
+
+END = 2
+INTEGER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TEXT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"q": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["q"],
+    "additionalProperties": False,
+}
+TOOLS = [{"name": "f", "parameters": INTEGER}, {"name": "g", "parameters": TEXT}]
+BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+CALL_END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+COMMENTARY = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+#: Texts of one call and, where the format can, of two; and the template that shows their form.
+CALLS: dict[str, tuple[str, list[str]]] = {
+    "hermes": ("", [HERMES, f"{HERMES}\n{HERMES}"]),
+    "hermes with tokens": ("", [HERMES, f"{HERMES}\n{HERMES}"]),
+    "qwen_coder": (
+        "",
+        [
+            "<tool_call>\n<function=g>\n<parameter=q>\n1\n</parameter>\n<parameter=n>\n1\n"
+            "</parameter>\n</function>\n</tool_call>"
+        ],
+    ),
+    "llama": (
+        "",
+        [
+            '{"name": "f", "parameters": {"a": 1}}',
+            '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"q": ";"}}',
+        ],
+    ),
+    "mistral": (
+        "",
+        [
+            '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, '
+            '{"name": "g", "arguments": {"q": "]"}}]',
+        ],
+    ),
+    "mistral by name": (
+        "[ARGS]",
+        ['[TOOL_CALLS]f[ARGS]{"a": 1}', '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"q": ""}'],
+    ),
+    "deepseek": (
+        "",
+        [
+            f'{BEGIN}{CALL}f{SEP}{{"a": 1}}{CALL_END}{ENDS}',
+            f'{BEGIN}{CALL}f{SEP}{{"a": 1}}{CALL_END}{CALL}g{SEP}{{"q": "<"}}{CALL_END}{ENDS}',
+        ],
+    ),
+    "deepseek with fences": (
+        "```json",
+        [f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{CALL_END}{ENDS}'],
+    ),
+    "harmony": (
+        "",
+        [
+            COMMENTARY,
+            ANALYSIS + COMMENTARY,
+        ],
+    ),
+}
+#: Formats whose markers are special tokens.
+SPECIAL = ("mistral", "deepseek", "harmony")
+ANSWER = GrammarSpec("json_schema", json.dumps(INTEGER))
+
+
+class Outputs:
+    """Tries outputs against grammars. Special tokens of SmolLM2's stand for those of a format."""
+
+    def __init__(self, folder: Path):
+        self._tokenizer = Tokenizer.load(folder)
+        self._compiler = GrammarCompiler(self._tokenizer, 49_152, [END])
+        self._spare = sorted(self._tokenizer.special_ids - {0, 1, END})
+        self._markers: dict[str, int] = {}
+
+    def format(self, name: str, template: str = "", thoughts: Any = "none") -> FamilyFormat:
+        family: Any = name.split()[0]
+        self._markers = {}
+        if family in SPECIAL or "tokens" in name:
+            plain = message_format(template, {}, family, thoughts)
+            texts = plain.all_markers()
+            self._markers = dict(zip(texts, self._spare, strict=False))
+        return message_format(template, self._markers, family, thoughts)
+
+    def follows(self, spec: GrammarSpec | None, text: str) -> bool:
+        """Whether `text` may be a whole output."""
+        assert spec is not None
+        state = self._compiler.compile(spec).start()
+        markers = "|".join(map(re.escape, self._markers)) or "$^"
+        for part in re.split(f"({markers})", text):
+            if part in self._markers:
+                tokens = [self._markers[part]]
+            else:
+                tokens = self._tokenizer.encode(part, False)
+            try:
+                state.accept(tokens)
+            except GenerationError:
+                return False
+        return state.matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def outputs(tokenizer_cache: Path) -> Outputs:
+    return Outputs(real_tokenizers.smollm2_folder(tokenizer_cache))
+
+
+def wrong(call: str) -> str:
+    """Returns a call with an argument of the wrong type."""
+    return call.replace('"a": 1', '"a": "s"').replace("=n>\n1\n", "=n>\nno\n")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_follow_their_schemas(outputs: Outputs, name: str) -> None:
+    template, calls = CALLS[name]
+    format = outputs.format(name, template)
+    answer = "<|channel|>final<|message|>Hello" if name == "harmony" else "Hello { <b"
+    auto = format.grammar(ToolUse(TOOLS, "auto"), in_thought=False, answer=None)
+    required = format.grammar(ToolUse(TOOLS, "required"), in_thought=False, answer=None)
+    named = format.grammar(ToolUse(TOOLS, "named", "g"), in_thought=False, answer=None)
+    assert outputs.follows(auto, answer)
+    assert not outputs.follows(required, answer)
+    for call in calls:
+        assert outputs.follows(auto, call)
+        assert outputs.follows(required, call)
+        assert outputs.follows(named, call) == (name == "qwen_coder")
+        assert not outputs.follows(auto, wrong(call))
+        assert not outputs.follows(required, wrong(call))
+    if name not in ("llama", "harmony"):  # there a call is the whole message
+        assert outputs.follows(auto, f"Well.\n{calls[0]}")
+        assert not outputs.follows(auto, f"Well.\n{wrong(calls[0])}")
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if len(CALLS[name][1]) > 1])
+def test_one_call_where_no_more_are_wanted(outputs: Outputs, name: str) -> None:
+    if name == "harmony":
+        return  # its second text is a thought and a call
+    template, (one, two) = CALLS[name]
+    use = ToolUse(TOOLS, "required", parallel=False)
+    spec = outputs.format(name, template).grammar(use, in_thought=False, answer=None)
+    assert outputs.follows(spec, one)
+    assert not outputs.follows(spec, two)
+
+
+@pytest.mark.parametrize(
+    "name", ["hermes", "hermes with tokens", "llama", "qwen_coder", "mistral", "deepseek"]
+)
+def test_thoughts_are_free(outputs: Outputs, name: str) -> None:
+    template, (call, *_) = CALLS[name]
+    format = outputs.format(name, template, "think")
+    for choice in ("auto", "required"):
+        use = ToolUse(TOOLS, choice)  # type: ignore[arg-type]
+        fresh = format.grammar(use, in_thought=False, answer=None)
+        opened = format.grammar(use, in_thought=True, answer=None)
+        # text cannot spell a special token
+        thought = "Hm, {" if "tokens" in name else "Hm, <tool_call> {"
+        assert outputs.follows(fresh, f"<think>{thought}</think>\n\n{call}")
+        assert outputs.follows(opened, f"{thought}</think>\n\n{call}")
+        assert outputs.follows(fresh, call)
+        assert not outputs.follows(fresh, f"<think>{thought}")
+        assert not outputs.follows(fresh, f"<think>{thought}</think>\n\n{wrong(call)}")
+        assert not outputs.follows(opened, f"{thought}</think>\n\n{wrong(call)}")
+        assert outputs.follows(opened, "Hm</think>\nYes") == (choice == "auto")
+
+
+def test_a_call_without_markers_at_the_beginning(outputs: Outputs) -> None:
+    use = ToolUse(TOOLS, "auto")
+    spec = outputs.format("hermes").grammar(use, in_thought=False, answer=None)
+    assert outputs.follows(spec, '{"name": "f", "arguments": {"a": 1}}')
+    assert not outputs.follows(spec, '{"name": "f", "arguments": {"a": "s"}}')
+    assert not outputs.follows(spec, '{"name": "h", "arguments": {}}')
+    assert outputs.follows(spec, '{"age": 3}')
+    assert outputs.follows(spec, 'So: {"name": "h"}')
+
+
+def test_an_answer_follows_its_grammar_behind_the_thought(outputs: Outputs) -> None:
+    format = outputs.format("hermes", thoughts="think")
+    right, not_it = '{"a": 2}', '{"b": 2}'
+    for use, call in ((ToolUse(), False), (ToolUse(TOOLS, "auto"), True)):
+        spec = format.grammar(use, in_thought=False, answer=ANSWER)
+        assert outputs.follows(spec, right)
+        assert outputs.follows(spec, f"<think>x</think>\n{right}")
+        assert not outputs.follows(spec, not_it)
+        assert not outputs.follows(spec, "Yes")
+        assert outputs.follows(spec, HERMES) == call
+    for kind, source, text in (
+        ("json_object", "", '{"z": 1}'),
+        ("choice", '["yes", "no"]', "yes"),
+        ("lark", 'start: "a" x\nx: /[0-9]+/', "a12"),
+    ):
+        answer = GrammarSpec(kind, source)  # type: ignore[arg-type]
+        spec = format.grammar(ToolUse(), in_thought=True, answer=answer)
+        assert outputs.follows(spec, f"x</think>{text}")
+        assert not outputs.follows(spec, "x</think>maybe")
+
+
+def test_what_needs_no_grammar_or_cannot_have_one(outputs: Outputs) -> None:
+    format = outputs.format("hermes")
+    assert format.grammar(ToolUse(TOOLS, "none"), in_thought=False, answer=None) is None
+    assert format.grammar(ToolUse(), in_thought=False, answer=ANSWER) is ANSWER
+    none = message_format("", {}, "none")
+    assert none.grammar(ToolUse(TOOLS, "auto"), in_thought=False, answer=None) is None
+    with pytest.raises(RequestError, match=r"chat\.tool_format"):
+        none.grammar(ToolUse(TOOLS, "required"), in_thought=False, answer=None)
+    answer = GrammarSpec("regex", "a+", param="guided_regex")
+    with pytest.raises(RequestError, match="regex"):
+        format.grammar(ToolUse(TOOLS, "auto"), in_thought=False, answer=answer)

@@ -1,0 +1,275 @@
+"""Formats of thoughts and tool calls: scripted texts, in one piece and cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.text.formats.family import FamilyFormat
+from aioinfer.text.formats.registry import message_format
+from aioinfer.text.message_parser import ToolUse
+
+TOOLS = [
+    {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+    {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
+        },
+    },
+]  # fmt: skip
+AUTO = ToolUse(TOOLS, "auto")
+FORMATS = ("hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony")
+Message = tuple[str, str, list[tuple[str, str]]]
+
+
+@pytest.fixture(autouse=True)
+def no_parser_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A parser that fails logs it, and the rest of the text is content."""
+    yield
+    assert not caplog.records
+
+
+def make(tools: Any, thoughts: Any = "none") -> FamilyFormat:
+    return message_format("", {}, tools, thoughts)
+
+
+def read(
+    format: FamilyFormat, pieces: Sequence[str], use: ToolUse = AUTO, *, in_thought: bool = False
+) -> Message:
+    """Returns content, thought and calls of a text that comes in pieces."""
+    parser = format.parser(use, in_thought=in_thought)
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for delta in (*map(parser.feed, pieces), parser.flush()):
+        content += delta.content
+        reasoning += delta.reasoning
+        for call in delta.calls:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append((call.name, ""))
+            name, arguments = calls[call.index]
+            calls[call.index] = name, arguments + call.arguments
+    assert parser.num_calls == len(calls)
+    return content, reasoning, calls
+
+
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+ADD = ("add", '{"a": 1}')
+CASES: list[tuple[str, str, Message]] = [
+    ("hermes", f"Let me see.\n\n{HERMES}\n", ("Let me see.", "", [ADD])),
+    ("hermes", f"{HERMES}\n{HERMES}", ("", "", [ADD, ADD])),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"city": "a\\"}{<"}, "name": "weather"}</tool_call>',
+        ("", "", [("weather", '{"city": "a\\"}{<"}')]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        ("", "", [ADD]),
+    ),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', ("", "", [("add", "{}")])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', ("", "", [("add", '{"a": 1')])),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": </tool_call> so',
+        ("so", "", [("add", '{"a": ')]),
+    ),
+    ("hermes", "<tool_call> is a tag <b>", ("<tool_call> is a tag <b>", "", [])),
+    ("hermes", '<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', "", [])),
+    ("hermes", "a < b <tool ", ("a < b <tool ", "", [])),
+    ("hermes", ' {"name": "add", "arguments": {"a": 1}}\n', ("", "", [ADD])),
+    ("hermes", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', "", [])),
+    ("hermes", 'So: {"name": "add"}', ('So: {"name": "add"}', "", [])),
+    (
+        "qwen_coder",
+        "Now:\n<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=note>\n1\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        ("Now:", "", [("add", '{"a": 12, "note": "1\\n2"}')]),
+    ),
+    ("llama", '{"name": "add", "parameters": {"a": 1}}', ("", "", [ADD])),
+    (
+        "llama",
+        '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}; '
+        '{"name": "weather", "parameters": {}}',
+        ("", "", [ADD, ("weather", "{}")]),
+    ),
+    ("llama", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', "", [])),
+    ("llama", 'It is {"name": "add"}', ('It is {"name": "add"}', "", [])),
+    (
+        "mistral",
+        'Yes.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, '
+        '{"name": "weather", "arguments": {"city": "]"}, "id": "123456789"}]',
+        ("Yes.", "", [ADD, ("weather", '{"city": "]"}')]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]weather[CALL_ID]x[ARGS]{"city": ""}',
+        ("", "", [ADD, ("weather", '{"city": ""}')]),
+    ),
+    ("mistral", '[TOOL_CALLS]add{"a": 1}', ("", "", [ADD])),
+    ("mistral", "[TOOL_CALLS] none", ("[TOOL_CALLS] none", "", [])),
+    (
+        "deepseek",
+        f'Hm{BEGIN}{CALL}function{SEP}add\n```json\n{{"a": 1}}\n```{END}\n'
+        f'{CALL}function{SEP}weather\n```json\n{{"city": "<"}}\n```{END}{ENDS}',
+        ("Hm", "", [ADD, ("weather", '{"city": "<"}')]),
+    ),
+    (
+        "deepseek",
+        f'{BEGIN}{CALL}add{SEP}{{"a": 1}}{END}{CALL}weather{SEP}{{}}{END}{ENDS}',
+        ("", "", [ADD, ("weather", "{}")]),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+        ("Hi", "Hm.", []),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        ("", "Hm.", [ADD]),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+def test_a_text_in_one_piece_and_by_characters(name: str, text: str, expected: Message) -> None:
+    assert read(make(name), [text]) == expected
+    assert read(make(name), list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thought", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes \n", False, ("Yes \n", "Hm.", [])),
+        ("Hm.\n</think>\n\nYes", True, ("Yes", "Hm.", [])),
+        ("Hm. ", True, ("", "Hm.", [])),
+        ("  Yes <think>", False, ("  Yes <think>", "", [])),
+        (f"<think>{HERMES}</think>{HERMES}", False, ("", HERMES, [ADD])),
+    ],
+)
+def test_thoughts(text: str, in_thought: bool, expected: Message) -> None:
+    format = make("hermes", "think")
+    assert read(format, [text], in_thought=in_thought) == expected
+    assert read(format, list(text), in_thought=in_thought) == expected
+
+
+FRAGMENTS = [
+    *"ab<>{}[]\"\\:, \n|", "<tool_call>", "</tool_call>", '{"name": "add"', '"arguments": ',
+    '{"a": 1}', "<function=add>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]",
+    "[ARGS]", "[CALL_ID]", "add", BEGIN, CALL, SEP, END, ENDS, "function", "```json", "<think>",
+    "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "final",
+    "analysis", "to=functions.add", HERMES, "<|python_tag|>", "a" * 300, '"name"', "é",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(FORMATS),
+    st.sampled_from(["none", "think"]),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_the_message_does_not_depend_on_how_the_text_is_cut(
+    name: str, thoughts: str, text: str, in_thought: bool, parallel: bool, data: st.DataObject
+) -> None:
+    format, use = make(name, thoughts), ToolUse(TOOLS, "auto", parallel=parallel)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    whole = read(format, [text], use, in_thought=in_thought)
+    assert read(format, pieces, use, in_thought=in_thought) == whole
+    assert read(format, list(text), use, in_thought=in_thought) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(FORMATS), st.text())
+def test_any_text_is_read(name: str, text: str) -> None:
+    content, _, calls = read(make(name), [text])
+    assert calls or content == text or name == "harmony"
+
+
+def test_arguments_come_as_they_are_generated() -> None:
+    parser = make("hermes").parser(AUTO, in_thought=False)
+    deltas = [
+        parser.feed(piece) for piece in ('<tool_call>\n{"name": "a', 'dd", "argu', 'ments": {"a"')
+    ]
+    assert [bool(delta.calls) for delta in deltas] == [False, True, True]
+    assert deltas[1].calls[0].name == "add"
+    assert parser.feed(": 1").calls[0].arguments == ": 1"
+
+
+def test_calls_after_the_first_are_left_out_where_they_may_not_be() -> None:
+    use = ToolUse(TOOLS, "auto", parallel=False)
+    assert read(make("hermes"), [HERMES + HERMES + "!"], use) == ("!", "", [ADD])
+
+
+def test_text_is_content_without_tools() -> None:
+    assert not make("hermes").parses(ToolUse())
+    assert make("hermes").parses(AUTO)
+    assert make("hermes", "think").parses(ToolUse())
+    format = make("hermes", "think")
+    assert read(format, [f"<think>x</think>{HERMES}"], ToolUse()) == (HERMES, "x", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "thoughts"),
+    [
+        ("{{ '<tool_call>' }}", "hermes", None),
+        (
+            "<tool_call> <function= {{ message.reasoning_content }} </think>",
+            "qwen_coder",
+            "<think>",
+        ),
+        ("{{ tools }} <|python_tag|>", "llama", None),
+        ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "[THINK]"),
+        (f"{BEGIN} <think> </think>", "deepseek", "<think>"),
+        ("<|channel|>analysis </think>", "harmony", None),
+        ("", "hermes", None),
+    ],
+)
+def test_the_format_is_read_off_the_template(
+    template: str, tools: str, thoughts: str | None
+) -> None:
+    format = message_format(template, {})
+    assert format.name == tools
+    assert format.opens_thought(f"...{thoughts}\n") == (thoughts is not None)
+    assert not format.opens_thought("...")
+
+
+def test_a_named_format_goes_before_the_template() -> None:
+    format = message_format(
+        "<tool_call> </think>", {"[TOOL_CALLS]": 5, "<s>": 1}, "mistral", "none"
+    )
+    assert (format.name, format.markers) == ("mistral", {"[TOOL_CALLS]"})
+    assert not format.opens_thought("<think>")
+    assert not message_format("<tool_call>", {}, "none").parses(AUTO)
+
+
+def test_a_parser_takes_time_that_grows_with_the_text() -> None:
+    """A parser that looked at text twice would take minutes."""
+    opened = '<tool_call>{"name": "add", "arguments": {"a": "'
+    for text in ('<tool_call>{"', opened, " ", "[TOOL_CALLS]"):
+        for name in FORMATS:
+            read(make(name), [text * (100_000 // len(text))])
+            read(make(name), list(text * (10_000 // len(text))))
+
+
+def test_arguments_are_json_where_the_model_writes_tags() -> None:
+    value = '<parameter=city>\n"quoted"\n</parameter>'
+    text = f"<tool_call><function=weather>{value}</function></tool_call>"
+    ((_, arguments),) = read(make("qwen_coder"), [text])[2]
+    assert json.loads(arguments) == {"city": '"quoted"'}
