@@ -22,8 +22,10 @@ from aioinfer import __version__
 from aioinfer.api import replies
 from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
 from aioinfer.api.admin import AbortRequest
+from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.file_store import FileObject
+from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.page import PAGE_FILES
 from aioinfer.api.protocol import (
     ChatRequest,
@@ -31,6 +33,7 @@ from aioinfer.api.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from aioinfer.api.responses_body import ResponseRequest
 
 _REF = "#/components/schemas/{name}"
 
@@ -62,6 +65,12 @@ _ORDER = {"type": "string", "enum": ["asc", "desc"]}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(CompletionRequest, replies.Completion, streams=True),
     ("POST", "/v1/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
+    ("POST", "/v1/messages"): Operation(MessagesRequest, streams=True),
+    ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
+    ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
+    ("POST", "/api/chat"): Operation(OllamaChat),
+    ("POST", "/api/generate"): Operation(OllamaGenerate),
+    ("POST", "/api/show"): Operation(ShowRequest),
     ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
     ("POST", "/detokenize"): Operation(DetokenizeRequest, replies.DetokenizeReply),
     ("GET", "/v1/models"): Operation(reply=replies.ModelList),
@@ -100,6 +109,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation(reply=BatchObject),
 }
 
+
+def _error_of(path: str) -> type:
+    """Returns the shape of errors at a path; see `errors.error_response`."""
+    if path.startswith("/v1/messages"):
+        return replies.AnthropicError
+    return replies.OllamaError if path.startswith("/api/") else replies.ErrorReply
+
+
 _FORM = {
     "type": "object",
     "properties": {
@@ -114,7 +131,8 @@ _FORM = {
 def describe(app: web.Application) -> dict[str, Any]:
     """Returns the OpenAPI document of an application."""
     types = {t for o in OPERATIONS.values() for t in (o.body, o.reply) if t is not None}
-    ordered = sorted(types | {replies.ErrorReply}, key=lambda kind: kind.__name__)
+    errors = {replies.ErrorReply, replies.AnthropicError, replies.OllamaError}
+    ordered = sorted(types | errors, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schema_of = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -159,7 +177,7 @@ def _describe(
         content = {"application/json": {"schema": schema}}
     if operation.streams:
         content["text/event-stream"] = {}
-    error = {"content": {"application/json": {"schema": schema_of[replies.ErrorReply]}}}
+    error = {"content": {"application/json": {"schema": schema_of[_error_of(path)]}}}
     found: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}".rstrip("_"),
         "summary": " ".join(summary.split()),

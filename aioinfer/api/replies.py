@@ -18,9 +18,29 @@ class ErrorDetail(Struct, kw_only=True):
 
 
 class ErrorReply(Struct, kw_only=True):
-    """The body of every error."""
+    """The body of an error, but for the paths of other APIs."""
 
     error: ErrorDetail
+
+
+class AnthropicDetail(Struct, kw_only=True):
+    """What is wrong, in the terms of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, kw_only=True):
+    """The body of an error below `/v1/messages`."""
+
+    type: str
+    error: AnthropicDetail
+
+
+class OllamaError(Struct, kw_only=True):
+    """The body of an error below `/api`."""
+
+    error: str
 
 
 class Status(Struct, kw_only=True):

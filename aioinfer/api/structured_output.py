@@ -8,7 +8,7 @@ count. `text.grammar` says what they may hold.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Raw, Struct
@@ -18,9 +18,9 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
 
-#: What a field of JSON is that was not given. `Raw | None` is no type for msgspec: null comes as
-#: `null`.
-NOT_GIVEN = Raw()
+#: The default of a field of JSON, empty where it was not given. `Raw | None` is no type for
+#: msgspec: null comes as `null`. (A factory, since the API's description cannot show a value.)
+NOT_GIVEN: Any = msgspec.field(default_factory=Raw)
 
 
 def is_given(raw: Raw) -> bool:
@@ -157,7 +157,7 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
     if body.structured_outputs is not None:
         found += body.structured_outputs.to_grammars("structured_outputs.")
     guided = (body.guided_regex, body.guided_choice, body.guided_grammar)
-    if body.guided_json is not NOT_GIVEN or guided != (None, None, None):
+    if bytes(body.guided_json) or guided != (None, None, None):
         older = StructuredOutputs(
             json=body.guided_json,
             regex=body.guided_regex,
@@ -168,7 +168,7 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
         found += older.to_grammars("guided_")
     if body.grammar is not None:
         found.append(GrammarSpec("lark", body.grammar))
-    if body.json_schema is not NOT_GIVEN and is_given(body.json_schema):
+    if is_given(body.json_schema):
         found.append(_json_grammar("json_schema", body.json_schema, "json_schema"))
     if len(found) > 1:
         raise RequestError(
