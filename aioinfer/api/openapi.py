@@ -46,7 +46,7 @@ class Operation:
         body: the type that checks the request's body.
         reply: the type of a reply with status 200; None where `content_type` says it all.
         content_type: of that reply.
-        streams: whether the reply may be a stream of events instead.
+        streams: whether the reply may be a stream instead, of the type `stream_type`.
         query: parameters of the query with their schemas.
     """
 
@@ -54,11 +54,13 @@ class Operation:
     reply: type | None = None
     content_type: str = "application/json"
     streams: bool = False
+    stream_type: str = "text/event-stream"
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}
 _TEXT = {"type": "string"}
+_LINES = "application/x-ndjson"
 _ORDER = {"type": "string", "enum": ["asc", "desc"]}
 
 #: By method and path.
@@ -68,8 +70,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages"): Operation(MessagesRequest, streams=True),
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
     ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
-    ("POST", "/api/chat"): Operation(OllamaChat),
-    ("POST", "/api/generate"): Operation(OllamaGenerate),
+    ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
+    ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
     ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
     ("POST", "/detokenize"): Operation(DetokenizeRequest, replies.DetokenizeReply),
@@ -176,7 +178,7 @@ def _describe(
         schema = {"type": "object"} if operation.reply is None else schema_of[operation.reply]
         content = {"application/json": {"schema": schema}}
     if operation.streams:
-        content["text/event-stream"] = {}
+        content[operation.stream_type] = {}
     error = {"content": {"application/json": {"schema": schema_of[_error_of(path)]}}}
     found: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}".rstrip("_"),
