@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from aioinfer.config import Config
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
+from aioinfer.engine.prompt_outputs import PromptOutputs
 from aioinfer.engine.recovery import (
     MAX_END_S,
     MAX_INTERRUPTIONS,
@@ -84,6 +85,7 @@ class Engine:
         """
         self.number = number
         self.metrics = EngineMetrics()
+        self._prompt_outputs = PromptOutputs()
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
         self._config = config
@@ -253,6 +255,7 @@ class Engine:
             if request.status is not Status.FINISHED:  # else only its text is still to come
                 waiting.append(request)
         self.scheduler.restart(self.scheduler.limits, waiting)
+        self._prompt_outputs.clear()
         self.metrics.steps.forget_posted()
         self._text_is_whole = True
         cause = reason.partition("\n")[0]  # without a traceback
@@ -382,6 +385,8 @@ class Engine:
         self._text_is_whole = False
         with timer.update:
             output = self.scheduler.update(result)
+            if result.sections:
+                self._prompt_outputs.accept(result)
         self._emission = self._emit(output, result)
         self._text_is_whole = True
         self._plan_and_post()
@@ -404,6 +409,9 @@ class Engine:
                 with timer.post:
                     self._executor.post(plan)
                 self.metrics.record_plan(plan, self.scheduler.running)
+                scored, pooled = self.scheduler.last_scored, self.scheduler.last_pooled
+                if scored or pooled:
+                    self._prompt_outputs.expect(plan.step_id, scored, pooled)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:
             self._handle_loss(EngineDeadError(f"a step could not be planned or posted: {error!r}"))

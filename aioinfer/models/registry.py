@@ -47,6 +47,9 @@ class ModelConfig(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_len(self) -> int: ...
 
     @property

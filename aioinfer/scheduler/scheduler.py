@@ -34,16 +34,18 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
+from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
@@ -91,6 +93,9 @@ class Scheduler:
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
+        # what the last plan will bring beside tokens: see `PlanBuilder`
+        self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
+        self.last_pooled: Sequence[PromptPool] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
 
@@ -109,6 +114,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
         self._num_prefill_tokens = 0  # of the running requests
+        # what running requests may add to a result beside their tokens
+        self._held_bytes = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
@@ -269,6 +276,7 @@ class Scheduler:
         self._posted.append((self._step_id, builder.sampled_requests))
         self._step_id += 1
         self.stats.steps += 1
+        self.last_scored, self.last_pooled = builder.scored, builder.pooled
         plan = builder.to_plan(self._vacated)
         self._vacated.clear()
         return plan
@@ -336,6 +344,8 @@ class Scheduler:
                 self._advanced.append(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
                 request.prefill_step = builder.step_id
+            if request.prompt_rows is not None:
+                builder.add_prompt_row(request, start, end)
         if samples:
             request.total += 1
 
@@ -357,7 +367,11 @@ class Scheduler:
             self._waiting.put_back(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
-        """Whether the plan has the bytes for a request; the first always fits (see `fits`)."""
+        """Whether the plan has the bytes for a request, and later results have them; the first
+        always fits (see `fits`)."""
+        rows = request.prompt_rows
+        if rows is not None and 0 < self._held_bytes > MAX_POOLED_BYTES - rows.held_bytes:
+            return False
         size = self._admission_bytes(builder, request)
         return not builder.admitted_bytes or builder.admitted_bytes + size <= MAX_ADMITTED_BYTES
 
@@ -367,7 +381,11 @@ class Scheduler:
 
     def _awaits_leader(self, request: Request, step_id: int) -> bool:
         """Whether a sibling is computing the prompt; this request then shares the blocks one step
-        later."""
+        later, or once the outputs of the prompt's rows have come."""
+        if request.group and request.prompt_rows is None:
+            rows = request.group.prompt_rows
+            if rows is not None and not rows.is_done:
+                return True
         leader = request.group.leader if request.group else None
         return (
             leader is not None
@@ -417,6 +435,8 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
+        if request.prompt_rows is not None:
+            self._held_bytes += request.prompt_rows.held_bytes
         if request.num_cached < 0:
             self._fair_queuing.admit(request)
             request.num_cached = computed
@@ -443,6 +463,8 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         self._num_prefill_tokens -= request.num_uncomputed
+        if request.prompt_rows is not None:
+            self._held_bytes -= request.prompt_rows.held_bytes
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         if request.params.has_penalties:

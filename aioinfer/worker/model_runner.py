@@ -8,14 +8,22 @@ sampled.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
+from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.prompt_rows import (
+    PendingSection,
+    PromptOutputs,
+    has_prompt_rows,
+    sections_of,
+)
 from aioinfer.worker.sampler import Sampled, sample
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_inputs import prepare_step
@@ -29,11 +37,13 @@ class PendingResult:
         step_id: the plan's.
         sampled: what was sampled.
         busy_ns: nanoseconds that the step took.
+        prompt_outputs: of prompt rows that have outputs of their own.
     """
 
     step_id: int
     sampled: Sampled
     busy_ns: int
+    prompt_outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result."""
@@ -42,6 +52,8 @@ class PendingResult:
         if len(sampled.logprobs):
             parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
             result.sections = [Logprobs(*(part.cpu().numpy() for part in parts))]
+        if self.prompt_outputs:
+            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
         return result
 
 
@@ -58,6 +70,9 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.slots = slots
+        self._prompt_rows = PromptOutputs(model, slots)
+        # of the step that is being computed
+        self._prompt_outputs: Sequence[PendingSection] = ()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> PendingResult:
@@ -69,13 +84,33 @@ class ModelRunner:
             counts, copies = sort_copies(plan, len(self.kv.groups))
             self.kv.copy_blocks(counts, *torch.from_numpy(copies).to(self.slots.device))
         sampled = self._sample(plan, self._compute(plan))
-        return PendingResult(plan.step_id, sampled, time.perf_counter_ns() - began)
+        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
+        busy_ns = time.perf_counter_ns() - began
+        return PendingResult(plan.step_id, sampled, busy_ns, prompt_outputs)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         """Returns the hidden states [S, hidden_size] of the sampled rows."""
         step = prepare_step(plan, self.slots)
+        if plan.sections and has_prompt_rows(plan):
+            return self._compute_prompt_rows(plan, step)
         self.model.plan(step)
         return self.model.finish(step, self.model.begin(step))
+
+    def _compute_prompt_rows(self, plan: StepPlan, step: Step) -> torch.Tensor:
+        """Computes a step in which prompt rows have outputs of their own. Returns what `logits`
+        takes for the sampled rows."""
+        model, every = self.model, self._prompt_rows.needs_all_tokens(plan)
+        if every:
+            step.sampled = None
+        model.plan(step)
+        finish = model.finish_all if every else model.finish
+        hidden = finish(step, model.begin(step))
+        self._prompt_outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        if not every:
+            return hidden
+        last = torch.from_numpy(np.cumsum(plan.lengths)[np.flatnonzero(plan.samples)] - 1)
+        hidden = hidden.index_select(0, last.to(hidden.device))
+        return hidden if model.finishes_with_hidden_states else model.logits_of(hidden)
 
     def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
         """Samples a token for each row of `hidden` [S, hidden_size], and enters them in the
