@@ -107,6 +107,23 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingConfig:
+    """Embeddings: how a prompt's hidden states are pooled."""
+
+    type: Literal["last", "mean", "cls"] | None = key(
+        "Which hidden states make an embedding: the last token's, the mean of all tokens', or the "
+        "first token's. Default: what the model's folder says (`1_Pooling/config.json`), else "
+        "`last`.",
+        None,
+    )
+    normalize: bool | None = key(
+        "Whether embeddings are normalised to length 1. Default: what the model's folder says "
+        "(`modules.json`), else true.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
 
@@ -384,6 +401,7 @@ class Config:
     model: ModelConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -12,6 +12,7 @@ from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import chat_logprobs
+from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.protocol import ChatRequest, template_options
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
 from aioinfer.errors import RequestError
@@ -54,6 +55,10 @@ async def _answer(
                 request, envelope, outputs, [_stream_choices(frontend, envelope, params.n)]
             )
         reply = await collect(outputs)
+    scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
+    if num_top is not None and scores is not None:
+        found = await prompt_logprobs(frontend.tokenizer, scores, num_top)
+        of_prompt = {"prompt_logprobs": found}
     return json_response(
         {
             "id": envelope.id,
@@ -65,6 +70,7 @@ async def _answer(
             ],
             "usage": reply.usage,
         }
+        | of_prompt
     )
 
 

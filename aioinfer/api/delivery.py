@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -113,6 +113,8 @@ class ChoiceEvents:
         *,
         returns_token_ids: bool = False,
         prompt_token_ids: Sequence[int] | None = None,
+        echo: str = "",
+        echoed: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
     ):
         """Makes the events of one choice.
 
@@ -123,6 +125,8 @@ class ChoiceEvents:
             returns_token_ids: whether events hold the ids of their tokens.
             prompt_token_ids: the prompt as the first event returns it, under
                 `returns_token_ids`.
+            echo, echoed: the text that the choice begins with, and what returns its
+                log-probabilities, which are known with the first delta.
         """
         self.returns_token_ids = returns_token_ids
         self._prompt_token_ids = prompt_token_ids
@@ -130,6 +134,15 @@ class ChoiceEvents:
         self._opening = opening
         self._format_logprobs = format_logprobs
         self._text_offset = 0
+        self._echo, self._echoed = echo, echoed
+
+    async def open(self) -> None:
+        """Adds the echo with its log-probabilities to the opening, before the first delta's events
+        are made."""
+        if self._echoed is not None:
+            logprobs, self._echoed = await self._echoed(), None
+            self._opening += self._template.chunk_with_logprobs(self._echo, logprobs)
+            self._text_offset = len(self._echo)
 
     def events(self, delta: Delta) -> bytes:
         """Returns the events that a delta causes.
@@ -221,6 +234,8 @@ async def _send(
         num_tokens += len(delta.token_ids)
         if sink is not None:
             sink.handler_writes = True
+        if delta.logprobs:
+            await choices[delta.index].open()
         await response.write(choices[delta.index].events(delta))
         if sink is not None:
             sink.handler_writes = False

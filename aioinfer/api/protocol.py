@@ -32,6 +32,7 @@ _TYPES_PER_PIECE = 16_384
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Length = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -65,7 +66,8 @@ class SamplingBody(Body, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Length | None = None
+    prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -86,6 +88,16 @@ class SamplingBody(Body, kw_only=True):
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
+        if self.max_tokens == 0:
+            self.check_no_output()
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are not available in a stream", param="prompt_logprobs"
+            )
+
+    def check_no_output(self) -> None:
+        """Raises `RequestError` for a `max_tokens` of 0 where a reply would hold nothing."""
+        raise RequestError("max_tokens must be at least 1, not 0", param="max_tokens")
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
@@ -103,6 +115,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
     "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -125,14 +138,24 @@ class CompletionRequest(SamplingBody, kw_only=True):
             raise RequestError("suffix is not supported", param="suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of is not supported, unless it equals n", param="best_of")
-        if self.echo and self.logprobs is not None:
+
+    def check_no_output(self) -> None:
+        if self.stream or not (self.echo or self.prompt_logprobs is not None):
             raise RequestError(
-                "echo is not supported together with logprobs: prompts have none here", param="echo"
+                "max_tokens may be 0 only with echo or prompt_logprobs, and without stream",
+                param="max_tokens",
             )
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
-        return fields if self.logprobs is None else fields | {"logprobs": self.logprobs}
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+            if self.echo:
+                fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if fields.get("max_tokens") == 0:
+            del fields["max_tokens"]
+            fields["prompt_only"] = True
+        return fields
 
     def prompts(self) -> list[Any]:
         """Returns the prompts one by one: texts, or lists of token ids."""

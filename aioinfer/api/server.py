@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
-from aioinfer.api import chat, completions, info, limits, metrics, page, tokenization
+from aioinfer.api import chat, completions, info, limits, metrics, page, pooling, tokenization
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import Connection, ConnectionServer
@@ -82,6 +82,14 @@ class HttpServer:
             ("/v1/chat/completions", chat.create_chat_completion),
             ("/tokenize", tokenization.tokenize),
             ("/detokenize", tokenization.detokenize),
+            ("/v1/embeddings", pooling.create_embeddings),
+            ("/pooling", pooling.create_pooling),
+            ("/classify", pooling.classify),
+            ("/score", pooling.score),
+            ("/v1/score", pooling.score),
+            ("/rerank", pooling.rerank),
+            ("/v1/rerank", pooling.rerank),
+            ("/v2/rerank", pooling.rerank),
         ):
             app.router.add_post(path, handler, expect_handler=defer_continue)
         app.router.add_get("/v1/models", info.list_models)

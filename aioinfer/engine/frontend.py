@@ -23,6 +23,7 @@ from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEnco
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
+from aioinfer.engine.pooling import Pooling
 from aioinfer.engine.recovery import EngineState
 from aioinfer.engine.router import Router
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
@@ -50,6 +51,7 @@ class Frontend:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         defaults, vocab_size, hidden_size: from the model's files.
+        pooling: how the model pools hidden states.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
@@ -60,6 +62,7 @@ class Frontend:
     max_model_len: int
     vocab_size: int
     hidden_size: int
+    pooling: Pooling
 
     def __init__(
         self,
@@ -167,6 +170,7 @@ class Frontend:
         )
         model = load_model_config(folder, trust_remote_code=self.config.model.trust_remote_code)
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
+        self.pooling = Pooling.load(folder, self.config.pooling)
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer | None:
         model = self.config.model
@@ -330,6 +334,11 @@ class Frontend:
             )
         if params.stop:
             self.require_tokenizer("stop")
+        if params.pooling is None and self.pooling.head is not None:
+            raise RequestError(
+                "this model has a classification head and cannot generate: use /classify, /score, "
+                "/rerank or /v1/embeddings"
+            )
         max_len = self._check_lengths(len(prompt.tokens), params)
         prompt_rows = self._prompt_rows(prompt, params)
         self._check_token_ids(params)

@@ -13,7 +13,6 @@ from aioinfer.ipc.plan import StepResult
 from aioinfer.ipc.prompt_rows import PooledStates, PromptLogprobs
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 
-
 #: What a posted step will bring: (whose scores, first token, tokens) and whose pooled states, in
 #: the order of its result.
 _Expected = tuple[Sequence[tuple[PromptScores, int, int]], Sequence[PromptPool]]

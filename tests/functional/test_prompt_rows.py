@@ -110,17 +110,15 @@ def run(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[
     return outputs
 
 
-def check_all(llm: LLM, reference: Reference, num_before: int = 0) -> list[RequestOutput]:
-    """Scores, pools and generates, all in one batch, after `num_before` requests that keep growing
-    at the cost of those behind them."""
-    growing = SamplingParams(temperature=0, max_tokens=90)
-    requests = [(reference.prompts[2], growing)] * num_before
+def check_all(llm: LLM, reference: Reference) -> list[RequestOutput]:
+    """Scores, pools and generates, all in one batch."""
+    requests: list[tuple[list[int], SamplingParams]] = []
     for prompt in reference.prompts:
         requests += [(prompt, SamplingParams(pooling=pooling)) for pooling in POOLINGS]
         requests.append((prompt, SamplingParams(prompt_logprobs=3, temperature=0, max_tokens=4)))
         requests.append((prompt, SamplingParams(prompt_logprobs=1, prompt_only=True)))
         requests.append((prompt, SamplingParams(temperature=0, max_tokens=9)))
-    outputs = run(llm, requests)[num_before:]
+    outputs = run(llm, requests)
     for number in range(len(reference.prompts)):
         mine = outputs[6 * number : 6 * number + 6]
         for output, pooling in zip(mine, POOLINGS, strict=False):
@@ -136,27 +134,46 @@ def check_all(llm: LLM, reference: Reference, num_before: int = 0) -> list[Reque
     return outputs
 
 
-@pytest.mark.parametrize("way", ["batch", "chunks", "preempted", "cached"])
+@pytest.mark.parametrize("way", ["batch", "chunks", "cached"])
 def test_every_way_gives_what_transformers_does(reference: Reference, way: str) -> None:
     settings: dict[str, Any] = {
         "batch": {},
         "chunks": {"scheduler.max_num_batched_tokens": 24},
-        "preempted": {"cache.num_blocks": 40, "scheduler.max_num_batched_tokens": 24},
         "cached": {"cache.num_blocks": 300},
     }[way]
     with LLM(str(reference.folder), settings=BASE | settings, progress=False) as llm:
-        outputs = check_all(llm, reference, 5 if way == "preempted" else 0)
-        requests = [output.sequences[0].request for output in outputs]
+        outputs = check_all(llm, reference)
         if way == "chunks":
-            assert max(request.num_prefill_steps for request in requests) > 9
-        if way == "preempted":
-            wanted = {r.params.pooling or "scores" for r in requests if r.num_preemptions}
-            assert wanted >= {"mean", "scores"}
+            assert max(o.sequences[0].request.num_prefill_steps for o in outputs) > 9
         if way == "cached":
             outputs = check_all(llm, reference)
             cached = [output.num_cached_tokens for output in outputs[-6:]]
             # blocks of 16 before the last token, for the last token's state and for generation
             assert cached == [384, 0, 0, 0, 0, 384]
+
+
+@pytest.mark.parametrize("pooling", [None, *POOLINGS])
+def test_a_preempted_prompt_is_computed_anew(reference: Reference, pooling: str | None) -> None:
+    """Requests before it keep growing at its cost, while few tokens of it are computed a step."""
+    growing = SamplingParams(temperature=0, max_tokens=90)
+    if pooling is None:
+        wanted = SamplingParams(prompt_logprobs=2, temperature=0, max_tokens=3)
+    else:
+        wanted = SamplingParams(pooling=pooling)
+    settings = {
+        "cache.num_blocks": 40,
+        "scheduler.max_num_batched_tokens": 24,
+        "scheduler.max_prefill_tokens_beside_decode": 6,
+    }
+    with LLM(str(reference.folder), settings=BASE | settings, progress=False) as llm:
+        requests = [(prompt, growing) for prompt in [reference.prompts[2]] * 5]
+        *_, output = run(llm, [*requests, (reference.prompts[-1], wanted)])
+    assert output.sequences[0].request.num_preemptions
+    if pooling is None:
+        reference.check_scores(len(LENGTHS) - 1, output, 2)
+    else:
+        assert output.pooled is not None
+        reference.check_pooled(len(LENGTHS) - 1, pooling, output.pooled)
 
 
 @pytest.mark.parametrize("reference", ["gemma2"], indirect=True)
