@@ -114,7 +114,8 @@ class TestSampling:
             ({"suffix": "x"}, "suffix"),
             ({"best_of": 2}, "best_of"),
             ({"n": 2, "best_of": 3}, "best_of"),
-            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
+            ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"priority": 2**63}, "priority"),
         ],
     )

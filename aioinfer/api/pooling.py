@@ -215,10 +215,10 @@ async def _similarities(
     pooling = request.app[FRONTEND].pooling
     head = pooling.head
     if head is not None and len(head.labels) == 1:
-        ones = await _encode(request, body, first, param)
-        others = await _encode(request, body, second, param)
-        ones *= len(others) if len(ones) == 1 else 1
-        pairs = [one + other for one, other in zip(ones, others, strict=True)]
+        beginnings = await _encode(request, body, first, param)
+        endings = await _encode(request, body, second, param)
+        beginnings *= len(endings) if len(beginnings) == 1 else 1
+        pairs = [one + other for one, other in zip(beginnings, endings, strict=True)]
         pooled = await _pool(request, body, pairs, "last", "score", param)
         return [float(head.probabilities(s)[0]) for s in pooled.states], pooled.num_tokens
     kind = pooling.params().pooling or "last"

@@ -4,6 +4,8 @@ tokens, and pooled hidden states, under every way of getting there."""
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from aioinfer import LLM, SamplingParams
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
 from aioinfer.engine.output import RequestOutput
+from aioinfer.errors import RequestError
 from tests.functional.prompts import PROMPTS
 from tests.functional.test_equality import MODEL
 from tests.gpu.random_models import random_model
@@ -85,7 +88,9 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
     """Gemma 2 has windows, and caps its logits."""
     folder = tmp_path_factory.mktemp(request.param)
     random_model(folder, vocab_size=VOCAB_SIZE, family=request.param, eos_token_id=None)
@@ -222,9 +227,52 @@ def smollm2() -> Iterator[tuple[LLM, Reference]]:
     settings = BASE | {"cache.num_blocks": 128, "scheduler.max_num_batched_tokens": 64}
     with LLM(MODEL, settings=settings, progress=False) as llm:
         assert llm.frontend.tokenizer is not None
-        prompts = [llm.frontend.tokenizer.encode(text) for text in PROMPTS[:6]]
+        prompts = [llm.frontend.tokenizer.encode(text) for text in PROMPTS[:4]]
         yield llm, Reference.of(resolve_model(ModelConfig(path=MODEL)), prompts)
 
 
 def test_real_weights(smollm2: tuple[LLM, Reference]) -> None:
     check_all(*smollm2)
+
+
+def as_sentence_transformer(folder: Path) -> None:
+    """Writes what sentence-transformers writes: mean pooling, not normalised, with prompts."""
+    kind = "sentence_transformers.models"
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{kind}.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{kind}.Pooling"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    prompts = {"prompts": {"query": "\u0150\u0151", "document": ""}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+
+
+def test_llm_embeds_as_the_folder_says(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    folder = random_model(tmp_path, vocab_size=300, family="qwen3")
+    as_sentence_transformer(folder)
+    text, prompted = "\u0140\u0141\u0142", "\u0150\u0151\u0140\u0141\u0142"
+    with LLM(str(folder), settings=BASE, progress=False) as llm:
+        assert llm.frontend.tokenizer is not None
+        ids = llm.frontend.tokenizer.encode(prompted)
+        plain, other = llm.embed([text, prompted])
+        (asked,) = llm.embed(text, prompt_name="query")
+        (cut,) = llm.embed(text, dimensions=8, normalize=True)
+        (similar,) = llm.score(text, [prompted])
+        (scored,) = llm.generate(prompted, SamplingParams(max_tokens=2, prompt_logprobs=1))
+        with pytest.raises(RequestError, match="prompt_name is 'web'"):
+            llm.embed(text, prompt_name="web")
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        states = model(torch.tensor([ids])).last_hidden_state[0]
+    assert np.allclose(asked, states.mean(0), atol=1e-4)
+    assert np.allclose(asked, other, atol=1e-5)
+    assert np.allclose(cut, plain[:8] / np.linalg.norm(plain[:8]), atol=1e-5)
+    cosine = float(asked @ other) / float(np.linalg.norm(asked) * np.linalg.norm(other))
+    assert math.isclose(similar, cosine, abs_tol=1e-4)
+    assert scored.prompt_scores is not None
+    assert len(scored.prompt_scores.logprobs) == len(ids) - 1
