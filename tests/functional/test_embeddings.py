@@ -14,16 +14,17 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
+from tokenizers import Tokenizer
 
 from tests.functional.conftest import Served, serve
-from tests.gpu.random_models import FIRST_CHARACTER, random_model
+from tests.gpu.random_models import random_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MODEL = "smollm2"
 TEXTS = ["The capital of France is Paris.", "Water boils at 100 degrees.", "Hello"]
 LONG = "The river ran through the old town, under five stone bridges. " * 12
-#: A token a character for the random models.
+#: What the tokenizer of the random models knows.
 LETTERS = ["\u0140\u0141\u0142", "\u0150\u0151"]
 
 
@@ -268,7 +269,8 @@ def classifier(request: pytest.FixtureRequest, tmp_path: Path) -> Classifier:
     config = LlamaConfig.from_pretrained(folder, num_labels=request.param, pad_token_id=0)
     model = AutoModelForSequenceClassification.from_config(config).float().eval()
     model.save_pretrained(folder)
-    one, other = ([ord(character) - FIRST_CHARACTER for character in text] for text in LETTERS)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    one, other = (tokenizer.encode(text).ids for text in LETTERS)
     with torch.inference_mode():
         logits = [model(torch.tensor([ids])).logits[0] for ids in (one, other, one + other)]
     return Classifier(folder, logits)
