@@ -8,11 +8,13 @@ for `--keys` and for `docs/configuration.md`. Nothing is read from environment v
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
+from urllib.parse import urlsplit
 
 from aioinfer.config_keys import (
     check_value,
@@ -24,6 +26,9 @@ from aioinfer.config_keys import (
 )
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.sampling_params import SamplingParams
+
+#: A header of HTTP as `tracing.headers` gives it (RFC 9110, 5.1 and 5.5).
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[ \t]*[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,12 @@ class ModelConfig:
     )
     chat_template: str | None = key(
         "File with a Jinja chat template to use in place of the tokenizer's own.", None
+    )
+    prepare_grammars: bool = key(
+        "At the start, build what grammars need (up to 2 s beside the loading of the weights, and "
+        "0.1 GB for a vocabulary of 150 000). `false`: the first request with a grammar has to, "
+        "and all streams pause meanwhile.",
+        True,
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = key(
         "How weights are stored; `dummy` makes random ones at full shape (for speed measurements).",
@@ -232,8 +243,8 @@ class ParallelConfig:
         "Maximum number of consecutive restarts of an engine's workers after one died or hung, "
         "with delays of 1, 2, 4 ... 60 s; ten minutes of service reset the count. Requests wait "
         "meanwhile, and those that ran go on with the text that they have, as after a preemption. "
-        "After that, or at once with 0, the engine is dead, and the server ends with status 1 once "
-        "no engine lives.",
+        "After that, or at once with 0, the engine is dead: its requests go on with another one, "
+        "and the server ends with status 1 once no engine lives.",
         3,
         minimum=0,
     )
@@ -276,6 +287,21 @@ class ServerConfig:
         "Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is "
         "all.",
         [],
+    )
+    root_path: str = key(
+        "Path under which a proxy shows the server, such as `/llm`: requests below it are answered "
+        "whether or not the proxy has taken it off.",
+        "",
+    )
+    unknown_fields: Literal["refuse", "ignore"] = key(
+        "Fields of completions and chats that nobody knows: `refuse` answers 400, as OpenAI does, "
+        "so that a misspelt name is not taken for an answer to it; `ignore` is what vLLM does. "
+        "Known fields that are not supported and would change the answer are always refused.",
+        "refuse",
+    )
+    force_include_usage: bool = key(
+        "End every stream with its usage, also of requests without `stream_options.include_usage`.",
+        False,
     )
     served_model_names: list[str] = key(
         "Names that the `model` of a request may have. Default: `model.path`.", []
@@ -395,6 +421,32 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """OpenTelemetry traces: the spans of each request, sent to a collector when it has ended."""
+
+    endpoint: str | None = key(
+        "URL of an OTLP/HTTP collector, such as `http://localhost:4318`; `/v1/traces` is appended "
+        "to one without a path. Needs `pip install 'aioinfer[otel]'`. Default: no traces.",
+        None,
+    )
+    service_name: str = key("The `service.name` of the spans.", "aioinfer")
+    sample_ratio: float = key(
+        "Fraction of the requests without a `traceparent` header whose spans are sent. One with "
+        "such a header follows the decision of its sender.",
+        1.0,
+        minimum=0,
+        maximum=1,
+    )
+    headers: list[str] = key(
+        "Headers of the requests to the collector, `NAME: VALUE` each, such as `Authorization: "
+        "Bearer KEY`. A command line can be read by others on the machine: keep secrets in the "
+        "file.",
+        [],
+        secret=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration: one field for each section."""
 
@@ -407,6 +459,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     @property
     def served_model_names(self) -> list[str]:
@@ -518,7 +571,23 @@ def _check_combinations(config: Config) -> None:
         for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:
                 raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
+    _check_tracing(config.tracing)
     try:
         SamplingParams(**config.sampling.given())
     except RequestError as error:
         raise ConfigError(f"sampling.{error.param}: {error}") from error
+
+
+def _check_tracing(tracing: TracingConfig) -> None:
+    """Checks the collector's URL and headers. Raises `ConfigError`, which shows neither: both may
+    hold secrets."""
+    if tracing.endpoint:
+        try:
+            url = urlsplit(tracing.endpoint)
+            is_usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable:
+            raise ConfigError("tracing.endpoint must be a URL, such as http://localhost:4318")
+    if not all(map(_HEADER.fullmatch, tracing.headers)):
+        raise ConfigError("each of tracing.headers must be 'NAME: VALUE', in ASCII")

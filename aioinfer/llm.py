@@ -239,12 +239,15 @@ class LLM:
                 requests = zip(prompts, params, priorities, strict=True)
                 while some := list(islice(requests, _BATCH)):
                     arrived = time.perf_counter()
+                    constraints = [await self.frontend.compile(each) for _, each, _ in some]
                     prepared = await asyncio.gather(
                         *(self.frontend.prepare(prompt) for prompt, _, _ in some)
                     )
-                    for prompt, (_, sampling, priority) in zip(prepared, some, strict=True):
+                    for prompt, constraint, (_, sampling, priority) in zip(
+                        prepared, constraints, some, strict=True
+                    ):
                         output = self.frontend.admit(
-                            prompt, sampling, priority=priority, arrived=arrived
+                            prompt, sampling, constraint, priority=priority, arrived=arrived
                         )
                         tasks.append(group.create_task(_collect(output, progress, task)))
         return [t.result() for t in tasks]

@@ -17,7 +17,7 @@ import operator
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from aioinfer.errors import RequestError
 
@@ -35,6 +35,13 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_END_TOKENS = 256
 MAX_LOGIT_BIAS_VALUE = 100.0
+#: Entries of `allowed_token_ids`, which become bits of one mask; of `bad_words`, whose encodings
+#: are looked for at the end of the output for each token; and the characters of all bad words.
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 4096
+#: Characters of a grammar's source; the kinds of grammars have further limits (`text.grammar`).
+MAX_GRAMMAR_CHARS = 128 * 1024
 MAX_INT32 = 2**31 - 1  # the largest integer that crosses
 
 _FLOAT32 = struct.Struct("f")
@@ -131,6 +138,54 @@ def integer(default: int | None, low: int, high: int, *, crosses: bool = False) 
     return field(default=default, metadata={"declared": declared})
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar that the whole output has to follow. Equal ones share one compilation.
+
+    A wrong value raises `RequestError` naming `param`.
+
+    Attributes:
+        kind: what `source` is:
+            json_object: any JSON object; the source is empty.
+            json_schema: the text of a JSON schema; properties come in the schema's order.
+            regex: a regular expression that the whole output matches.
+            choice: the text of a JSON list of strings.
+            lark: a grammar in llguidance's dialect of Lark, or in GBNF.
+            structural_tag: the text of a JSON object with `triggers` and `structures`, as in
+                vLLM: free text in which each trigger begins one of the structures.
+        source: the text of the grammar.
+        whitespace: of the JSON kinds, a regular expression for the white space between tokens of
+            JSON, "" for none; None: a space, or one or two line breaks with up to 20 spaces.
+        param: the field that the grammar came in, for errors; it does not count in comparisons.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+    whitespace: str | None = None
+    param: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise RequestError(
+                f"the kind of a grammar must be one of {', '.join(get_args(GrammarKind))}, not "
+                f"{self.kind!r}",
+                param=self.param,
+            )
+        if not isinstance(self.source, str):
+            raise RequestError("the source of a grammar must be a text", param=self.param)
+        if len(self.source) > MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                f"a grammar may have at most {MAX_GRAMMAR_CHARS} characters, not "
+                f"{len(self.source)}",
+                param=self.param,
+            )
+        if not self.source and self.kind not in ("json_object", "regex"):
+            raise RequestError("the grammar is empty", param=self.param)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one request. A wrong value raises `RequestError` naming the field.
@@ -161,6 +216,10 @@ class SamplingParams:
         pooling: return the prompt's hidden states pooled in this way ("last", "mean" or "cls", the
             first token's), after the model's last norm; nothing is generated.
         skip_special_tokens: leave special tokens out of the text.
+        grammar: what the output has to follow, or None.
+        allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
+        bad_words: words that the output may not hold, neither with a space before them nor
+            without; each is avoided by its last token.
     """
 
     n: int = integer(1, 1, MAX_N)
@@ -184,6 +243,9 @@ class SamplingParams:
     prompt_only: bool = False
     pooling: str | None = None
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for parameter in PARAMETERS:
@@ -200,7 +262,7 @@ class SamplingParams:
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        _check_stops(stop)
+        _check_words("stop", stop, MAX_STOPS, MAX_STOP_CHARS)
         if self.stop_token_ids:
             ids = _as_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
             object.__setattr__(self, "stop_token_ids", ids)
@@ -210,6 +272,8 @@ class SamplingParams:
             _check_logit_bias(self.logit_bias)
         if self.pooling is not None:
             self._check_pooling()
+        if self.is_restricted:
+            self._check_restrictions()
 
     def _check_pooling(self) -> None:
         if self.pooling not in POOLINGS:
@@ -220,6 +284,27 @@ class SamplingParams:
         if self.n != 1 or self.prompt_logprobs is not None:
             raise RequestError("pooling goes with no n and no prompt_logprobs", param="pooling")
         object.__setattr__(self, "prompt_only", True)
+
+    def _check_restrictions(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
+            raise RequestError(
+                f"grammar must be a GrammarSpec, not {type(self.grammar).__name__}", param="grammar"
+            )
+        if self.allowed_token_ids is not None:
+            ids = _as_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not ids:
+                raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
+            object.__setattr__(self, "allowed_token_ids", ids)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        _check_words("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        object.__setattr__(self, "bad_words", words)
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens may not come next: the sampler then needs a mask."""
+        return bool(
+            self.grammar is not None or self.allowed_token_ids is not None or self.bad_words
+        )
 
     @property
     def greedy(self) -> bool:
@@ -244,18 +329,18 @@ PARAMETERS = tuple(
 )
 
 
-def _check_stops(stops: tuple[str, ...]) -> None:
-    """Raises `RequestError` unless these stop strings can be looked for."""
-    if len(stops) > MAX_STOPS:
+def _check_words(name: str, words: tuple[str, ...], max_words: int, max_chars: int) -> None:
+    """Raises `RequestError` unless these words or stop strings can be looked for."""
+    if len(words) > max_words:
         raise RequestError(
-            f"stop may hold at most {MAX_STOPS} strings, not {len(stops)}", param="stop"
+            f"{name} may hold at most {max_words} strings, not {len(words)}", param=name
         )
-    if any(not isinstance(stop, str) or not stop for stop in stops):
-        raise RequestError("stop must hold non-empty strings", param="stop")
-    length = sum(map(len, stops))
-    if length > MAX_STOP_CHARS:
+    if any(not isinstance(word, str) or not word for word in words):
+        raise RequestError(f"{name} must hold non-empty strings", param=name)
+    length = sum(map(len, words))
+    if length > max_chars:
         raise RequestError(
-            f"stop may hold at most {MAX_STOP_CHARS} characters in all, not {length}", param="stop"
+            f"{name} may hold at most {max_chars} characters in all, not {length}", param=name
         )
 
 

@@ -200,12 +200,19 @@ def prepare_inputs_reference(
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["sampled", "slots", "positions", "is_appended", "buffer_index"],
+    do_not_specialize_on_alignment=[
+        "sampled",
+        "slots",
+        "positions",
+        "is_appended",
+        "buffer_index",
+        "places",
+    ],
 )
 def _append_kernel(
-    sampled, slots, positions, is_appended, tokens, results, buffer_index, tokens_stride,
+    sampled, slots, positions, is_appended, tokens, results, buffer_index, places, tokens_stride,
     results_stride, rows,
-    HAS_RESULTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESULTS: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -214,15 +221,18 @@ def _append_kernel(
     mask = row < rows
     token = tl.load(sampled + row, mask, 0)
     if HAS_RESULTS:
-        tl.store(results + tl.load(buffer_index) * results_stride + row, token, mask)
+        place = row
+        if HAS_PLACES:
+            place = tl.load(places + row, mask, 0)
+        tl.store(results + tl.load(buffer_index) * results_stride + place, token, mask)
     mask = mask & (tl.load(is_appended + row, mask, 0) != 0)
-    place = (
+    target = (
         tokens
         + tl.load(slots + row, mask, 0).to(tl.int64) * tokens_stride
         + tl.load(positions + row, mask, 0)
     )
     # the next step embeds this id, so a row that failed writes a valid one
-    tl.store(place, tl.maximum(token, 0), mask)
+    tl.store(target, tl.maximum(token, 0), mask)
 
 
 def append_tokens(
@@ -234,6 +244,7 @@ def append_tokens(
     *,
     results: torch.Tensor | None = None,
     buffer_index: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Writes tokens[slots[i], positions[i]] = sampled[i] where is_appended[i] is not 0; -1, a row
@@ -248,6 +259,7 @@ def append_tokens(
         results, buffer_index: int32 [N, >= S] and [1], both or neither: the result buffers and the
             index of this step's buffer. Also writes results[buffer_index, i] = sampled[i]; with N
             buffers the next steps do not overwrite results that are still being copied to the host.
+        places: int32 [S], the entry of the result buffer for each row, if it is not its number.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows = sampled.shape[0]
@@ -259,9 +271,10 @@ def append_tokens(
             else (results, buffer_index)
         )
         _append_kernel[grid](
-            sampled, slots, positions, is_appended, tokens, kept, at, tokens.stride(0),
-            kept.stride(0), rows,
-            HAS_RESULTS=results is not None, BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            sampled, slots, positions, is_appended, tokens, kept, at,
+            sampled if places is None else places, tokens.stride(0), kept.stride(0), rows,
+            HAS_RESULTS=results is not None, HAS_PLACES=places is not None,
+            BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
 
 

@@ -45,13 +45,15 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.masks import NUM_MASK_BUFFERS, ConstrainedRows, buffer_of, mask_words
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 
 CONFIG = Path(__file__).parent.parent / "configs" / "smollm2.toml"
 ONE_GROUP = KVGroup(AttentionSpec(1, 1), (0,))
 PROMPT_LEN = 128
 CLIENTS = 2
+_VOCAB_SIZE = 49_152  # of SmolLM2
 STOP = "\u2063never\u2063"
 TEXT = (
     "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den "
@@ -65,12 +67,15 @@ TEXT = (
 
 class EchoExecutor:
     """Answers plans without computing: position p of slot s gets token p + 7919 s of a text, modulo
-    its length."""
+    its length, and a constrained row the lowest token that its mask allows."""
 
     def __init__(self, config: Config, delay_s: float):
         self._config = config
         self._delay_s = delay_s
         self.text = np.zeros(1, np.int32)
+        rows, words = config.scheduler.max_num_seqs, mask_words(_VOCAB_SIZE)
+        self._masks = np.zeros((NUM_MASK_BUFFERS, rows, words), np.int32)
+        self._held: dict[int, tuple[StepResult, I32]] = {}  # what waits for masks, by step
 
     def set_text(self, tokens: list[int]) -> None:
         """Sets the text, as token ids."""
@@ -95,6 +100,25 @@ class EchoExecutor:
         rows = plan.samples.astype(bool)
         places = (plan.starts + plan.lengths)[rows] + 7919 * plan.slots[rows]
         result = StepResult(plan.step_id, self.text[places % len(self.text)])
+        constrained = plan.section(ConstrainedRows)
+        if constrained is None:
+            self._answer(result)
+        else:
+            self._held[plan.step_id] = result, constrained.rows
+
+    def masks_of(self, step_id: int) -> I32:
+        """See `Executor.masks_of`."""
+        return self._masks[buffer_of(step_id)]
+
+    def post_masks(self, step_id: int) -> None:
+        """See `Executor.post_masks`."""
+        result, rows = self._held.pop(step_id)
+        for row, mask in zip(rows.tolist(), self.masks_of(step_id), strict=False):
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            result.tokens[row, 0] = allowed.argmax() if allowed.any() else -1
+        self._answer(result)
+
+    def _answer(self, result: StepResult) -> None:
         if self._delay_s:
             self._loop.call_later(self._delay_s, self._on_result, result)
         else:

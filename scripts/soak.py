@@ -8,7 +8,7 @@ closed, it samples memory, descriptors, threads and KV blocks of the server and 
 first rounds are warm-up. At the end a table shows each figure's first and last sample and its slope
 over 1 000 requests. The exit status is 1 if a figure grows beyond its bound, a request was not
 answered as it should, the log holds a traceback, or the server does not end with status 0 at a
-SIGTERM.
+SIGTERM. A signal that ends the script (SIGINT, SIGTERM, SIGHUP) ends the server first.
 
 A CPU worker's KV cache becomes resident block by block: by default it is small here, and a warm-up
 fills it, so that what grows afterwards is something else.
@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchlib.server_process import ROOT, ServerProcess
+from benchlib.server_process import ROOT, ServerProcess, exiting_at_signals
 from benchlib.soak_load import MixedLoad
 from benchlib.soak_watch import Verdict, Watch, judge
 
@@ -108,7 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     console = Console(width=120)
     console.print(f"seed {options.seed}")
-    with ServerProcess(options.config, [*SETTINGS, *options.set]) as server:
+    settings = [*SETTINGS, *options.set]
+    with exiting_at_signals(), ServerProcess(options.config, settings) as server:
         load = MixedLoad(server.url, options.seed)
         watch = Watch(server.pid, server.url)
         requests, samples = asyncio.run(soak(load, watch, options, console))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
@@ -82,6 +83,20 @@ class SymbolicWorker:
                 self.tables[row] = {}
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
+        forced = plan.section(ForcedTokens)
+        if forced is not None:
+            assert len(
+                {*zip(forced.slots.tolist(), forced.positions.tolist(), strict=True)}
+            ) == len(forced.slots), "a token is sent twice"
+            for slot, position, token in zip(
+                forced.slots.tolist(),
+                forced.positions.tolist(),
+                forced.tokens.tolist(),
+                strict=True,
+            ):
+                del self.tokens[slot][position:]
+                assert len(self.tokens[slot]) == position
+                self.tokens[slot].append(token)
         for row, index, block in zip(
             plan.table_rows, plan.table_indices, plan.table_blocks, strict=True
         ):

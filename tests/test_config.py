@@ -327,3 +327,36 @@ def test_the_command_line_names_what_is_wrong(
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["s3cret", "s3cret:4318", "ftp://s3cret", "http://", "http://s3cret:99999", "//s3cret"],
+)
+def test_a_collector_that_is_no_url(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint must be a URL") as error:
+        load_config(overrides={"model.path": "x", "tracing.endpoint": endpoint})
+    assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "header", ["s3cret", "Authorization", "Authorization:", ": s3cret", "A: s3cret\r\nB: c", "Ä: b"]
+)
+def test_headers_for_a_collector_that_are_none(header: str) -> None:
+    with pytest.raises(ConfigError, match=r"each of tracing\.headers must be") as error:
+        load_config(overrides={"model.path": "x", "tracing.headers": ["A: b", header]})
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_collector() -> None:
+    headers = ["Authorization: Bearer s3cret", "X-Scope:1"]
+    config = load_config(
+        overrides={
+            "model.path": "x",
+            "tracing.endpoint": "https://[::1]:4318/otlp/v1/traces",
+            "tracing.headers": headers,
+        }
+    )
+    assert config.tracing.headers == headers
+    assert "s3cret" not in repr(config)
+    assert not load_config(overrides=[MODEL, "tracing.endpoint="]).tracing.endpoint, "off"

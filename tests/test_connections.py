@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 import struct
+from collections import Counter
 from typing import Any
 
+import aiohttp
 import pytest
 import uvloop
 from yarl import URL
@@ -17,6 +20,7 @@ from yarl import URL
 from aioinfer.api import connections
 from aioinfer.api.connections import ConnectionServer
 from aioinfer.api.server import HttpServer
+from aioinfer.config import load_config
 from tests.test_listener import CERTIFIED, Connection, close, connect, status_of
 from tests.test_server import serve
 
@@ -147,9 +151,84 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             await until(server, open=0, stalled=0)
             while server._num_handling:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0.005)
+            assert connections_of(server).counts.timeouts["send"] == 1
             await close(connection)
 
     uvloop.run(asyncio.wait_for(stall(), 20))
+
+
+# ---------------------------------------------------------------- counts
+
+
+async def figures(url: str, name: str, label: str) -> dict[str, int]:
+    """Returns the samples of a counter of `/metrics` that are not 0, by a label's value."""
+    connection = await connect(url)
+    connection[1].write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    text = (await asyncio.wait_for(connection[0].read(), 10)).decode()
+    await close(connection)
+    found = re.findall(rf'^{name}_total{{.*{label}="(\w+)".*}} (\S+)$', text, re.MULTILINE)
+    assert found
+    return {value: int(float(number)) for value, number in found if float(number)}
+
+
+async def test_time_outs_are_counted_by_kind() -> None:
+    async with serve(header_timeout_s=0.2, keepalive_timeout_s=0.2) as (server, url):
+        silent, idle, dribbling = [await connect(url) for _ in range(3)]
+        assert await status_of(idle) == 200
+        dribbling[1].write(HEAD)
+        assert (await read_reply(dribbling))[0] == 408
+        await until(server, open=0)
+        kinds = await figures(url, "aioinfer:client_timeouts", "kind")
+        assert kinds == {"head": 2, "idle": 1}
+        reasons = await figures(url, "aioinfer:http_errors", "reason")
+        assert reasons == {"client_timeout": 1}
+        await close(silent, idle, dribbling)
+    async with serve(body_timeout_s=0.2) as (_, url):
+        slow = await connect(url)
+        slow[1].write(POST)
+        assert (await slow[0].readline()).split()[1] == b"408"
+        kinds = await figures(url, "aioinfer:client_timeouts", "kind")
+        assert kinds == {"body": 1}
+        await close(slow)
+
+
+async def test_error_replies_are_counted_by_reason() -> None:
+    sent = {
+        b"nonsense\r\n\r\n": "malformed",
+        HEAD.replace(b"1.1", b"2.0") + b"\r\n": "failure",
+        HEAD + b"Host: b\r\n\r\n": "malformed",
+        HEAD.replace(b"localhost", b"evil.example") + b"\r\n": "host",
+        HEAD + b"Expect: x\r\n\r\n": "bad_request",
+        HEAD.replace(b"/health", b"/version") + b"\r\n": "api_key",
+        HEAD.replace(b"/health", b"/none") + b"Authorization: Bearer k\r\n\r\n": "not_found",
+        HEAD + b"X: " + b"y" * 20_000 + b"\r\n\r\n": "too_large",
+        POST.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer k\r\n\r\n"): "too_large",
+    }
+    async with serve(api_keys=["k"], max_body_bytes=1000) as (_, url):
+        for raw in sent:
+            connection = await connect(url)
+            connection[1].write(raw)
+            head = await asyncio.wait_for(connection[0].readuntil(b"\r\n\r\n"), 10)
+            assert int(head.split()[1]) >= 400
+            assert re.findall(rb"(?im)^server: (.*?)\r?$", head) == [b"aioinfer"]
+            await close(connection)
+        found = await figures(url, "aioinfer:http_errors", "reason")
+        assert found == Counter(sent.values())
+
+
+async def test_no_reply_names_a_version() -> None:
+    """Those of handlers, files, unknown paths and a server that has no model yet."""
+    config = load_config(None, {"model.path": "none", "server.port": 0})
+    starting = HttpServer(config)
+    async with serve(cors_origins=["*"]) as (_, url):
+        paths = ("/health", "/metrics", "/", "/none", "/health/live", "/v1/completions")
+        urls = [*(url + path for path in paths), await starting.start() + "/health"]
+        async with aiohttp.ClientSession() as http:
+            for place in urls:
+                for method in ("GET", "POST", "OPTIONS"):
+                    async with http.request(method, place) as response:
+                        assert response.headers.getall("Server") == ["aioinfer"], (method, place)
+    await starting.close()
 
 
 # ---------------------------------------------------------------- room
@@ -169,6 +248,58 @@ async def test_connections_without_a_request_make_room(monkeypatch: pytest.Monke
         assert await asyncio.wait_for(slow[0][0].read(), 10) == b""
         assert not slow[-1][0].at_eof()
         await close(*slow, *served)
+
+
+async def test_a_flood_of_young_connections_gives_way_to_new_clients() -> None:
+    """With the real bounds: those of a tenth of a second go, before their second is over."""
+    async with serve(max_connections=40) as (server, url):
+        silent = [await connect(url) for _ in range(40)]
+        await until(server, receiving=40)
+        await asyncio.sleep(connections.CROWDED_WAIT_S * 2)
+        served = [await connect(url) for _ in range(10)]
+        for connection in served:
+            assert await status_of(connection) == 200
+        assert connections_of(server).counts.closed_for_room == 10
+        await close(*silent, *served)
+
+
+async def test_a_client_amid_its_head_outlives_half_as_many_new_ones_as_there_are_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "CROWDED_WAIT_S", 0.0)
+    async with serve(max_connections=40) as (server, url):
+        busy = [await begin_request(server, url) for _ in range(20)]
+        honest = await connect(url)
+        honest[1].write(HEAD)
+        await until(server, receiving=1)
+        flood = [await connect(url) for _ in range(19)]
+        await until(server, open=40, receiving=20)
+        another = await connect(url)  # the honest one has waited for longest now
+        await until(server, receiving=20)
+        assert await asyncio.wait_for(honest[0].read(), 10) == b""
+        late = await connect(url)
+        late[1].write(HEAD)
+        flood += [await connect(url) for _ in range(18)]
+        await until(server, open=40, receiving=20)
+        late[1].write(b"\r\n")
+        assert (await asyncio.wait_for(late[0].readline(), 10)).split()[1] == b"200"
+        await close(honest, another, late, *busy, *flood)
+
+
+async def test_where_few_wait_a_head_has_its_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MIN_WAIT_S", float("inf"))
+    monkeypatch.setattr(connections, "CROWDED_WAIT_S", 0.0)
+    async with serve(max_connections=5) as (server, url):
+        busy = [await begin_request(server, url) for _ in range(3)]
+        young = [await connect(url) for _ in range(2)]
+        await until(server, receiving=2)
+        refused = await connect(url)
+        assert (await read_reply(refused))[1]["code"] == "too_many_connections"
+        for connection in young:
+            assert await status_of(connection) == 200
+        counts = connections_of(server).counts
+        assert (counts.no_room, counts.closed_for_room) == (1, 0)
+        await close(refused, *young, *busy)
 
 
 async def test_the_longest_idle_connection_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

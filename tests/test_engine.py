@@ -234,7 +234,7 @@ async def test_wrong_records_of_blocks_end_what_runs_and_nothing_else(
 async def test_records_are_checked_while_there_are_requests(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioinfer.engine.engine._CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("aioinfer.engine.record_check._CHECK_EVERY_S", 0.01)
     engine, seen = frontend.engines[0], []
     check = engine.check_records
     monkeypatch.setattr(
@@ -250,7 +250,7 @@ async def test_records_are_checked_while_there_are_requests(
         while not seen or not seen[-1]:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0.005)
     assert False in seen, "not while there were requests"
-    assert engine._next_check is None, "an idle engine has no timer"
+    assert engine._record_check.next_check is None, "an idle engine has no timer"
     checks = len(seen)
     await asyncio.sleep(0.1)
     assert len(seen) == checks
@@ -283,7 +283,7 @@ async def renewed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Frontend]:
         executor.text = first.text
         return executor
 
-    engine._renew, engine._restarts = renew, RestartPolicy(3)
+    engine.recovery.renew, engine.recovery.policy = renew, RestartPolicy(3)
     yield frontend
     await frontend.close()
 
@@ -315,7 +315,7 @@ async def test_requests_whose_text_is_lost_end_and_those_that_wait_go_on(
             take(result)
         except RuntimeError as error:
             monkeypatch.undo()
-            engine._handle_loss(error)
+            engine.recovery.handle_loss(error)
 
     engine._executor._on_result = take_as_executors_do
     results = await asyncio.gather(*map(collect, outputs))

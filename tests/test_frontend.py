@@ -177,22 +177,33 @@ async def test_a_start_that_is_given_up_ends_all(folder: Path, config: Config) -
     await fleet.frontend.close()
 
 
-async def test_one_that_dies_ends_its_own_requests_only(folder: Path, config: Config) -> None:
-    config = replace(config, parallel=replace(config.parallel, restart_workers=0))
+def without_restarts(config: Config) -> Config:
+    return replace(config, parallel=replace(config.parallel, restart_workers=0))
+
+
+async def test_the_requests_of_one_that_dies_go_to_another(folder: Path, config: Config) -> None:
+    config = without_restarts(config)
     fleet = Fleet(folder, config, 900, 900)
     await fleet.start()
     assert fleet.states() == ["serving", "serving"]
     outputs = [await fleet.frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
     assert [len(engine._sequences) for engine in fleet.frontend.engines] == [2, 2]
     fleet.executors[1].fail(EngineDeadError("worker 0 hung"))
-    assert [output.is_finished for output in outputs] == [False, True, False, True]
-    for output in outputs[1::2]:
-        with pytest.raises(EngineDeadError, match=r"^engine 1: worker 0 hung$"):
-            await anext(output)
+    assert not any(output.is_finished for output in outputs)
+    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [4, 0]
+    assert [len(engine.metrics.open_requests) for engine in fleet.frontend.engines] == [4, 0]
+    assert [engine.metrics.moved for engine in fleet.frontend.engines] == [0, 2]
+    assert fleet.frontend.stats()["waiting"] == 4
+    assert fleet.frontend.engines[1].is_idle
+    outputs[3].abort()
+    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [3, 0]
+    for engine in fleet.frontend.engines:
+        engine.check_records()
+        assert engine.metrics.violations == 0
     assert (fleet.states(), fleet.frontend.is_healthy()) == (["serving", "dead"], True)
     assert [engine.metrics.is_serving for engine in fleet.frontend.engines] == [True, False]
     await fleet.frontend.submit([1], GREEDY)
-    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [3, 0]
+    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [4, 0]
     while not fleet.executors[1].num_shutdowns:  # noqa: ASYNC110  # no event
         await asyncio.sleep(0)
     fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
@@ -202,6 +213,9 @@ async def test_one_that_dies_ends_its_own_requests_only(folder: Path, config: Co
         "engine 0: worker 0 was killed",
         "engine 1: worker 0 hung",
     ]
+    for output in outputs[:3]:
+        with pytest.raises(EngineDeadError, match=r"^engine 0: worker 0 was killed$"):
+            await anext(output)
     with pytest.raises(EngineDeadError, match="engine 0"):
         await fleet.frontend.submit([1], GREEDY)
     await fleet.frontend.close()
@@ -260,7 +274,7 @@ async def test_workers_that_neither_end_nor_start_are_given_up(
     folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MAX_END_S", "MAX_START_S", "SLOWEST_START"):
-        monkeypatch.setattr(f"aioinfer.engine.engine.{name}", 0.05)
+        monkeypatch.setattr(recovery, name, 0.05)
     monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
     fleet = Fleet(folder, config, 900)
     await fleet.start()

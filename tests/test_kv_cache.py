@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioinfer.errors import KVBlocksGoneError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.kv_cache import KVCacheManager
@@ -213,6 +214,25 @@ def test_held_blocks_outlive_their_request() -> None:
     assert cache.num_free == 150
     with pytest.raises(KeyError):
         cache.release(held)
+    with pytest.raises(KVBlocksGoneError, match="of request one are gone: they were released"):
+        _ = held.blocks
+
+
+def test_blocks_that_were_lost_are_nobodys() -> None:
+    cache = make_cache(FULL)
+    request = make_request("one", 16)
+    compute(cache, request)
+    held = cache.hold(request)
+    assert list(cache.holders()) == [request]
+    cache.lose_held()
+    assert list(cache.holders()) == []
+    with pytest.raises(KVBlocksGoneError, match="the workers that had them were lost") as caught:
+        _ = held.blocks
+    assert (caught.value.status, caught.value.code) == (410, "kv_blocks_gone")
+    num_free = cache.num_free
+    cache.release(held)
+    cache.release(held)
+    assert cache.num_free == num_free, "not another's blocks"
 
 
 def test_usage_is_that_of_the_fullest_group() -> None:

@@ -197,6 +197,65 @@ def test_accounts_go_on_when_the_keys_are_read_again(tmp_path: Path) -> None:
     assert [account.key.name for account in accounts] == ["a"]
 
 
+def used_tokens(account: Account) -> float:
+    """Returns which part of the tokens of a minute is used up."""
+    assert account.tokens is not None
+    return 1 - account.tokens.remaining(time.monotonic()) / account.tokens.limit
+
+
+@pytest.mark.parametrize("limit", [100, 1_000_000, 10_000_000])
+def test_a_reload_gives_nobody_a_fresh_burst(tmp_path: Path, limit: int) -> None:
+    """Three quarters are used up before, and after it whatever the limit is."""
+    accounts = Accounts(keys_of(tmp_path, '[a]\nkey="1"\ntokens_per_minute=1000000'))
+    account = accounts.find("Bearer 1")
+    assert account is not None
+    TokenCharge(account, 750_000)
+    for _ in range(3):
+        accounts.set_keys(keys_of(tmp_path, f'[a]\nkey="1"\ntokens_per_minute={limit}'))
+        assert accounts.find("Bearer 1") is account
+        assert 0.70 < used_tokens(account) <= 0.76
+    with pytest.raises(RateLimitError, match=f"{limit} tokens a minute"):
+        TokenCharge(account, limit // 2)
+
+
+@pytest.mark.parametrize("limit", [100, 1_000_000, 10_000_000])
+def test_what_was_reserved_before_a_reload_is_given_back(tmp_path: Path, limit: int) -> None:
+    accounts = Accounts(keys_of(tmp_path, '[a]\nkey="1"\ntokens_per_minute=1000000'))
+    account = accounts.find("Bearer 1")
+    assert account is not None
+    TokenCharge(account, 500_000)
+    running = TokenCharge(account, 400_000)
+    accounts.set_keys(keys_of(tmp_path, f'[a]\nkey="1"\ntokens_per_minute={limit}'))
+    running.settle([])
+    assert 0.45 < used_tokens(account) <= 0.51, "what the other request has used stays used"
+
+
+def test_a_key_that_is_gone_for_a_while_is_remembered(tmp_path: Path) -> None:
+    text = '[a]\nkey="1"\nrequests_per_minute=2\nmax_concurrent_requests=1\n'
+    accounts = Accounts(keys_of(tmp_path, text))
+    before = accounts.find("Bearer 1")
+    assert before is not None
+    with before.request():
+        for _ in range(2):
+            accounts.set_keys(keys_of(tmp_path, '[b]\nkey="2"'))
+            assert accounts.find("Bearer 1") is None
+        accounts.set_keys(keys_of(tmp_path, text))
+        assert accounts.find("Bearer 1") is before
+        with pytest.raises(RateLimitError, match="at a time"), before.request():
+            pass
+    assert before.headers()["x-ratelimit-remaining-requests"] == "1"
+
+
+def test_a_key_at_rest_is_forgotten(tmp_path: Path) -> None:
+    text = '[a]\nkey="1"\nrequests_per_minute=2\n'
+    accounts = Accounts(keys_of(tmp_path, text))
+    before = accounts.find("Bearer 1")
+    accounts.set_keys(keys_of(tmp_path, '[b]\nkey="2"'))
+    assert accounts._gone == {}
+    accounts.set_keys(keys_of(tmp_path, text))
+    assert accounts.find("Bearer 1") not in (None, before)
+
+
 # ---------------------------------------------------------------- over a socket
 
 

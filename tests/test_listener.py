@@ -37,6 +37,7 @@ def no_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps connections that wait for a request open; `test_connections.py` has what closes
     them."""
     monkeypatch.setattr(connections, "MIN_WAIT_S", float("inf"))
+    monkeypatch.setattr(connections, "CROWDED_WAIT_S", float("inf"))
 
 
 async def connect(url: str) -> Connection:

@@ -50,6 +50,30 @@ def test_the_tokens_of_the_pieces_are_those_of_the_text(
     assert cutter.prefix + encoded + cutter.suffix == tokenizer.encode(text)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=60).map("".join), st.integers(1, 20))
+def test_the_pieces_of_a_shielded_text_give_its_tokens(
+    tokenizer: ModelTokenizer, text: str, size: int
+) -> None:
+    cutter = tokenizer.shielded_pieces
+    assert cutter is not None
+    cut = list(cutter.cut(text, size))
+    assert "".join(cut) == text
+    encoded = [token for piece in cut for token in tokenizer.encode(piece, is_shielded=True)]
+    assert encoded == tokenizer.encode(text, is_shielded=True)
+
+
+def test_a_text_without_spaces_is_cut_between_letters_and_marks() -> None:
+    tokenizer = byte_level()
+    cutter = TextPieces.of(tokenizer)
+    assert cutter is not None
+    assert list(cutter.cut("ab.c,d'e_f1-g(h", 1)) == ["ab", ".c", ",d'e_f1-g", "(h"]
+    tokenizer.add_tokens([AddedToken("<end,>", special=True)])
+    cutter = TextPieces.of(tokenizer)
+    assert cutter is not None
+    assert list(cutter.cut("a,b<c<end,>d>e", 1)) == ["a,b", "<c", "<end,>d", ">e"]
+
+
 def test_pieces_are_of_about_the_size(tokenizer: ModelTokenizer) -> None:
     assert tokenizer.pieces is not None
     text = "Of course, this is only an example. " * 100

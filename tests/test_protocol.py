@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from aioinfer.api.fields import IGNORED, REFUSED
 from aioinfer.api.protocol import (
     MAX_PROMPTS,
     Body,
@@ -77,8 +78,21 @@ class TestSampling:
     def test_a_single_stop_string(self) -> None:
         assert completion(stop="END").sampling_fields() == {"stop": ("END",)}
 
-    def test_unknown_fields_are_ignored(self) -> None:
-        assert completion(whatever={"deep": [1, {"x": None}]}, user="me").sampling_fields() == {}
+    def test_the_names_of_biases_are_ids_or_texts(self) -> None:
+        given = {"5": 1, " cheese": 2, "-1": 3, "5.0": 4}
+        assert completion(logit_bias=given).sampling_fields() == {
+            "logit_bias": {5: 1, " cheese": 2, -1: 3, "5.0": 4}
+        }
+
+    @pytest.mark.parametrize("text", ["3.0", "3.000", "0.3e1", "30E-1", " 3.0 "])
+    def test_an_integral_number_is_an_integer(self, text: str) -> None:
+        raw = f'{{"prompt": "x", "max_tokens": {text}, "temperature": 1.0, "n": 2}}'.encode()
+        fields = decode(raw, CompletionRequest).sampling_fields()
+        assert fields == {"max_tokens": 3, "temperature": 1.0, "n": 2}
+
+    def test_best_of(self) -> None:
+        assert completion(n=2, best_of=2, stream=True).best_of == 2
+        assert completion(n=2, best_of=4).sampling_fields() == {"n": 2}
 
     @pytest.mark.parametrize(
         ("fields", "param"),
@@ -98,8 +112,6 @@ class TestSampling:
             ({"stop": ["a", 3]}, "stop[1]"),
             ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
             ({"stop_token_ids": 5}, "stop_token_ids"),
-            ({"logit_bias": {"x": 1}}, "logit_bias"),
-            ({"logit_bias": {"-1": 1}}, "logit_bias"),
             ({"logit_bias": {"5": "much"}}, "logit_bias"),
             ({"logit_bias": [1]}, "logit_bias"),
             ({"stream": "yes"}, "stream"),
@@ -111,10 +123,16 @@ class TestSampling:
             ({"model": 5}, "model"),
             ({"echo": 1}, "echo"),
             ({"logprobs": True}, "logprobs"),
-            ({"suffix": "x"}, "suffix"),
-            ({"best_of": 2}, "best_of"),
-            ({"n": 2, "best_of": 3}, "best_of"),
+            ({"suffix": "x", "echo": True}, "echo"),
+            ({"suffix": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+            ({"best_of": 0}, "best_of"),
+            ({"n": 2, "best_of": 1}, "best_of"),
+            ({"best_of": 129}, "best_of"),
+            ({"best_of": 2, "stream": True}, "best_of"),
             ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+            ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+            ({"cache_salt": ""}, "cache_salt"),
             ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"priority": 2**63}, "priority"),
         ],
@@ -130,6 +148,94 @@ class TestSampling:
     )
     def test_numbers_that_are_none(self, number: str) -> None:
         refused(f'{{"prompt": "x", "temperature": {number}}}'.encode())
+
+
+class TestMessages:
+    """Errors speak of JSON and quote what is wrong."""
+
+    @pytest.mark.parametrize(
+        ("fields", "message", "code"),
+        [
+            ({"n": "two"}, 'n must be an integer, not a string: "two"', "invalid_type"),
+            ({"n": 1.5}, "n must be an integer, not a number: 1.5", "invalid_type"),
+            ({"max_tokens": -3}, "max_tokens must be an integer >= 0, not -3", "invalid_value"),
+            ({"stop": ["a", None]}, "stop[1] must be a string, not null: null", "invalid_type"),
+            ({"stream": "yes"}, 'stream must be a boolean, not a string: "yes"', "invalid_type"),
+            (
+                {"stop": {"a": "b" * 1000}},
+                "stop must be a string or an array, not an object: "
+                f'{{"a":"{"b" * 34} … {"b" * 38}"}}',
+                "invalid_type",
+            ),
+            ({"logit_bias": {"5": "much"}}, "logit_bias must be a number, not a string",
+             "invalid_type"),
+            ({"prompt": [1, -2]}, "prompt[1] must be an integer >= 0, not -2", "invalid_value"),
+        ],
+    )  # fmt: skip
+    def test_wrong_values(self, fields: dict[str, Any], message: str, code: str) -> None:
+        error = refused(json.dumps({"prompt": "x"} | fields).encode())
+        assert (error.message, error.code) == (message, code)
+
+    @pytest.mark.parametrize(
+        ("raw", "message", "code"),
+        [
+            (b"{}", "prompt is missing", "missing_required_parameter"),
+            (b"[]", "the body must be an object, not an array", "invalid_type"),
+            (b"{", "the body is not valid JSON: ", "invalid_json"),
+            (b'{"prompt": "\\ud800"}', "a text holds half of a surrogate pair", "invalid_json"),
+        ],
+    )
+    def test_wrong_bodies(self, raw: bytes, message: str, code: str) -> None:
+        error = refused(raw)
+        assert error.message.startswith(message)
+        assert error.code == code
+
+
+class TestUndeclaredFields:
+    @pytest.mark.parametrize("name", sorted(IGNORED))
+    def test_what_changes_nothing_is_ignored(self, name: str) -> None:
+        # as it stands, at the end, and with a number that has to be repaired beside it
+        body = completion(**{name: {"deep": [1, {"x": None}]}, "max_tokens": 3.0, "user": "me"})
+        assert body.sampling_fields() == {"max_tokens": 3}
+        assert chat(**{name: "text"}).sampling_fields() == {}
+
+    @pytest.mark.parametrize("name", sorted(REFUSED))
+    def test_what_would_change_the_answer_is_refused(self, name: str) -> None:
+        neutral = REFUSED[name]
+        for kind, make in ((CompletionRequest, completion), (ChatRequest, chat)):
+            if name in kind.__struct_fields__:
+                continue
+            for value in (None, *neutral):
+                assert make(**{name: value}).sampling_fields() == {}
+            for ignores in (False, True):
+                raw = {"prompt": "x"} if kind is CompletionRequest else {"messages": HELLO}
+                with pytest.raises(RequestError) as caught:
+                    decode(
+                        json.dumps(raw | {name: ["else"]}).encode(), kind, ignores_unknown=ignores
+                    )
+                assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+                assert name in caught.value.message
+
+    def test_zero_is_not_false(self) -> None:
+        for name, value in (("use_beam_search", 0), ("n_probs", False)):
+            with pytest.raises(RequestError):
+                completion(**{name: value})
+        assert completion(typical_p=1.0, mirostat=0.0).sampling_fields() == {}
+
+    def test_a_name_that_nobody_knows(self) -> None:
+        with pytest.raises(RequestError) as caught:
+            completion(temprature=0.5)
+        assert caught.value.message == (
+            "Unrecognized request argument supplied: temprature (did you mean temperature?)"
+        )
+        assert (caught.value.param, caught.value.code) == ("temprature", "unknown_parameter")
+        assert completion(temprature=None).sampling_fields() == {}
+        raw = b'{"prompt": "x", "temprature": 1, "top_k": 3}'
+        ignored = decode(raw, CompletionRequest, ignores_unknown=True)
+        assert ignored.sampling_fields() == {"top_k": 3}
+
+    def test_messages_may_hold_more_than_is_read(self) -> None:
+        assert chat(messages=[HELLO[0] | {"annotations": []}]).messages[0].content == "hello"
 
 
 class TestPrompts:
@@ -255,7 +361,6 @@ class TestChat:
             ({"top_logprobs": 2}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"response_format": "json"}, "response_format"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -284,6 +389,12 @@ class TestChat:
         assert template_options(chat(tools=tools, tool_choice="none")) == plain
         assert template_options(chat(chat_template_kwargs={"enable_thinking": False})) == plain | {
             "template_kwargs": {"enable_thinking": False}
+        }
+        given = chat(
+            reasoning_effort="low", documents=[{"text": "x"}], chat_template_kwargs={"a": 1}
+        )
+        assert template_options(given) == plain | {
+            "template_kwargs": {"reasoning_effort": "low", "documents": [{"text": "x"}], "a": 1}
         }
         assert template_options(chat(continue_final_message=True)) == plain | {
             "add_generation_prompt": False,

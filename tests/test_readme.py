@@ -63,5 +63,5 @@ def test_architecture_names_files_that_exist() -> None:
 
 
 def test_commands_name_files_that_exist() -> None:
-    for file in re.findall(r"(?:configs|scripts|docs)/[\w./]+\w", README):
+    for file in re.findall(r"(?:configs|scripts|docs)/[\w./-]+\w", README):
         assert (ROOT / file).exists(), file

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.masks import MaskedRows
 from aioinfer.worker.sampler import sample
+from tests.automata import pack
 from tests.filled_slots import assert_fits, make_slots, sample_rows
 from tests.test_filters import warped
 
@@ -200,3 +202,67 @@ def test_more_logprobs_than_tokens() -> None:
     expected = logits[0].log_softmax(0).sort(descending=True)
     assert result.top_tokens[0].tolist() == expected.indices.tolist()
     torch.testing.assert_close(result.top_logprobs[0], expected.values)
+
+
+# ---------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"top_k": 6},
+        {"top_p": 0.8, "temperature": 1.3},
+        {"logit_bias": {0: 3.0, 1: 100.0}},
+    ],
+    ids=str,
+)
+def test_masked_rows_sample_from_what_is_allowed(params: dict[str, Any]) -> None:
+    """Filters keep the likeliest of these; rows without a mask are as without any."""
+    torch.manual_seed(3)
+    count, vocab_size, allowed = 6000, 40, np.zeros(40, np.bool_)
+    allowed[[0, *range(9, 40, 3)]] = True
+    logits, sampling = torch.randn(vocab_size), SamplingParams(**params)
+    slots = make_slots([sampling], vocab_size, seed=5)
+    positions, slot_ids = np.arange(1, count + 1, dtype=np.int32), np.zeros(count, np.int32)
+    whole = logits.expand(count, -1)
+    rows = np.arange(0, count, 2, dtype=np.int32)
+    masked = MaskedRows(rows, np.tile(pack(allowed), (len(rows), 1)))
+    found = sample(whole.clone(), slots, slot_ids, positions, None, masked).tokens.numpy()
+    plain = sample(whole.clone(), slots, slot_ids, positions).tokens.numpy()
+    assert (found[1::2] == plain[1::2]).all()
+    adjusted = logits.clone()
+    for token, bias in sampling.logit_bias.items():
+        adjusted[token] += bias
+    adjusted[~torch.from_numpy(allowed)] = -math.inf
+    expected = warped(adjusted / sampling.temperature, sampling).softmax(0).double().numpy()
+    expected *= len(rows)
+    rare = (expected > 0) & (expected < 5)
+    kept = found[::2][~rare[found[::2]]]
+    expected[rare] = 0
+    assert_fits(np.bincount(kept, minlength=40), expected / expected.sum() * len(kept))
+
+
+def test_a_mask_leaves_log_probabilities_as_the_models_own() -> None:
+    logits, allowed = torch.randn(1, 50), np.arange(50) == 17
+    slots = make_slots([SamplingParams(logprobs=4, repetition_penalty=1.5)], 50)
+    masked = MaskedRows(np.zeros(1, np.int32), pack(allowed)[None])
+    one = np.ones(1, np.int32)
+    found = sample(logits.clone(), slots, one - 1, one, None, masked)
+    assert found.tokens.tolist() == [17]
+    expected = logits.log_softmax(-1)[0]
+    assert found.logprobs.item() == pytest.approx(expected[17].item(), abs=1e-5)
+    assert found.top_tokens[0].tolist() == expected.topk(4).indices.tolist()
+
+
+def test_a_mask_hides_no_broken_logits_and_may_allow_nothing() -> None:
+    logits = torch.randn(4, 50)
+    logits[0, 3], logits[1, 3] = math.nan, math.inf
+    slots = make_slots([SamplingParams(temperature=0), SamplingParams()] * 2, 50)
+    allowed = np.tile(np.arange(50) > 9, (4, 1))
+    allowed[2] = False
+    masked = MaskedRows(np.arange(4, dtype=np.int32), np.stack([*map(pack, allowed)]))
+    four = np.arange(4, dtype=np.int32)
+    tokens = sample(logits, slots, four, four * 0 + 1, None, masked).tokens.tolist()
+    assert tokens[:3] == [-1, -1, -1]
+    assert tokens[3] > 9

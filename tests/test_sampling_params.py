@@ -21,6 +21,7 @@ from aioinfer.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     PARAMETERS,
+    GrammarSpec,
     Parameter,
     SamplingParams,
     round_to_float32,
@@ -181,3 +182,45 @@ def test_penalties_are_noticed() -> None:
     assert not SamplingParams().has_penalties
     for field in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert SamplingParams(**{field: 1.5}).has_penalties
+
+
+class TestRestrictions:
+    def test_what_restricts(self) -> None:
+        assert not SamplingParams().is_restricted
+        assert SamplingParams(allowed_token_ids=(1,)).is_restricted
+        assert SamplingParams(bad_words="word").bad_words == ("word",)
+        grammar = GrammarSpec("regex", "a")
+        assert SamplingParams(grammar=grammar).is_restricted
+
+    def test_grammars_are_equal_whatever_field_they_came_in(self) -> None:
+        specs = {GrammarSpec("regex", "a"), GrammarSpec("regex", "a", param="guided_regex")}
+        assert len(specs) == 1
+        assert GrammarSpec("regex", "a") != GrammarSpec("lark", "a")
+        assert GrammarSpec("json_object") != GrammarSpec("json_object", whitespace="")
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"grammar": "a+"}, "grammar"),
+            ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+            ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+            ({"allowed_token_ids": range(2**18 + 1)}, "allowed_token_ids"),
+            ({"bad_words": ["a", ""]}, "bad_words"),
+            ({"bad_words": ["a"] * 257}, "bad_words"),
+            ({"bad_words": ["a" * 4097]}, "bad_words"),
+        ],
+    )
+    def test_what_is_refused(self, fields: dict[str, Any], param: str) -> None:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**fields)
+        assert caught.value.param == param
+
+    @pytest.mark.parametrize(
+        ("kind", "source"),
+        [("xml", "a"), ("regex", "a" * (2**17 + 1)), ("lark", ""), ("json_schema", {})],
+    )
+    def test_wrong_grammars(self, kind: Any, source: Any) -> None:
+        with pytest.raises(RequestError) as caught:
+            GrammarSpec(kind, source, param="field")
+        assert caught.value.param == "field"

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.errors import IntegrityError
+from aioinfer.errors import IntegrityError, KVBlocksGoneError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import kv_cache
+from aioinfer.scheduler import scheduler as scheduler_module
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import NULL_BLOCK, Flow, ForkGroup, Request, Status
@@ -532,6 +534,93 @@ def test_a_blocked_request_can_be_aborted():
     assert harness.scheduler.is_idle, "it has ended"
 
 
+# ---------------------------------------------------------------- constrained requests
+
+
+def test_a_plan_lists_the_sampled_rows_of_constrained_requests():
+    """By their places in the result, also of a prompt's last chunk and after a preemption."""
+    harness = Harness(num_blocks=9, token_budget=6)
+    requests = [
+        make_request(str(number), [number] * 7, 9, is_constrained=number != 1)
+        for number in range(3)
+    ]
+    harness.add(*requests)
+    scheduler, num_listed, seen = harness.scheduler, 0, set()
+    while not scheduler.is_idle:
+        while scheduler.num_in_flight < 2 and harness.post():
+            listed = harness.plans[-1].section(ConstrainedRows)
+            rows = [] if listed is None else listed.rows.tolist()
+            sampled = scheduler.last_sampled
+            assert rows == [i for i, request in enumerate(sampled) if request.is_constrained]
+            num_listed += len(rows)
+            seen.add((len(rows), len(sampled)))
+        scheduler.update(harness.worker.results.popleft())
+        scheduler.check_integrity()
+    for request in requests:
+        assert_complete(request)
+    assert scheduler.stats.preemptions > 0
+    assert num_listed == 2 * 9
+    assert {(1, 1), (1, 2)} <= seen
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forced_tokens_are_computed_in_one_row(depth: int) -> None:
+    """Behind a prompt of five tokens: the row that was posted ahead samples the first of them in
+    vain, and nothing else."""
+    harness = Harness(depth=depth)
+    request = make_request("forced", [1, 2, 3, 4, 5], 12, is_constrained=True)
+    harness.add(request)
+    harness.step()
+    expected = expected_output(request)
+    assert (request.num_output, request.num_pending) == (1, depth - 1)
+    assert harness.scheduler.force(request, expected[1:6]) == 5
+    assert (request.num_output, request.num_pending) == (6, 0)
+    harness.scheduler.check_integrity()
+    harness.run()
+    assert_complete(request)
+    rows = [(int(p.starts[0]), int(p.lengths[0])) for p in harness.plans]
+    # with depth 1 the first token is still to be computed, too
+    after = [(6, 5)] if depth == 2 else [(5, 6)]
+    assert rows == [(0, 5), (5, 1)][:depth] + after + [(at, 1) for at in range(11, 16)]
+    (forced,) = [s for p in harness.plans if (s := p.section(ForcedTokens)) is not None]
+    assert forced.tokens.tolist() == expected[1:6]
+    assert forced.positions.tolist() == [6, 7, 8, 9, 10]
+    assert forced.counted.tolist() == [0 if depth == 2 else 1, 1, 1, 1, 1]
+    assert harness.scheduler.stats.wasted_rows == depth - 1
+
+
+def test_a_request_ends_within_its_forced_tokens() -> None:
+    expected = complete([1, 2, 3], 99, frozenset(), 0)
+    end = next(i for i in range(3, 90) if expected[i] not in expected[:i])
+    stops = make_request("stops", [1, 2, 3], 90, end_tokens=frozenset([expected[end]]))
+    short = make_request("short", [1, 2, 3], 4)
+    harness = Harness(num_blocks=256)
+    harness.add(stops, short)
+    harness.step()
+    assert harness.scheduler.force(stops, expected[1 : end + 5]) == end
+    assert harness.scheduler.force(short, expected[1:60]) == 3
+    assert (stops.finish_reason, stops.stop_reason) == ("stop", expected[end])
+    assert (short.finish_reason, short.num_output) == ("length", 4)
+    harness.scheduler.check_integrity()
+    harness.run()
+    assert all(plan.section(ForcedTokens) is None for plan in harness.plans)
+
+
+def test_a_plan_takes_so_many_forced_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_FORCED_TOKENS", 8)
+    harness = Harness()
+    requests = [make_request(str(number), [number] * 3, 30) for number in range(3)]
+    harness.add(*requests)
+    harness.step()
+    taken = [
+        harness.scheduler.force(request, expected_output(request)[1:6]) for request in requests
+    ]
+    assert taken == [5, 0, 0]
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+
+
 # ---------------------------------------------------------------- rows of several tokens
 
 
@@ -725,6 +814,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 flow=Flow(str(number % flows), 1.0 + number % flows),
                 blocked_on=draw(st.sampled_from([None, None, "grammar"])),
                 plans_ahead=plans_ahead or sibling % 2 == 0,
+                is_constrained=number % 3 == 0,
             )  # fmt: skip
             harness.add(request)
             requests.append(request)
@@ -741,7 +831,13 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 )
             if draw(st.integers(0, 19)) == 0:
                 harness.restart()
+                for blocks in held:
+                    with pytest.raises(KVBlocksGoneError):
+                        _ = blocks.blocks
+                    if draw(st.booleans()):
+                        harness.scheduler.release(blocks)
                 held.clear()
+            _force_some(harness, draw)
             if blocked := [r for r in requests if r.status is Status.BLOCKED]:
                 assert harness.scheduler.num_blocked == len(blocked)
                 if draw(st.integers(0, 2)) == 0:
@@ -754,6 +850,18 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
     for request in requests:
         if request not in aborted:
             assert_complete(request)
+
+
+def _force_some(harness: Harness, draw) -> None:
+    """Sometimes takes what a running request is going to sample as forced."""
+    may = [r for r in harness.scheduler.running if r.is_constrained and r.plans_ahead]
+    if not may or draw(st.integers(0, 3)):
+        return
+    request = draw(st.sampled_from(may))
+    if request.num_output and request.num_pending < 2:
+        wanted = expected_output(request)[request.num_output :][: draw(st.integers(1, 9))]
+        assert harness.scheduler.force(request, wanted) == len(wanted)
+        harness.scheduler.check_integrity()
 
 
 def _step_and_check_order(harness: Harness) -> None:

@@ -15,6 +15,7 @@ from yarl import URL
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.metrics import LoopLag
 from aioinfer.errors import ConfigError
 
 
@@ -29,7 +30,11 @@ def make_server(**settings: Any) -> HttpServer:
         cast(
             Frontend,
             SimpleNamespace(
-                config=config, engines=[], is_healthy=lambda: True, is_ready=lambda: True
+                config=config,
+                engines=[],
+                is_healthy=lambda: True,
+                is_ready=lambda: True,
+                loop_lag=LoopLag(lambda: False),
             ),
         ),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, Vacated
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.adjustments import adjust_logits
@@ -296,3 +297,19 @@ def test_reset_leaves_no_trace() -> None:
         elif isinstance(fresh, np.ndarray):
             assert (kept == fresh).all(), name
     assert len(slots.occurrences.rows) == 0
+
+
+def test_forced_tokens_are_entered_and_counted() -> None:
+    """Several of one slot at once; what was sampled as well is not counted again."""
+    slots = make_slots()
+    penalized = admit(0, [4, 7], presence_penalty=1.0)
+    slots.apply(make_plan(penalized, admit(1, [4, 7])))
+    columns = [0, 0, 0, 1], [2, 3, 4, 2], [9, 9, 8, 9], [0, 1, 1, 1]
+    forced = ForcedTokens(*(np.array(column, np.int32) for column in columns))
+    plan = make_plan()
+    plan.sections = [forced]
+    slots.apply(plan)
+    assert slots.tokens[:2, :5].tolist() == [[4, 7, 9, 9, 8], [4, 7, 9, 0, 0]]
+    counts = slots.occurrences.rows[slots.occurrences.host_rows[0]]
+    assert (counts[9], counts[8], counts[7]) == (1, 1, 1)
+    assert slots.occurrences.host_rows[1] == -1

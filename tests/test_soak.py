@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 import soak
+from benchlib.server_process import ROOT
 from benchlib.soak_watch import BOUNDS, fit, judge
 
 
@@ -47,6 +52,22 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert status == 0, shown
     assert "fault" not in shown
-    for figure in ("server memory", "worker 0 memory", "descriptors", "KV cache in use"):
+    for figure in ("server memory", "worker 0 memory", "descriptors", "asyncio tasks"):
         assert figure in shown
     assert "100 requests (" in shown
+
+
+def test_a_signal_ends_the_server_as_well() -> None:
+    command = [sys.executable, "scripts/soak.py", "--round", "4", "--seed", "5"]
+    script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert script.stdout is not None
+        assert any("warm-up 1:" in line for line in script.stdout), "it ended by itself"
+        started = psutil.Process(script.pid).children(recursive=True)
+        assert started
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(60) == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(started, timeout=20)[1], "left running"
+    finally:
+        script.kill()
+        script.stdout.close()

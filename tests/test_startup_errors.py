@@ -193,3 +193,20 @@ def test_a_disk_that_is_full_while_a_gguf_file_is_converted(tmp_path: Path) -> N
         assert f"{file} cannot be converted into" in lines[0]
         assert "File too large" in lines[0]
         assert list((tmp_path / "cache" / "aioinfer").iterdir()) == [], "nothing is left behind"
+
+
+def test_traces_without_opentelemetry(model: Path) -> None:
+    """In a process that cannot import it, as where it is not installed."""
+    code = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from aioinfer.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    settings = command(model, "tracing.endpoint=http://127.0.0.1:1")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *settings],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("aioinfer: tracing.endpoint needs OpenTelemetry")
+    assert "pip install 'aioinfer[otel]'" in line

@@ -178,7 +178,7 @@ def test_errors_are_the_same(wrong, where):
 
 def test_a_wrong_field_beside_the_list():
     raw = json.dumps({"prompt": ids(40_000), "n": "two"}).encode()
-    with pytest.raises(RequestError, match="n: expected `int"):
+    with pytest.raises(RequestError, match="n must be an integer, not a string"):
         decode_large(raw, CompletionRequest)
 
 

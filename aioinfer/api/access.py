@@ -12,12 +12,14 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from aioinfer.api.errors import Handler
-from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS
+from aioinfer.api.errors import SERVER_NAME, Handler
+from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS, Account
 from aioinfer.api.page import PAGE_FILES
 from aioinfer.errors import RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
+#: Headers that hold an API key as it is: Anthropic's and Azure's.
+KEY_HEADERS = ("X-Api-Key", "api-key")
 #: What a script of another origin may read of a response's headers.
 _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
@@ -33,13 +35,24 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
     """Answers 401 to a request without a right key, whatever its path, but for `/health` and
     what is below it, `/metrics` and the files of the page; the others get their key's account."""
     if request.path not in _OPEN_PATHS:
-        account = request.app[ACCOUNTS].find(request.headers.get("Authorization"))
+        account = _account_of(request)
         if account is not None:
             request[ACCOUNT] = account
             return await handler(request)
-        message = "a valid API key is needed, as in 'Authorization: Bearer KEY'"
+        message = "a valid API key is needed, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
         raise RequestError(message, status=401, code="invalid_api_key")
     return await handler(request)
+
+
+def _account_of(request: web.Request) -> Account | None:
+    """Returns the account of the key in a request's `Authorization` header, or in one of those that
+    clients of other APIs send instead; None if none holds one."""
+    accounts = request.app[ACCOUNTS]
+    account = accounts.find(request.headers.get("Authorization"))
+    for name in KEY_HEADERS:
+        if account is None and (key := request.headers.get(name)) is not None:
+            account = accounts.find(f"Bearer {key}")
+    return account
 
 
 class Cors:
@@ -98,5 +111,6 @@ def request_id(request: web.BaseRequest) -> str:
 
 
 async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Sends the request's id back with a response."""
+    """Sends the request's id back with a response, and the server's name."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)
+    response.headers["Server"] = SERVER_NAME  # instead of aiohttp's and Python's versions

@@ -11,11 +11,13 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvloop
 
 from aioinfer.api.logs import LogWriter
+from aioinfer.api.loop_errors import LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
@@ -26,6 +28,9 @@ _DEATH_NOTICE_S = 1.0
 #: The event loop may have to wait so long for a thread that prepares a prompt to let go of the
 #: interpreter; Python's own 5 ms are a step.
 _SWITCH_INTERVAL_S = 0.0005
+#: Threads for what blocks for a moment, such as decoding a large body. (asyncio's own default is 32
+#: on a large machine; they come with the load and stay.)
+_MAX_THREADS = 8
 
 
 def run(config: Config) -> int:
@@ -60,6 +65,9 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
         ConfigError: the configuration does not go with the model, the machine or the address.
         EngineDeadError: a worker failed to start.
     """
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "blocking"))
+    errors = LoopErrors(loop)
     stop = _StopSignals()
     server = HttpServer(config)
     try:
@@ -79,6 +87,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     finally:
         await server.close()
         stop.close()
+        errors.close()
 
 
 async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +13,28 @@ from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
+from aioinfer.api.delivery import (
+    ChoiceEvents,
+    Reply,
+    collect,
+    new_envelope,
+    stream,
+    submitted,
+    usage_of,
+)
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import completion_logprobs
 from aioinfer.api.prompt_logprobs import echoed_logprobs, prompt_logprobs
+from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
 from aioinfer.api.protocol import CompletionRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope
+from aioinfer.engine.output import Delta
+from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import Delta, RequestOutput, TokenLogprob
+    from aioinfer.engine.output import RequestOutput
+    from aioinfer.text.tokenizer import Tokenizer
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
 #: has one.
@@ -36,39 +50,50 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     # before they are encoded: a rejection must be cheap
     request.app[ADMISSION].check(len(prompts), flow=sharer(request))
     # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
-    ids = [
-        await frontend.encode(p, body.add_special_tokens is not False) if isinstance(p, str) else p
-        for p in prompts
-    ]
-    fields = body.sampling_fields()
-    has_default = frontend.defaults.max_tokens is not None or "prompt_only" in fields
-    if "max_tokens" not in fields and not has_default:
-        room = max(1, frontend.max_model_len - max(map(len, ids)))
-        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, room)
-    params = frontend.defaults.sampling_params(**fields)
-    echoes = [await _text_of(frontend, p) for p in prompts] if body.echo else [""] * len(prompts)
-    envelope = new_envelope(request, "cmpl", "text_completion", include_usage=body.include_usage)
+    ids = await completion_prompts(frontend, body)
+    params = await _sampling_params(frontend, body, max(map(len, ids)))
+    shown = prompts if body.truncate_prompt_tokens is None else ids
+    echoes = [await _text_of(frontend, p) for p in shown] if body.echo else [""] * len(prompts)
+    envelope = new_envelope(
+        request,
+        "cmpl",
+        "text_completion",
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
     n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
-    async with submitted(request, ids, params, name=envelope.id, priority=body.priority) as outputs:
-        if body.stream:
-            choices = [
-                _stream_choices(
-                    frontend, envelope, range(i * n, i * n + n), echo, prompt,
-                    _opening(frontend, body, output),
-                )
-                for i, (prompt, echo, output) in enumerate(
-                    zip(shown_ids, echoes, outputs, strict=True)
-                )
-            ]  # fmt: skip
-            return await stream(request, envelope, outputs, choices)
-        reply = await collect(outputs)
-    prompts_of = [output for output in outputs for _ in range(n)]
+    names = None if body.return_tokens_as_token_ids else frontend.tokenizer
+    of_prompts: Sequence[RequestOutput] = ()
+    if body.max_tokens == 0 and params.prompt_logprobs is None:
+        reply = await _no_output(frontend, ids, n)
+    else:
+        async with submitted(
+            request,
+            ids,
+            _with_candidates(params, body.best_of or n),
+            name=envelope.id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        ) as outputs:
+            if body.stream:
+                choices = [
+                    _stream_choices(
+                        names, envelope, range(i * n, i * n + n), echo, prompt,
+                        _opening(names, body, output),
+                    )
+                    for i, (prompt, echo, output) in enumerate(
+                        zip(shown_ids, echoes, outputs, strict=True)
+                    )
+                ]  # fmt: skip
+                return await stream(request, envelope, outputs, choices)
+            reply, of_prompts = await collect(outputs), outputs
+    found = _best(reply.choices, body.best_of or n, params)
     logprobs = [
-        await _logprobs(frontend, body, output, delta.logprobs or ())
-        for output, delta in zip(prompts_of, reply.choices, strict=True)
+        await _logprobs(names, body, of_prompts[i // n] if of_prompts else None, delta)
+        for i, delta in enumerate(found)
     ]
-    of_prompts = [await _of_prompt(frontend, body, output) for output in prompts_of]
+    more = [await _of_prompt(names, body, output) for output in of_prompts] or [{}] * len(prompts)
     return json_response(
         {
             "id": envelope.id,
@@ -76,12 +101,62 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n]) | of_prompts[i]
-                for i, delta in enumerate(reply.choices)
+                _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n]) | more[i // n]
+                for i, delta in enumerate(found)
             ],
             "usage": reply.usage,
         }
     )
+
+
+async def _sampling_params(
+    frontend: Frontend, body: CompletionRequest, prompt_len: int
+) -> SamplingParams:
+    """Returns the sampling parameters of a completion whose longest prompt has so many tokens."""
+    fields = await with_token_ids(frontend, body.sampling_fields())
+    has_default = frontend.defaults.max_tokens is not None or "prompt_only" in fields
+    if "max_tokens" not in fields and not has_default:
+        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
+    if ends := ends_of_middle(frontend, body):
+        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ends]
+    return frontend.defaults.sampling_params(**fields)
+
+
+async def _no_output(frontend: Frontend, prompts: Sequence[list[int]], n: int) -> Reply:
+    """Returns the reply to prompts that are only to be echoed: n choices for each, without
+    tokens."""
+    for prompt in prompts:
+        await frontend.prepare(prompt)  # checks it
+    choices = [Delta(i % n, finish_reason="length") for i in range(n * len(prompts))]
+    return Reply(choices, usage_of(sum(map(len, prompts)), 0, 0))
+
+
+def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:
+    """Returns the parameters with which `best_of` sequences are sampled, of which the n best are
+    returned."""
+    if best_of == params.n:
+        return params
+    return replace(params, n=best_of, logprobs=params.logprobs or 0)
+
+
+def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> Sequence[Delta]:
+    """Returns the n of each prompt's `best_of` candidates whose tokens have the highest mean
+    log-probability, the best first (OpenAI's rule)."""
+    if best_of == params.n:
+        return candidates
+    best: list[Delta] = []
+    for first in range(0, len(candidates), best_of):
+        group = sorted(candidates[first : first + best_of], key=_mean_logprob, reverse=True)
+        best += group[: params.n]
+    if params.logprobs is None:
+        for delta in best:
+            delta.logprobs = None
+    return best
+
+
+def _mean_logprob(delta: Delta) -> float:
+    found = [token.logprob for token in delta.logprobs or ()]
+    return sum(found) / len(found) if found else -math.inf
 
 
 async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
@@ -91,7 +166,7 @@ async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
 
 
 def _stream_choices(
-    frontend: Frontend,
+    tokenizer: Tokenizer | None,
     envelope: Envelope,
     indices: range,
     echo: str,
@@ -99,7 +174,10 @@ def _stream_choices(
     echoed: Callable[[], Awaitable[Mapping[str, Any]]] | None,
 ) -> list[ChoiceEvents]:
     """Returns the events of a prompt's n choices, whose indices are given; they hold token ids
-    where those of the prompt are given. `echoed` returns the log-probabilities of an echo."""
+    where those of the prompt are given. Without a tokenizer, log-probabilities name ids.
+
+    `echoed` returns the log-probabilities of an echo.
+    """
     choices = []
     for index in indices:
         template = ChunkTemplate.for_completion(envelope, index)
@@ -107,7 +185,7 @@ def _stream_choices(
             ChoiceEvents(
                 template,
                 template.chunk(echo) if echo and echoed is None else b"",
-                partial(completion_logprobs, frontend.tokenizer),
+                partial(completion_logprobs, tokenizer),
                 returns_token_ids=prompt_token_ids is not None,
                 prompt_token_ids=prompt_token_ids,
                 echo=echo,
@@ -118,7 +196,7 @@ def _stream_choices(
 
 
 def _opening(
-    frontend: Frontend, body: CompletionRequest, output: RequestOutput
+    tokenizer: Tokenizer | None, body: CompletionRequest, output: RequestOutput
 ) -> Callable[[], Awaitable[Mapping[str, Any]]] | None:
     """Returns what makes the log-probabilities of a stream's echo, once they are known; None if
     none are wanted."""
@@ -128,32 +206,33 @@ def _opening(
     async def make() -> Mapping[str, Any]:
         scores = output.prompt_scores
         assert scores is not None
-        return await echoed_logprobs(frontend.tokenizer, scores, body.logprobs or 0, ())
+        return await echoed_logprobs(tokenizer, scores, body.logprobs or 0, ())
 
     return make
 
 
 async def _logprobs(
-    frontend: Frontend,
+    tokenizer: Tokenizer | None,
     body: CompletionRequest,
-    output: RequestOutput,
-    generated: Sequence[TokenLogprob],
+    output: RequestOutput | None,
+    delta: Delta,
 ) -> Mapping[str, Any] | None:
     """Returns the log-probabilities of a choice, those of its echo included."""
-    scores = output.prompt_scores
+    scores = None if output is None else output.prompt_scores
+    generated = delta.logprobs or ()
     if body.logprobs is not None and body.echo and scores is not None:
-        return await echoed_logprobs(frontend.tokenizer, scores, body.logprobs, generated)
-    return completion_logprobs(frontend.tokenizer, generated, 0) if generated else None
+        return await echoed_logprobs(tokenizer, scores, body.logprobs, generated)
+    return completion_logprobs(tokenizer, generated, 0) if generated else None
 
 
 async def _of_prompt(
-    frontend: Frontend, body: CompletionRequest, output: RequestOutput
+    tokenizer: Tokenizer | None, body: CompletionRequest, output: RequestOutput
 ) -> dict[str, Any]:
     """Returns vLLM's `prompt_logprobs` as a field of a choice, if the request has it."""
     scores, num_top = output.prompt_scores, body.prompt_logprobs
     if num_top is None or scores is None:
         return {}
-    return {"prompt_logprobs": await prompt_logprobs(frontend.tokenizer, scores, num_top)}
+    return {"prompt_logprobs": await prompt_logprobs(tokenizer, scores, num_top)}
 
 
 def _choice(

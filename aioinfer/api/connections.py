@@ -21,12 +21,22 @@ from typing import Any, NoReturn
 
 from aiohttp import StreamReader, http_exceptions, web
 
-from aioinfer.api.errors import describe, error_body, json_response, raw_response
+from aioinfer.api.errors import (
+    ERROR_CODE,
+    SERVER_NAME,
+    describe,
+    error_body,
+    json_response,
+    raw_response,
+)
+from aioinfer.api.http_counts import HttpCounts
 from aioinfer.api.limited_log import LimitedLog
 from aioinfer.config import ServerConfig
 
 #: A connection that has waited for less than this is not closed to make room for another.
 MIN_WAIT_S = 1.0
+#: The same while half of all connections wait for a request; see `ConnectionServer.make_room`.
+CROWDED_WAIT_S = 0.1
 #: A request head may have so many bytes; aiohttp bounds its lines and their number.
 MAX_HEAD_BYTES = 64 * 1024
 #: aiohttp's own time-out of idle connections; it must never come before ours.
@@ -92,6 +102,8 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Sends what remains of a response; from now on the connection is idle."""
+        if resp.status >= 400:
+            self._server.counts.count_error(resp.status, resp.get(ERROR_CODE))
         result = await super().finish_response(request, resp, start_time)
         self._head_bytes = 0
         if self.transport is not None:
@@ -117,7 +129,7 @@ class Connection(web.RequestHandler):
         status, body = describe(exc if isinstance(exc, Exception) else RuntimeError(status))
         if request.writer.output_size > 0:
             raise ConnectionAbortedError("a response has begun")
-        response = json_response(body, status=status)
+        response = json_response(body, status=status, headers={"Server": SERVER_NAME})
         response.force_close()
         return response
 
@@ -134,6 +146,7 @@ class Connection(web.RequestHandler):
 
         Raises `ConnectionAbortedError`, which no handler may catch.
         """
+        self._server.counts.count_error(status, code)
         if self.transport is not None:
             self.transport.write(raw_response(status, error_body(status, message, code=code)))
         raise ConnectionAbortedError("the request was refused")
@@ -157,6 +170,7 @@ class Connection(web.RequestHandler):
 
     def _reject(self, status: int, message: str, code: str) -> None:
         """Answers a request whose head is not complete, and closes the connection."""
+        self._server.counts.count_error(status, code)
         if self.transport is not None:
             self.transport.write(raw_response(status, error_body(status, message, code=code)))
         self.force_close()
@@ -170,6 +184,7 @@ class ConnectionServer(web.Server):
         open: all connections, from accepting them until they are lost or dropped.
         receiving, idle: those that wait for a request; see the module.
         stalled: those whose client does not read a response; they may be idle as well.
+        counts: what was refused and ended.
         malformed: the log of malformed requests.
     """
 
@@ -183,10 +198,21 @@ class ConnectionServer(web.Server):
         )
         self._make = make_request
         self.open: set[Connection] = set()
-        self.receiving = WaitingConnections(config.header_timeout_s, Connection.time_out)
-        self.idle = WaitingConnections(config.keepalive_timeout_s, Connection.drop)
-        self.stalled = WaitingConnections(config.send_timeout_s, Connection.drop)
+        self.counts = HttpCounts()
+        head, drop = Connection.time_out, Connection.drop
+        self.receiving = WaitingConnections(config.header_timeout_s, self._ends("head", head))
+        self.idle = WaitingConnections(config.keepalive_timeout_s, self._ends("idle", drop))
+        self.stalled = WaitingConnections(config.send_timeout_s, self._ends("send", drop))
         self.malformed = LimitedLog(_log, "malformed requests")
+
+    def _ends(self, kind: str, end: Callable[[Connection], None]) -> Callable[[Connection], None]:
+        """Returns a function that counts a time-out and ends its connection."""
+
+        def expire(connection: Connection) -> None:
+            self.counts.timeouts[kind] += 1
+            end(connection)
+
+        return expire
 
     def __call__(self) -> Connection:
         """Returns the protocol object of a connection that has been accepted."""
@@ -212,11 +238,28 @@ class ConnectionServer(web.Server):
 
     def make_room(self) -> bool:
         """Closes a connection that waits for a request: the one that has been idle for longest, or
-        else the one that has been receiving a head for longest. Returns whether there was one."""
-        for waiting in (self.idle, self.receiving):
-            if (connection := waiting.longest(MIN_WAIT_S)) is not None:
+        else the one that has been receiving a head for longest. Returns whether there was one.
+
+        It must have waited for `MIN_WAIT_S`. That alone would let whoever opens as many connections
+        a second as there are places keep all others out. So while at least half of all connections
+        wait for a request, `CROWDED_WAIT_S` is enough, be the head begun or not: a head of which
+        one byte has come costs an attacker no more than none. A client in the midst of a head is
+        safe all the same: it goes only when it has waited for longest, which is after at least half
+        as many connections as there are places have come behind it, and a head follows its
+        connection at once (under TLS, after a round trip or two). Where fewer wait, fewer would
+        have to come, and the whole second holds.
+
+        There is a least time in any case, since of many clients that connect at the same moment
+        the first must be served: without it each would push out another, and none would be.
+        """
+        waiting = len(self.idle) + len(self.receiving)
+        is_crowded = 2 * waiting >= len(self.open)
+        min_wait_s = min(MIN_WAIT_S, CROWDED_WAIT_S) if is_crowded else MIN_WAIT_S
+        for kind in (self.idle, self.receiving):
+            if (connection := kind.longest(min_wait_s)) is not None:
                 self.forget(connection)
                 connection.drop()
+                self.counts.closed_for_room += 1
                 return True
         return False
 
@@ -294,6 +337,9 @@ class WaitingConnections:
                 return
             del self._since[connection]
             self._expire(connection)
+
+
+CONNECTIONS = web.AppKey("connections", ConnectionServer)
 
 
 def _malformed(error: http_exceptions.HttpProcessingError) -> tuple[int, str, str]:

@@ -27,7 +27,10 @@ STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
 #: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for many small values.
 _SMALL_BODY = 64 * 1024
-#: Conversations of more messages are converted for the template in a thread: 1 us a message.
+#: Some editors and languages begin UTF-8 with it; JSON (RFC 8259, 8.1) lets a reader ignore it.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+#: Conversations with more messages, parts and calls are converted for the template in a thread: 1
+#: us a message.
 _FEW_MESSAGES = 256
 
 B = TypeVar("B", bound=Body)
@@ -43,28 +46,49 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     """
     await request.app[RATE_LIMITER].enter()
     config = request.app[FRONTEND].config
-    if request.content_type != "application/json":
-        # also where no type is given: a browser lets any web page post to a local server, but asks
-        # the server before it sends JSON
-        raise RequestError(
-            "the Content-Type must be application/json", status=415, code="unsupported_media_type"
-        )
+    _check_content_type(request)
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError(
             "compressed bodies are not understood", status=415, code="unsupported_media_type"
         )
     with request.app[REQUEST_BODIES].hold() as held:
-        raw = await held.receive(request)
-        request.app[HEAP].note_body(len(raw))
+        parts = await held.receive(request)
+        size = sum(map(len, parts))
+        request.app[HEAP].note_body(size)
+        parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
+        ignores = config.server.unknown_fields == "ignore"
         body = (
-            decode(raw, kind)
-            if len(raw) <= _SMALL_BODY
-            else await asyncio.to_thread(decode_large, raw, kind)
+            decode(b"".join(parts), kind, ignores_unknown=ignores)
+            if size <= _SMALL_BODY
+            else await asyncio.to_thread(_join_and_decode, parts, kind, ignores)
         )
     check_model(config, body.model)
     if (record := request.get(RECORD)) is not None:
-        record.decoded = time.perf_counter()
+        record.decoded, record.model = time.perf_counter(), body.model
     return body
+
+
+def _join_and_decode(parts: list[bytes], kind: type[B], ignores_unknown: bool) -> B:
+    raw = b"".join(parts)  # lets other threads run while it copies
+    parts.clear()
+    return decode_large(raw, kind, ignores_unknown=ignores_unknown)
+
+
+def _check_content_type(request: web.Request) -> None:
+    """Raises `RequestError` (415) for a request of a web page that is not declared as JSON, and for
+    any that is declared as parts.
+
+    A browser lets any page post plain text or a form to a local server, and asks the server before
+    it sends JSON. It adds `Origin` or `Sec-Fetch-Site` to what a page sends, which no page can
+    prevent. Other clients may say what they like of their JSON, or nothing, as with other servers.
+    """
+    if request.content_type == "application/json":
+        return
+    is_page = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
+    if is_page or request.content_type.startswith("multipart/"):
+        raise RequestError(
+            "the Content-Type must be application/json", status=415, code="unsupported_media_type"
+        )
 
 
 async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
@@ -73,7 +97,8 @@ async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[st
     def convert() -> list[dict[str, Any]]:
         return [message.for_template() for message in body.messages or ()]
 
-    if len(body.messages or ()) <= _FEW_MESSAGES:
+    is_short = all(message.is_short for message in (body.messages or ())[:_FEW_MESSAGES])
+    if is_short and len(body.messages or ()) <= _FEW_MESSAGES:
         return convert()
     return await asyncio.to_thread(convert)
 

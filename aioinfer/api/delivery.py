@@ -23,23 +23,40 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.record import RECORD
-from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event
+from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event, with_usage
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput, TokenLogprob
 
 T = TypeVar("T")
+#: Prompts of a request that are submitted before other work of the event loop gets its turn.
+_SUBMITTED_AT_ONCE = 16
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its
 #: choice's text.
 LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
 
 
-def new_envelope(request: web.Request, prefix: str, kind: str, *, include_usage: bool) -> Envelope:
+def new_envelope(
+    request: web.Request,
+    prefix: str,
+    kind: str,
+    *,
+    include_usage: bool,
+    continuous_usage: bool = False,
+) -> Envelope:
     """Returns the fields that all parts of a reply have in common; the id is the prefix and the
-    request's id."""
-    name = request.app[FRONTEND].config.served_model_names[0]
-    return Envelope(f"{prefix}-{request_id(request)}", kind, int(time.time()), name, include_usage)
+    request's id. `server.force_include_usage` stands for every request's `include_usage`."""
+    config = request.app[FRONTEND].config
+    include_usage = include_usage or config.server.force_include_usage
+    return Envelope(
+        f"{prefix}-{request_id(request)}",
+        kind,
+        int(time.time()),
+        config.served_model_names[0],
+        include_usage,
+        include_usage and continuous_usage,
+    )
 
 
 @asynccontextmanager
@@ -50,6 +67,7 @@ async def submitted(
     *,
     name: str,
     priority: int | None,
+    cache_salt: str | None = None,
 ) -> AsyncIterator[list[RequestOutput]]:
     """Submits a request for each prompt (token ids), and aborts those that are unfinished at the
     end of the block.
@@ -69,6 +87,8 @@ async def submitted(
     try:
         with request.app[ADMISSION].reserve(prompts, params.n, sharer(request)) as places:
             for index, prompt in enumerate(prompts):
+                if index and index % _SUBMITTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # 0.1 ms are spent on a prompt of a thousand ids
                 outputs.append(
                     await frontend.submit(
                         prompt,
@@ -76,6 +96,7 @@ async def submitted(
                         priority=priority,
                         request_id=f"{name}-{index}",
                         flow=account.flow,
+                        cache_salt=cache_salt or "",
                     )
                 )
                 places.use(len(prompt), params.n)
@@ -223,26 +244,36 @@ async def _send(
     response: web.StreamResponse,
     output: RequestOutput,
     choices: Sequence[ChoiceEvents],
+    *,
+    continuous_usage: bool,
 ) -> int:
-    """Sends the events of an output, and returns the number of its tokens.
+    """Sends the events of an output, and returns the number of its tokens. With `continuous_usage`,
+    each holds the usage of its choice so far.
 
     The first ones are written by the handler, behind the headers; then a `DirectSink` is attached.
     """
     sink: DirectSink | None = None
     num_tokens = 0
+    lengths = [0] * len(choices)
     async for delta in output:
         num_tokens += len(delta.token_ids)
-        if sink is not None:
-            sink.handler_writes = True
         if delta.logprobs:
             await choices[delta.index].open()
-        await response.write(choices[delta.index].events(delta))
+        events = choices[delta.index].events(delta)
+        if continuous_usage:
+            lengths[delta.index] += len(delta.token_ids)
+            events = with_usage(events, usage([output], lengths[delta.index]))
+        if sink is not None:
+            sink.handler_writes = True
+        await response.write(events)
         if sink is not None:
             sink.handler_writes = False
         elif (
             response.headers.get("Transfer-Encoding") == "chunked"
             and request.transport is not None
-            and not choices[0].returns_token_ids  # a sink does not get the ids
+            # a sink does not get the ids, nor does it count
+            and not choices[0].returns_token_ids
+            and not continuous_usage
         ):
             sink = DirectSink(request.transport, choices)
             output.attach(sink)
@@ -258,13 +289,16 @@ async def stream(
     """Sends the events of all outputs as their deltas come; `choices[i]` make the events of
     `outputs[i]`.
 
-    A failure ends the stream with an error event, without `[DONE]`.
+    A failure ends the stream with an error event and `[DONE]`, for which some clients wait.
     """
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
     try:
         num_tokens = await together(
-            [_send(request, response, *pair) for pair in zip(outputs, choices, strict=True)]
+            [
+                _send(request, response, *pair, continuous_usage=envelope.continuous_usage)
+                for pair in zip(outputs, choices, strict=True)
+            ]
         )
         end = (
             envelope.usage_event(usage(outputs, sum(num_tokens))) if envelope.include_usage else b""
@@ -273,7 +307,7 @@ async def stream(
     except ConnectionError:  # the client is gone, which is not worth a line in the log
         raise
     except Exception as error:
-        await response.write(error_event(describe(error)[1]))
+        await response.write(error_event(describe(error)[1]) + DONE)
     return response
 
 
@@ -305,13 +339,17 @@ async def _collect_one(output: RequestOutput) -> list[Delta]:
 def usage(outputs: Sequence[RequestOutput], completion_tokens: int) -> dict[str, Any]:
     """Returns OpenAI's usage object. Each prompt counts once, whatever n is."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    return usage_of(prompt_tokens, completion_tokens, cached_tokens)
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Returns OpenAI's usage object of these numbers."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(output.num_cached_tokens for output in outputs)
-        },
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

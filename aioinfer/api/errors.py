@@ -28,6 +28,11 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+#: The value of the `Server` header. It names no versions, which would tell attackers what to try.
+SERVER_NAME = "aioinfer"
+#: The code in the body of an error response.
+ERROR_CODE = web.ResponseKey("error_code", str)
+
 #: Messages may quote what a client sent, and the client may have sent megabytes.
 _MAX_MESSAGE_CHARS = 400
 
@@ -36,10 +41,21 @@ def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP
-    status. Of a long message only the beginning and the end are kept."""
+    status, and so does a code that is missing. Of a long message only the beginning and the end are
+    kept."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if code is None:
+        code = "invalid_value" if status == 400 and param else _code_of(status)
     param = None if param is None else shorten(param)
     return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
+
+
+def _code_of(status: int) -> str:
+    """Returns the code of an error that has none of its own, such as "bad_request"."""
+    try:
+        return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
+    except ValueError:  # a status that has no name
+        return "error"
 
 
 def shorten(text: str) -> str:
@@ -103,14 +119,37 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     # the client is gone: aiohttp knows what to do, and nobody reads an answer
     except ConnectionError:
         raise
+    except web.HTTPNotFound:
+        return error_response(_unknown_path(request))
     except Exception as error:
         return error_response(error)
+
+
+def _unknown_path(request: web.Request) -> RequestError:
+    """Returns the error that answers a path at which there is nothing, with the one that was meant
+    where it is clear: a missing or a doubled `/v1`, further slashes, capital letters."""
+    known = {
+        resource.canonical.lower(): resource.canonical
+        for resource in request.app.router.resources()
+    }
+    path = "/" + "/".join(part for part in request.path.lower().split("/") if part)
+    bare = path
+    while bare.startswith("/v1/"):
+        bare = bare.removeprefix("/v1")
+    near = [known[name] for name in (path, f"/v1{bare}", bare) if name in known and name != "/"]
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return RequestError(
+        f"there is nothing at the path {shorten(request.path)}{hint}", status=404, code="not_found"
+    )
 
 
 def error_response(error: Exception) -> web.Response:
     """Returns the response that answers an exception."""
     status, body = describe(error)
-    return json_response(body, status=status, headers=_headers(status, error))
+    response = json_response(body, status=status, headers=_headers(status, error))
+    if code := body["error"]["code"]:
+        response[ERROR_CODE] = code
+    return response
 
 
 def _headers(status: int, error: Exception) -> dict[str, str]:
@@ -127,9 +166,16 @@ def raw_response(status: int, body: Any, headers: bytes = b"") -> bytes:
     request that aiohttp could answer. `headers` are further lines, each with its line end."""
     data = orjson.dumps(body)
     return (
-        b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s"
-        b"Connection: close\r\n\r\n%s"
-        % (status, HTTPStatus(status).phrase.encode(), len(data), headers, data)
+        b"HTTP/1.1 %d %s\r\nServer: %s\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n%sConnection: close\r\n\r\n%s"
+        % (
+            status,
+            HTTPStatus(status).phrase.encode(),
+            SERVER_NAME.encode(),
+            len(data),
+            headers,
+            data,
+        )
     )
 
 

@@ -12,6 +12,11 @@ cost next to nothing. What is charged, and when:
   ended it. A request without `max_tokens` may so use more than was left; the key then waits until
   the excess has flowed off as well.
 
+When the keys are read again, a name keeps what it has used: its requests go on to count, and of a
+limit that has changed the same part is used up as before, so no reload gives anybody a minute's
+worth at once. A name that is gone is remembered until it has nothing used up and nothing running,
+in case it comes back.
+
 A rate is a GCRA (generic cell rate algorithm; ITU-T I.371, ATM Forum Traffic Management 4.0), the
 same as a token bucket that holds a minute's worth: all of its state is the time at which nothing
 is used up any more. That is one number a key, and no timer.
@@ -58,7 +63,8 @@ class Rate:
     """How much may be used a minute, by GCRA. Times are seconds of one clock.
 
     Attributes:
-        limit: what may be used a minute, and at once after a minute of rest.
+        limit: what may be used a minute, and at once after a minute of rest. It may be set: the
+            part that is used up stays, since the state is a time.
     """
 
     __slots__ = ("_free_at", "limit")
@@ -82,7 +88,7 @@ class Rate:
         wait = self.reset_s(now) - room_s
         return wait if wait > 1e-6 else 0.0
 
-    def charge(self, amount: int, now: float) -> None:
+    def charge(self, amount: float, now: float) -> None:
         """Records that `amount` is used, or, below 0, that so much of it was not."""
         self._free_at = max(now, self._free_at) + amount * _PERIOD_S / self.limit
 
@@ -91,7 +97,7 @@ class TokenCharge:
     """The tokens that a request is charged: at first what it may use, at the end what it has
     used."""
 
-    __slots__ = ("_account", "_rate", "_reserved")
+    __slots__ = ("_account", "_limit", "_rate", "_reserved")
 
     def __init__(self, account: Account, tokens: int):
         """Raises `RateLimitError` if the account has not so many left."""
@@ -101,6 +107,7 @@ class TokenCharge:
             if wait := self._rate.wait_s(tokens, now):
                 raise account.rejection("tokens", wait)
             self._rate.charge(tokens, now)
+            self._limit = self._rate.limit
 
     def settle(self, outputs: Sequence[RequestOutput]) -> None:
         """Charges what these outputs, of all prompts that were queued, have used, instead of what
@@ -110,7 +117,9 @@ class TokenCharge:
         self._account.num_prompt_tokens += prompt
         self._account.num_generated_tokens += generated
         if self._rate is not None:
-            self._rate.charge(prompt + generated - self._reserved, time.monotonic())
+            # what was reserved, in tokens of the limit of now, which may be another
+            reserved = self._reserved * self._rate.limit / self._limit
+            self._rate.charge(prompt + generated - reserved, time.monotonic())
 
 
 class Account:
@@ -135,11 +144,17 @@ class Account:
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
-        """Sets new limits. A rate that stays goes on as it was, one that changes begins anew."""
+        """Sets new limits; what is used up of them stays used up."""
         self.key = key
         self.flow = Flow(key.name, key.weight)
         self.requests = _rate(self.requests, key.requests_per_minute)
         self.tokens = _rate(self.tokens, key.tokens_per_minute)
+
+    def is_at_rest(self) -> bool:
+        """Returns whether nothing runs and nothing is used up."""
+        now = time.monotonic()
+        rates = (self.requests, self.tokens)
+        return not self.num_concurrent and not any(r and r.reset_s(now) for r in rates)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -208,9 +223,12 @@ class Account:
 
 
 def _rate(old: Rate | None, limit: int | None) -> Rate | None:
-    if old is not None and old.limit == limit:
-        return old
-    return None if limit is None else Rate(limit)
+    """Returns the rate of a new limit: the old one, if there was one, with what it has used."""
+    if limit is None:
+        return None
+    rate = old or Rate(limit)
+    rate.limit = limit
+    return rate
 
 
 def duration_text(seconds: float) -> str:
@@ -228,6 +246,7 @@ class Accounts:
     def __init__(self, keys: ApiKeys):
         self._keys = keys
         self._accounts = {key.name: Account(key) for key in keys.all}
+        self._gone: dict[str, Account] = {}
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -244,11 +263,13 @@ class Accounts:
     def set_keys(self, keys: ApiKeys) -> None:
         """Takes these keys from now on; accounts whose name stays go on. Requests that are being
         answered go on as they are."""
-        known = self._accounts
+        known = self._gone | self._accounts
         self._keys, self._accounts = keys, {}
         for key in keys.all:
-            account = self._accounts[key.name] = known.get(key.name) or Account(key)
+            account = known.pop(key.name) if key.name in known else Account(key)
             account.set_key(key)
+            self._accounts[key.name] = account
+        self._gone = {name: old for name, old in known.items() if not old.is_at_rest()}
 
     async def reload(self, config: Config) -> None:
         """Reads the key file again, and logs a line. A file that cannot be used changes nothing."""

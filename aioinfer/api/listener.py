@@ -185,6 +185,7 @@ class Listener:
 
     def _reject(self, connection: socket.socket) -> None:
         """Answers a connection for which there is no room, and closes it."""
+        self._server.counts.no_room += 1
         # no TLS handshake for this: it costs more than a request
         if self._tls is not None or self._num_rejected >= _MAX_REJECTED:
             connection.close()

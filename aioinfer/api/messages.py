@@ -16,6 +16,9 @@ from aioinfer.errors import RequestError
 #: Shorter texts are not searched for JSON values: they cannot hold many.
 _SHORT_ARGUMENTS = 1024
 
+#: Parts of a message that are joined at once.
+_FEW_PARTS = 16
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -71,6 +74,13 @@ class Message(Struct, kw_only=True):
                 )
         for index, call in enumerate(self.tool_calls or ()):
             _object(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments")
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `for_template` takes microseconds: it has to parse the arguments of calls."""
+        return not self.tool_calls and (
+            not isinstance(self.content, list) or len(self.content) <= _FEW_PARTS
+        )
 
     def count_argument_values(self) -> int:
         """Returns how many values, or a few more, the JSON texts of tool calls' arguments hold."""

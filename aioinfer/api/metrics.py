@@ -1,5 +1,5 @@
-"""`/metrics` for Prometheus: reads the metrics of engines and API keys for each scrape, and keeps
-none of its own.
+"""`/metrics` for Prometheus: reads the metrics of engines, HTTP server and API keys for each
+scrape, and keeps none of its own.
 
 What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is
 named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed here
@@ -9,7 +9,7 @@ without the `_total` that the text adds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from aioinfer.api.connections import CONNECTIONS, ConnectionServer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.limits import ACCOUNTS, Accounts
 
@@ -42,8 +43,12 @@ async def show_metrics(request: web.Request) -> web.Response:
     """
     parts = []
     frontend = request.app[FRONTEND]
-    engines, keys = EngineCollector(frontend), KeyCollector(frontend, request.app[ACCOUNTS])
-    for metric in chain(engines.collect(), keys.collect()):
+    collectors = (
+        EngineCollector(frontend),
+        ServerCollector(frontend, request.app[CONNECTIONS]),
+        KeyCollector(frontend, request.app[ACCOUNTS]),
+    )
+    for metric in chain.from_iterable(collector.collect() for collector in collectors):
         parts.append(generate_latest(_Only(metric)))
         await asyncio.sleep(0)
     return web.Response(body=b"".join(parts), headers={"Content-Type": _TEXT})
@@ -105,6 +110,8 @@ class EngineCollector(Collector):
         yield show("aioinfer:worker_restarts", about, lambda e: e.metrics.restarts)
         about = "Requests that ran when an engine's workers were lost."
         yield show("aioinfer:interrupted_requests", about, lambda e: e.metrics.interrupted)
+        about = "Requests that went on with another engine when an engine died."
+        yield show("aioinfer:moved_requests", about, lambda e: e.metrics.moved)
         about = "Checks of the scheduler's and the engine's records that failed."
         yield show("aioinfer:integrity_violations", about, lambda e: e.metrics.violations)
         about = "Requests whose KV blocks were given to older ones, and that began anew."
@@ -141,6 +148,8 @@ class EngineCollector(Collector):
         yield show("aioinfer:steps", "Steps that were planned.", lambda e: e.scheduler.stats.steps)
         about = "Rows computed for requests that had ended meanwhile."
         yield show("aioinfer:wasted_rows", about, lambda e: e.scheduler.stats.wasted_rows)
+        about = "Rows that were sampled under a mask of allowed tokens."
+        yield show("aioinfer:constrained_rows", about, lambda e: e.metrics.constrained_rows)
         about = "Seconds that the first worker of an engine spent on steps."
         yield show("aioinfer:worker_busy_seconds", about, lambda e: e.metrics.worker_busy_ns * 1e-9)
 
@@ -205,6 +214,9 @@ class EngineCollector(Collector):
                 metric.add_metric((*labels, phase), _cumulative(histogram), histogram.sum)
         yield metric
 
+        about = "Time in which the masks of a step with constrained rows were filled."
+        yield self._histogram("aioinfer:mask_fill_seconds", about, lambda m: m.mask_fill_time)
+
     def _loop_lag(self) -> Metric:
         lag = self._frontend.loop_lag.seconds
         metric = HistogramMetricFamily(
@@ -237,6 +249,55 @@ class EngineCollector(Collector):
         for labels, engine in self._engines():
             histogram = of(engine.metrics)
             metric.add_metric(labels, _cumulative(histogram), histogram.sum)
+        return metric
+
+
+class ServerCollector(Collector):
+    """What the HTTP server holds, refuses and ends; all metrics carry the label `model_name`."""
+
+    def __init__(self, frontend: Frontend, connections: ConnectionServer):
+        self._model = frontend.config.served_model_names[0]
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields each metric with its values of now."""
+        counts = self._connections.counts
+        about = "Connections, idle ones included."
+        yield self._gauge("aioinfer:open_connections", about, len(self._connections.open))
+        about = "Tasks of the event loop."
+        yield self._gauge("aioinfer:asyncio_tasks", about, len(asyncio.all_tasks()))
+        about = "New connections beyond server.max_connections, answered 503 or dropped."
+        yield self._counter("aioinfer:connection_rejections", about, counts.no_room)
+        about = "Connections without a request that were closed to make room for new ones."
+        yield self._counter("aioinfer:connections_closed_for_room", about, counts.closed_for_room)
+        yield self._counters(
+            "aioinfer:client_timeouts",
+            "Clients that were ended since they were too slow to send a head or a body or to read "
+            "a reply, and idle connections that were closed.",
+            "kind",
+            counts.timeouts,
+        )
+        yield self._counters(
+            "aioinfer:http_errors",
+            "Requests that were answered with an error status, by reason.",
+            "reason",
+            counts.errors,
+        )
+
+    def _gauge(self, name: str, about: str, value: float) -> Metric:
+        metric = GaugeMetricFamily(name, about, labels=("model_name",))
+        metric.add_metric((self._model,), value)
+        return metric
+
+    def _counter(self, name: str, about: str, value: int) -> Metric:
+        metric = CounterMetricFamily(name, about, labels=("model_name",))
+        metric.add_metric((self._model,), value)
+        return metric
+
+    def _counters(self, name: str, about: str, label: str, values: Mapping[str, int]) -> Metric:
+        metric = CounterMetricFamily(name, about, labels=("model_name", label))
+        for value, number in values.items():
+            metric.add_metric((self._model, value), number)
         return metric
 
 

@@ -23,6 +23,7 @@ from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
 from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.engine.recovery import EngineState
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -162,6 +163,7 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing
     that grows with the load.
 
+    `restart` is `[attempt, attempts]` while the workers are started anew, else null.
     Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log`
     holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
     """
@@ -169,6 +171,7 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     cache, totals = scheduler.kv_cache, scheduler.stats
     return {
         "dead": engine.dead_reason,
+        "restart": _restart(engine),
         "slots": scheduler.limits.max_num_seqs,
         "running": len(scheduler.running),
         "waiting": scheduler.num_waiting,
@@ -186,3 +189,12 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
         "finished": metrics.finished,
         "log": [list(step) for step in metrics.steps.since(last_step)],
     }
+
+
+def _restart(engine: Engine) -> tuple[int, int] | None:
+    """Returns which attempt to start the workers anew is under way, and how many may be."""
+    if engine.state is not EngineState.RESTARTING:
+        return None
+    # a plan may have failed in this very iteration of the loop: the first attempt is to begin
+    policy = engine.recovery.policy
+    return max(1, policy.num_restarts), policy.max_restarts

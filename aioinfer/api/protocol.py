@@ -1,8 +1,9 @@
 """What clients send: the bodies of requests, decoded and checked.
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
-while it decodes, so unknown fields cost nothing and are ignored, as OpenAI-compatible servers do;
-null counts as missing. The bounds of sampling parameters and the sizes of their lists are checked
+and names while it decodes; what it rejects is looked at again in `decoding`, so that a right body
+costs nothing more. `fields` has the names that are ignored and those that are refused; null counts
+as missing. The bounds of sampling parameters and the sizes of their lists are checked
 by `SamplingParams`; here are the limits of the machine (what must fit into an int32) and the rules
 between fields. Handlers get bodies from `read_body`.
 """
@@ -15,9 +16,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from aioinfer.api.decoding import decode_again
 from aioinfer.api.messages import Message
+from aioinfer.api.structured_output import (
+    NOT_GIVEN,
+    ResponseFormat,
+    StructuredOutputs,
+    find_grammar,
+)
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import MAX_LOGPROBS
+from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N
 
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
@@ -25,6 +33,8 @@ MAX_PROMPTS = 1024
 #: Values in lists and objects of a body, token ids not counted: decoding, checking and freeing them
 #: takes up to 20 ms, in which the event loop may stand still.
 MAX_VALUES = 50_000
+
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 #: Entries of a prompt whose types are looked at before other threads may run.
 _TYPES_PER_PIECE = 16_384
@@ -47,9 +57,11 @@ class Body(Struct, kw_only=True):
 
 
 class StreamOptions(Struct, kw_only=True):
-    """`include_usage` adds a last event that holds the usage."""
+    """`include_usage` adds a last event that holds the usage, and `continuous_usage_stats` (vLLM's)
+    the usage so far to every event."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingBody(Body, kw_only=True):
@@ -65,7 +77,7 @@ class SamplingBody(Body, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[str, float] | None = None
     max_tokens: Length | None = None
     prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
@@ -74,16 +86,37 @@ class SamplingBody(Body, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NOT_GIVEN
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    grammar: str | None = None
+    json_schema: msgspec.Raw = NOT_GIVEN
     priority: Int32 | None = None
     timeout_s: Seconds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with an event that holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream holds the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -93,6 +126,14 @@ class SamplingBody(Body, kw_only=True):
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
                 "prompt_logprobs are not available in a stream", param="prompt_logprobs"
+            )
+        if self.truncate_prompt_tokens is not None and (
+            self.truncate_prompt_tokens == 0 or self.truncate_prompt_tokens < -1
+        ):
+            raise RequestError(
+                "truncate_prompt_tokens must be a number of tokens, or -1 for as many as fit, not "
+                f"{self.truncate_prompt_tokens}",
+                param="truncate_prompt_tokens",
             )
 
     def check_no_output(self) -> None:
@@ -108,18 +149,25 @@ class SamplingBody(Body, kw_only=True):
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.include_stop_str_in_output is not None:
             fields["include_stop"] = self.include_stop_str_in_output
+        if self.logit_bias:
+            fields["logit_bias"] = {
+                int(token) if _INTEGER.fullmatch(token) else token: bias
+                for token, bias in self.logit_bias.items()
+            }
+        if (grammar := find_grammar(self)) is not None:
+            fields["grammar"] = grammar
         return fields
 
 
 _SAMPLING_FIELDS = (
     "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
-    "logit_bias", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "prompt_logprobs",
+    "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "allowed_token_ids", "bad_words", "prompt_logprobs",
 )  # fmt: skip
 
 
-class CompletionRequest(SamplingBody, kw_only=True):
+class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
@@ -127,17 +175,31 @@ class CompletionRequest(SamplingBody, kw_only=True):
     best_of: Int32 | None = None
     echo: bool | None = None
     logprobs: Int32 | None = None
-    return_token_ids: bool | None = None
     suffix: str | None = None
 
     def check(self) -> None:
         super().check()
         if isinstance(self.prompt, list):
             _check_prompts(self.prompt)
+        if self.best_of is not None:
+            self._check_best_of(self.best_of, self.n or 1)
         if self.suffix:
-            raise RequestError("suffix is not supported", param="suffix")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of is not supported, unless it equals n", param="best_of")
+            for name in ("echo", "truncate_prompt_tokens"):
+                if getattr(self, name):
+                    raise RequestError(f"{name} is not supported together with suffix", param=name)
+
+    def _check_best_of(self, best_of: int, n: int) -> None:
+        if not n <= best_of <= MAX_N:
+            raise RequestError(
+                f"best_of must be in [n, {MAX_N}], not {best_of}: the n best are returned, and n "
+                f"is {n}",
+                param="best_of",
+            )
+        if self.stream and best_of > n:
+            raise RequestError(
+                "best_of above n cannot be streamed: which ones are best is known at the end",
+                param="best_of",
+            )
 
     def check_no_output(self) -> None:
         if self.stream or not (self.echo or self.prompt_logprobs is not None):
@@ -185,26 +247,21 @@ def _check_prompts(prompt: list[Any]) -> None:
         )
 
 
-class ResponseFormat(Struct, kw_only=True):
-    """Only `{"type": "text"}` is understood."""
-
-    type: str
-
-
-class ChatRequest(SamplingBody, kw_only=True):
+class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     parse_special: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    response_format: ResponseFormat | None = None
 
     def check(self) -> None:
         super().check()
@@ -217,11 +274,6 @@ class ChatRequest(SamplingBody, kw_only=True):
                     f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
                     param="top_logprobs",
                 )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(
-                f"response_format {self.response_format.type!r} is not supported, only 'text'",
-                param="response_format",
-            )
         if self.tool_choice not in (None, "auto", "none"):
             raise RequestError(
                 "tool_choice must be 'auto' or 'none': no call can be enforced", param="tool_choice"
@@ -284,46 +336,33 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         else body.add_generation_prompt,
         "continue_final_message": continues,
         "parse_special": bool(body.parse_special),
-        "template_kwargs": body.chat_template_kwargs,
+        "template_kwargs": _template_variables(body),
     }
+
+
+def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
+    """Returns the variables of the chat template: `chat_template_kwargs`, and fields that are
+    variables themselves, which do not replace those."""
+    if not isinstance(body, ChatRequest) or (body.reasoning_effort or body.documents) is None:
+        return body.chat_template_kwargs
+    fields = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return given | (body.chat_template_kwargs or {})
 
 
 B = TypeVar("B", bound=Body)
 
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
 
-
-def decode(raw: bytes, kind: type[B], *, check: bool = True) -> B:
-    """Decodes a body, and checks it unless `check` is false.
+def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bool = False) -> B:
+    """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, names that
+    nobody knows are ignored.
 
     Raises `RequestError` naming the field by its path, such as `messages[0].role`.
     """
     try:
         body = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise as_request_error(error) from error
+        body = decode_again(raw, kind, error, ignores_unknown=ignores_unknown)
     if check:
         body.check()
     return body
-
-
-def as_request_error(error: Exception) -> RequestError:
-    """Returns the error that answers a body which the decoder rejects with `error`."""
-    if isinstance(error, msgspec.ValidationError):
-        return _wrong_field(str(error))
-    if isinstance(error, RecursionError):
-        return RequestError("the body is nested too deeply")
-    return RequestError(f"the body is not valid JSON: {error}")
-
-
-def _wrong_field(message: str) -> RequestError:
-    """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the
-    parameter."""
-    found = _PLACE.fullmatch(message)
-    if found is None:  # the pattern matches any text
-        return RequestError(message)
-    what, path = found["what"], (found["path"] or "").replace("[...]", "")
-    if missing := _MISSING.fullmatch(what):
-        path, what = f"{path}.{missing[1]}".lstrip("."), "it is missing"
-    return RequestError(f"{path or 'the body'}: {what[:1].lower()}{what[1:]}", param=path or None)

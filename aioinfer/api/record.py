@@ -33,6 +33,7 @@ class RequestRecord:
         status: the HTTP status; 499 if its client went away.
         outputs: one for each prompt that was queued.
         prompts: their text, under `logging.prompts`.
+        model: the model that its body names, if it does.
     """
 
     arrived: float
@@ -42,6 +43,7 @@ class RequestRecord:
     status: int = CLIENT_GONE
     outputs: Sequence[RequestOutput] = ()
     prompts: list[str] = field(default_factory=list)
+    model: str | None = None
 
     def sequences(self) -> list[OutputSequence]:
         """Returns the sequences of all outputs."""

@@ -1,9 +1,12 @@
-"""The request log: one line for each HTTP request when it ends.
+"""The request log: one line for each HTTP request when it ends, and its spans if requests are
+traced.
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
 which `context` and `delivery` note what happens; at the end the middleware writes the line.
-Requests that only look (GET) are logged if they fail, those for `/health` and `/metrics` never. No
-line holds text of a prompt, unless `logging.prompts` says so.
+Requests that only look (GET) are logged if they fail, those for `/health` and `/metrics` neither
+logged nor traced. Requests without a valid API key, which anybody can send as often as they like,
+leave one line in ten seconds with their number. No line holds text of a prompt, unless
+`logging.prompts` says so; no span does.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from aiohttp import web
 
 from aioinfer.api.access import request_id
 from aioinfer.api.errors import Handler
+from aioinfer.api.limited_log import LimitedLog
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logs import FieldsMessage
 from aioinfer.api.record import RECORD, RequestRecord
+from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
 
 _log = logging.getLogger("aioinfer.requests")
@@ -28,11 +33,13 @@ _UNLOGGED = ("/health", "/metrics")
 
 
 class RequestLog:
-    """Writes the lines."""
+    """Writes the lines, and has the requests traced."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, tracing: Tracing | None = None):
+        self._tracing = tracing
         self._model = config.served_model_names[0]
         self._is_on = config.logging.requests
+        self._without_key = LimitedLog(_log, "requests without a valid API key")
 
     @web.middleware
     async def record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -46,13 +53,26 @@ class RequestLog:
             raise  # the client is gone
         finally:
             record.ended = time.perf_counter()
+            trace_id = None
+            if self._tracing is not None and not request.path.startswith(_UNLOGGED):
+                trace_id = self._tracing.trace(request, record)
             if self._is_on and _log.isEnabledFor(logging.INFO) and _is_logged(request, record):
-                _log.info(FieldsMessage("request", self._fields(request, record)))
+                if record.status == 401:
+                    self._without_key.count(f"from {request.remote}")
+                else:
+                    _log.info(FieldsMessage("request", self._fields(request, record, trace_id)))
 
-    def _fields(self, request: web.Request, record: RequestRecord) -> dict[str, str | float | None]:
+    async def close(self, app: web.Application) -> None:
+        """Logs what has been counted since the last line; a handler of `on_cleanup`."""
+        self._without_key.close()
+
+    def _fields(
+        self, request: web.Request, record: RequestRecord, trace_id: str | None
+    ) -> dict[str, str | float | None]:
         account = request.get(ACCOUNT)
         fields: dict[str, str | float | None] = {
             "id": request_id(request),
+            "trace_id": trace_id,
             "key": None if account is None else account.key.name,
             "method": request.method,
             "path": request.path[:_MAX_PATH],

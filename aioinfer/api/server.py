@@ -8,11 +8,12 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
+from yarl import URL
 
 from aioinfer.api import chat, completions, info, limits, metrics, page, pooling, tokenization
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
-from aioinfer.api.connections import Connection, ConnectionServer
+from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
 from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.heap import HEAP, Heap
@@ -24,6 +25,7 @@ from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
+from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
 
@@ -42,9 +44,13 @@ class HttpServer:
         """With a `frontend`, `start` calls `serve` as well."""
         self._whole_config = config
         self._config = config.server
+        self._root_path = (
+            "/" + config.server.root_path.strip("/") if config.server.root_path else ""
+        )
         self._frontend = frontend
         self._listener: Listener | None = None
         self._connections: ConnectionServer | None = None
+        self._tracing: Tracing | None = None
         self._readiness = Readiness("the server is starting")
         self._application: _Application | None = None
         self._draining = False
@@ -52,12 +58,13 @@ class HttpServer:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def _make_app(self, frontend: Frontend) -> web.Application:
+    def _make_app(self, frontend: Frontend, connections: ConnectionServer) -> web.Application:
         cors = Cors(self._config.cors_origins)
+        log = RequestLog(frontend.config, self._tracing)
         app = web.Application(
             middlewares=[
                 self._count,
-                RequestLog(frontend.config).record,
+                log.record,
                 json_errors,
                 cors.answer_preflight,
                 require_key,
@@ -66,6 +73,7 @@ class HttpServer:
             ],
             client_max_size=self._config.max_body_bytes,
         )
+        app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
         app.on_response_prepare.append(limits.mark_response)
@@ -73,7 +81,8 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
-        app[REQUEST_BODIES] = RequestBodies(self._config)
+        app[CONNECTIONS] = connections
+        app[REQUEST_BODIES] = RequestBodies(self._config, connections.counts)
         app[READINESS] = self._readiness
         app[HEAP] = Heap()
         app[STARTED] = int(time.time())
@@ -145,9 +154,19 @@ class HttpServer:
     def _make_request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
     ) -> web.BaseRequest:
+        if self._root_path:
+            message = self._below_root(message)
         if self._application is not None:
             return self._application.make_request(message, payload, protocol, writer, task)
         return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop())
+
+    def _below_root(self, message: Any) -> Any:
+        """Returns the head of a request without `server.root_path` at the beginning of its path."""
+        rest = message.path.removeprefix(self._root_path)
+        if rest == message.path or rest[:1] not in ("/", "?", ""):
+            return message
+        path = rest if rest.startswith("/") else f"/{rest}"
+        return message._replace(path=path, url=URL(path, encoded=True))
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -176,8 +195,9 @@ class HttpServer:
 
         Raises:
             ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
-                be used.
+                be used, or traces are to be sent without OpenTelemetry.
         """
+        self._tracing = await Tracing.start(self._whole_config)
         keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
         self._accounts = Accounts(keys)
         tls = await asyncio.to_thread(tls_context, self._config)
@@ -196,7 +216,9 @@ class HttpServer:
 
     async def serve(self, frontend: Frontend) -> None:
         """From now on answers requests by a model that is loaded."""
-        application = _Application(self._make_app(frontend))
+        if self._connections is None:
+            raise RuntimeError("the server has not been started")
+        application = _Application(self._make_app(frontend, self._connections))
         await application.start()
         self._application = application
         self._readiness.obstacle = None
@@ -233,6 +255,8 @@ class HttpServer:
         if self._connections is not None:
             await self._connections.shutdown(_LAST_EVENTS_S)
             self._connections.close()
+        if self._tracing is not None:  # last: requests have ended until here
+            await self._tracing.close()
 
 
 class _Application:

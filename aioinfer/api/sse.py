@@ -25,7 +25,8 @@ STREAM_HEADERS = {
 class Envelope:
     """The fields that all chunks of a reply have in common; `created` is in Unix seconds.
 
-    With `include_usage`, chunks carry `"usage": null`, and `usage_event` is to follow the last one.
+    With `include_usage`, chunks carry `"usage": null`, and `usage_event` is to follow the last one;
+    with `continuous_usage` as well, they are to carry the usage so far instead (`with_usage`).
     """
 
     id: str
@@ -33,6 +34,7 @@ class Envelope:
     created: int
     model: str
     include_usage: bool = False
+    continuous_usage: bool = False
 
     def head(self) -> bytes:
         """Returns the beginning of an event, up to where the choices go."""
@@ -161,15 +163,27 @@ class ChunkTemplate:
         )
 
 
-def role_event(envelope: Envelope, index: int) -> bytes:
-    """Returns the event that opens a choice of a chat: it names the role, with empty content."""
+def with_usage(events: bytes, usage: Mapping[str, Any]) -> bytes:
+    """Returns events of an envelope with `include_usage`, with this usage in place of null."""
+    # no text can hold the end of an event: JSON escapes line ends
+    return events.replace(b'],"usage":null}\n\n', b'],"usage":' + orjson.dumps(usage) + b"}\n\n")
+
+
+def role_event(
+    envelope: Envelope, index: int, prompt_token_ids: Sequence[int] | None = None
+) -> bytes:
+    """Returns the event that opens a choice of a chat: it names the role, with empty content, and
+    the ids of the prompt where they are given (vLLM's field)."""
     choice = (
         b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         % index
     )
-    return envelope.head() + choice + envelope.tail()
+    if prompt_token_ids is None:
+        return envelope.head() + choice + envelope.tail()
+    ids = b'],"prompt_token_ids":' + orjson.dumps(prompt_token_ids)
+    return envelope.head() + choice + ids + envelope.tail()[1:]
 
 
 def error_event(body: Mapping[str, Any]) -> bytes:
-    """Returns the event that ends a stream in which something failed; no `[DONE]` follows it."""
+    """Returns the event that reports that something failed; `DONE` follows it."""
     return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from aioinfer.api.decoding import as_request_error
 from aioinfer.api.json_members import Member, find_members
 from aioinfer.api.pooling_bodies import ClassifyRequest, EmbeddingRequest, PoolingRequest
 from aioinfer.api.protocol import (
@@ -26,7 +27,6 @@ from aioinfer.api.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenId,
-    as_request_error,
     decode,
 )
 from aioinfer.errors import RequestError
@@ -58,7 +58,7 @@ _INDEX = re.compile(r"`\$\[(\d+)\]")
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
 
-def decode_large(raw: bytes, kind: type[B]) -> B:
+def decode_large(raw: bytes, kind: type[B], *, ignores_unknown: bool = False) -> B:
     """Decodes a body as `protocol.decode` does.
 
     Raises `RequestError`, also for more than `MAX_VALUES` values in lists and objects, token ids
@@ -77,17 +77,17 @@ def decode_large(raw: bytes, kind: type[B]) -> B:
         if num_values > MAX_VALUES:
             raise _too_many(_name_of(member), MAX_VALUES, "values")
     if ids is None or field is None or ids.num_values * 2 < PIECE // 4:
-        return decode(raw, kind)
+        return decode(raw, kind, ignores_unknown=ignores_unknown)
     listed = raw[ids.start : ids.end].strip()
     if listed[:1] != b"[" or b'"' in listed:
         if ids.num_values > MAX_VALUES:
             raise _too_many(field, MAX_VALUES, "values that are no token ids")
-        return decode(raw, kind)
+        return decode(raw, kind, ignores_unknown=ignores_unknown)
     start = raw.index(listed, ids.start)
     lists = _inner_lists(raw, field, start, start + len(listed))
     if ids.num_values > MAX_TOKEN_IDS:
         raise _too_many(field, MAX_TOKEN_IDS, "token ids")
-    return _decode_in_pieces(raw, kind, field, start, lists)
+    return _decode_in_pieces(raw, kind, field, start, lists, ignores_unknown)
 
 
 def _too_many(name: str, limit: int, what: str) -> RequestError:
@@ -102,7 +102,12 @@ def _name_of(member: Member) -> str:
 
 
 def _decode_in_pieces(
-    raw: bytes, kind: type[B], field: str, start: int, inner: Sequence[tuple[int, int]]
+    raw: bytes,
+    kind: type[B],
+    field: str,
+    start: int,
+    inner: Sequence[tuple[int, int]],
+    ignores_unknown: bool,
 ) -> B:
     """Returns a body whose `field` is a list that begins at `start`, of numbers or of lists of
     numbers; `inner` are the places of the lists that hold numbers."""
@@ -112,7 +117,7 @@ def _decode_in_pieces(
         skeleton += [raw[before:first], b"[%d]" % number]
         before = last
     outline = raw[:start] + b"".join(skeleton) + raw[before:]
-    body = decode(outline, kind, check=False)
+    body = decode(outline, kind, check=False, ignores_unknown=ignores_unknown)
     flat = inner[0][0] == start
     expected: list[Any] = [0] if flat else [[number] for number in range(len(inner))]
     if getattr(body, field) != expected:

@@ -32,6 +32,9 @@ from aioinfer.text.tokenizer import Tokenizer
 T = TypeVar("T")
 #: Texts of up to so many characters are encoded in one go, in 10 to 20 ms.
 SHORT_TEXT = 32 * 1024
+#: Characters that count for each item of a structure: a template takes about as long over both, and
+#: the event loop, which counts them, looks at 2 000 items at most.
+_ITEM = 16
 #: Token-id prompts up to this length are checked and hashed on the event loop (about 0.1 ms).
 _FEW_TOKENS = 1024
 #: Token ids that are converted in one go.
@@ -68,11 +71,13 @@ class PreparedPrompt:
         token_ids: of the prompt.
         tokens: the same, as int32.
         hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
+        root: the parent of the first one.
     """
 
     token_ids: list[int]
     tokens: array[int]
     hashes: list[bytes]
+    root: bytes
 
 
 class PromptEncoder:
@@ -138,25 +143,24 @@ class PromptEncoder:
         tokenizer, run = self._tokenizer, self._threads.run
         if tokenizer.bound is not None:
             find_bound = tokenizer.bound.min_tokens
-            _check_length(await run(lambda: find_bound(chat.text, limit + 1)), limit, param)
+            self._check_length(await run(lambda: find_bound(chat.text, limit + 1)), limit, param)
         is_shielded = chat.shielded is not None
         text = chat.text if chat.shielded is None else chat.shielded
         encode = partial(tokenizer.encode, param=param, is_shielded=is_shielded)
-        if tokenizer.pieces is None:
+        cutter = tokenizer.shielded_pieces if is_shielded else tokenizer.pieces
+        if cutter is None:
             return await run(lambda: encode(text, add_special_tokens), is_long=True)
-        pieces = tokenizer.pieces.cut(text)
+        pieces = cutter.cut(text)
 
         def encode_next() -> list[int] | None:
             piece = next(pieces, None)
             return None if piece is None else encode(piece, False)
 
-        before, behind = (
-            (tokenizer.pieces.prefix, tokenizer.pieces.suffix) if add_special_tokens else ([], [])
-        )
+        before, behind = (cutter.prefix, cutter.suffix) if add_special_tokens else ([], [])
         ids = list(before)
         while (found := await run(encode_next, is_long=True)) is not None:
             ids += found
-            _check_length(len(ids) + len(behind), limit, param)
+            self._check_length(len(ids) + len(behind), limit, param)
         return ids + behind
 
     async def encode_chat(
@@ -193,9 +197,11 @@ class PromptEncoder:
         return await self._encode_long(found, False, "messages", limit)
 
     async def prepare(
-        self, prompt: str | Sequence[int], add_special_tokens: bool = True
+        self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = ""
     ) -> PreparedPrompt:
         """Returns a prompt, a text or token ids, checked and hashed.
+
+        Prompts share their KV blocks only under the same `cache_salt`.
 
         Raises:
             RequestError: the prompt is empty, too long, or holds something else than token ids.
@@ -203,14 +209,32 @@ class PromptEncoder:
         token_ids = (
             await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         )
-        _check_length(len(token_ids), self.max_prompt_len, "prompt", is_exact=True)
+        self._check_length(len(token_ids), self.max_prompt_len, "prompt", is_exact=True)
         if len(token_ids) <= _FEW_TOKENS:
-            return self._prepare(token_ids)
+            return self._prepare(token_ids, cache_salt)
         return await self._threads.run(
-            lambda: self._prepare(token_ids), is_long=len(token_ids) > SHORT_TEXT
+            lambda: self._prepare(token_ids, cache_salt), is_long=len(token_ids) > SHORT_TEXT
         )
 
-    def _prepare(self, token_ids: Sequence[int]) -> PreparedPrompt:
+    def _check_length(
+        self, num_tokens: int, limit: int, param: str, *, is_exact: bool = False
+    ) -> None:
+        """Raises `RequestError` if a prompt of at least `num_tokens` tokens has more than
+        `limit`."""
+        if num_tokens <= limit:
+            return
+        has = f"has {num_tokens if is_exact else f'at least {limit + 1}'} tokens"
+        if limit == self.max_prompt_len:
+            # clients look for the beginning, which is OpenAI's; one token is left for the answer
+            message = (
+                f"This model's maximum context length is {limit + 1} tokens. However, the prompt "
+                f"{has}. Please reduce the length of the prompt."
+            )
+        else:
+            message = f"the text {has}, and at most {limit} are accepted"
+        raise RequestError(message, param=param, code="context_length_exceeded")
+
+    def _prepare(self, token_ids: Sequence[int], cache_salt: str) -> PreparedPrompt:
         """Converts, checks and hashes a prompt."""
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
@@ -232,37 +256,27 @@ class PromptEncoder:
                 param="prompt",
             )
         hashes: list[bytes] = []
+        root = root_hash(cache_salt.encode("utf-8", "surrogatepass"))
         if self._hash_block_size is not None:
-            extend_hashes(hashes, tokens, self._hash_block_size, root_hash())
+            extend_hashes(hashes, tokens, self._hash_block_size, root)
         return PreparedPrompt(
-            token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes
-        )
-
-
-def _check_length(num_tokens: int, limit: int, param: str, *, is_exact: bool = False) -> None:
-    """Raises `RequestError` if a prompt of at least `num_tokens` tokens is longer than `limit`."""
-    if num_tokens > limit:
-        how_many = num_tokens if is_exact else f"at least {limit + 1}"
-        raise RequestError(
-            f"the prompt has {how_many} tokens, and at most {limit} are accepted",
-            param=param,
-            code="context_length_exceeded",
+            token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes, root
         )
 
 
 def _is_longer(value: Any, limit: int) -> bool:
     """Whether the texts in a structure of lists and dicts have more than `limit` characters in all,
-    an item counting as one."""
+    an item counting as `_ITEM`."""
     left = limit
     pending = [value]
     while pending:
         item = pending.pop()
-        left -= len(item) if isinstance(item, str) else 1
+        left -= max(1, len(item)) if isinstance(item, str) else _ITEM
         if left < 0:
             return True
         if isinstance(item, Mapping):
-            pending.extend(islice(item, left + 1))
-            pending.extend(islice(item.values(), left + 1))
+            pending.extend(islice(item, left // _ITEM + 1))
+            pending.extend(islice(item.values(), left // _ITEM + 1))
         elif isinstance(item, (list, tuple)):
-            pending.extend(item[: left + 1])
+            pending.extend(item[: left // _ITEM + 1])
     return False

@@ -24,7 +24,9 @@ from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.pooling import Pooling
-from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.recovery import EngineState, no_progress
+from aioinfer.engine.relocation import relocate
+from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.engine.router import Router
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
@@ -34,14 +36,12 @@ from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores
 from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
+from aioinfer.text.constraints import CompiledConstraint
 from aioinfer.text.generation_defaults import GenerationDefaults
+from aioinfer.text.restrictions import ParallelFiller
 from aioinfer.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-
-def _no_progress(phase: str, done: int, total: int) -> None:
-    """Ignores the progress."""
 
 
 class Frontend:
@@ -88,6 +88,7 @@ class Frontend:
             for number, executor in enumerate(executors)
         ]
         self._is_started = False
+        self._restrictions: RestrictionCompiler | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
         self._seeds = random.Random(config.model.seed)
@@ -97,7 +98,7 @@ class Frontend:
     # ---------------------------------------------------------------- life
 
     @classmethod
-    async def launch(cls, config: Config, on_progress: ProgressCallback = _no_progress) -> Frontend:
+    async def launch(cls, config: Config, on_progress: ProgressCallback = no_progress) -> Frontend:
         """Finds the model, starts the workers of all engines side by side, and loads the tokenizer
         meanwhile.
 
@@ -120,7 +121,7 @@ class Frontend:
             engine.report.phases.append(("in all", time.perf_counter() - begin))
         return frontend
 
-    async def start(self, folder: Path, on_progress: ProgressCallback = _no_progress) -> None:
+    async def start(self, folder: Path, on_progress: ProgressCallback = no_progress) -> None:
         """Starts the engines, and loads the tokenizer and the model's defaults meanwhile.
 
         The first failure cancels the rest and is raised; then the caller has to `close`.
@@ -133,7 +134,7 @@ class Frontend:
                 ]
                 # all load the same weights at the same time: the bar of the first stands for all
                 starts += [
-                    group.create_task(e.start(on_progress if not e.number else _no_progress))
+                    group.create_task(e.start(on_progress if not e.number else no_progress))
                     for e in self.engines
                 ]
                 await asyncio.wait(starts)
@@ -156,6 +157,7 @@ class Frontend:
         )
         self._is_started = True
         for engine in self.engines:
+            engine.masking.filler = ParallelFiller()
             engine.begin_service()
 
     async def _raise_death(self) -> None:
@@ -163,7 +165,8 @@ class Frontend:
         self._require_alive()
 
     def _load_text_side(self, folder: Path) -> None:
-        """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size."""
+        """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size,
+        and what grammars need."""
         self.tokenizer = self._load_tokenizer(folder)
         self.defaults = GenerationDefaults.load(
             folder, self.tokenizer, self.config.sampling.given()
@@ -171,6 +174,11 @@ class Frontend:
         model = load_model_config(folder, trust_remote_code=self.config.model.trust_remote_code)
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.pooling = Pooling.load(folder, self.config.pooling)
+        self._restrictions = RestrictionCompiler(
+            self.tokenizer, self.vocab_size, self.defaults.eos_token_ids
+        )
+        if self.config.model.prepare_grammars:
+            self._restrictions.prepare()
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer | None:
         model = self.config.model
@@ -226,6 +234,8 @@ class Frontend:
         self._end_all("the server is shutting down")
         await asyncio.gather(*(engine.shutdown() for engine in self.engines))
         self._threads.shutdown()
+        if self._restrictions is not None:
+            self._restrictions.shutdown()
 
     def stats(self) -> dict[str, float]:
         """Returns the state of queues and cache, and totals since the start, of all engines
@@ -277,6 +287,7 @@ class Frontend:
         priority: int = 0,
         request_id: str | None = None,
         flow: Flow = ONE_FLOW,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
         nothing behind.
@@ -288,6 +299,7 @@ class Frontend:
             priority: lower goes first; only under `scheduler.policy = "priority"`.
             request_id: for messages; made up if missing.
             flow: with which requests it shares a part of the server.
+            cache_salt: prompts share KV blocks only under the same one.
 
         Raises:
             RequestError: the request is wrong or could never fit.
@@ -295,13 +307,31 @@ class Frontend:
         """
         arrived = time.perf_counter()
         self._require_alive()
-        prepared = await self.prepare(prompt, add_special_tokens)
+        constraint = await self.compile(params)
+        prepared = await self.prepare(prompt, add_special_tokens, cache_salt)
         return self.admit(
-            prepared, params, priority=priority, request_id=request_id, flow=flow, arrived=arrived
+            prepared,
+            params,
+            constraint,
+            priority=priority,
+            request_id=request_id,
+            flow=flow,
+            arrived=arrived,
         )
 
+    async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
+        """Compiles what restricts a request's tokens (a grammar, say), for `admit`; None if nothing
+        does.
+
+        Raises `RequestError` naming the field that is wrong or not supported.
+        """
+        if not params.is_restricted:
+            return None
+        assert self._restrictions is not None, "requests come after the start"
+        return await self._restrictions.compile(params)
+
     async def prepare(
-        self, prompt: str | Sequence[int], add_special_tokens: bool = True
+        self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = ""
     ) -> PreparedPrompt:
         """Does the first half of `submit`, which may take long; see `PromptEncoder.prepare`.
 
@@ -309,12 +339,13 @@ class Frontend:
         """
         if isinstance(prompt, str):
             self.require_tokenizer("prompt")
-        return await self._encoder.prepare(prompt, add_special_tokens)
+        return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
 
     def admit(
         self,
         prompt: PreparedPrompt,
         params: SamplingParams,
+        constraint: CompiledConstraint | None = None,
         *,
         priority: int = 0,
         request_id: str | None = None,
@@ -325,9 +356,11 @@ class Frontend:
         the other share a step.
 
         Args:
+            constraint: what `compile` returned for `params`.
             arrived: when the request did, of `time.perf_counter`.
         """
         self._require_alive()
+        assert (constraint is not None) == params.is_restricted, "`compile` comes first"
         if priority and self.config.scheduler.policy != "priority":
             raise RequestError(
                 "priority needs the server's scheduler.policy to be 'priority'", param="priority"
@@ -353,7 +386,7 @@ class Frontend:
             params,
             engine.abort,
         )
-        self._make_sequences(output, prompt, max_len, priority, flow, route.num_tokens)
+        self._make_sequences(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
         if prompt_rows is not None:
             self._attach(prompt_rows, output)
         self._router.promise(route, output.sequences[0].request)
@@ -375,8 +408,10 @@ class Frontend:
             max_tokens = room if default is None else min(room, max(default, params.min_tokens))
         if max_tokens > room:
             raise RequestError(
-                f"max_tokens is {max_tokens}, but beside the prompt's {prompt_len} tokens only "
-                f"{room} fit into {self.max_model_len}",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you "
+                f"requested {prompt_len + max_tokens} tokens ({prompt_len} in the prompt, "
+                f"{max_tokens} in the output: max_tokens). Please reduce the length of one of "
+                "them.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -425,6 +460,7 @@ class Frontend:
         self,
         output: RequestOutput,
         prompt: PreparedPrompt,
+        constraint: CompiledConstraint | None,
         max_len: int,
         priority: int,
         flow: Flow,
@@ -451,6 +487,7 @@ class Frontend:
                 end_tokens,
                 priority,
                 prompt.hashes[:],
+                prompt.root,
                 group=group,
                 flow=flow,
                 # the first computes the prompt for all
@@ -461,7 +498,8 @@ class Frontend:
                 detokenizer = tokenizer.detokenizer(
                     output.prompt_token_ids, params.skip_special_tokens
                 )
-            output.sequences.append(OutputSequence(index, request, output, detokenizer))
+            restricted = None if constraint is None else constraint.start()
+            output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))
 
     # ---------------------------------------------------------------- failure
 
@@ -469,14 +507,16 @@ class Frontend:
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
 
-    def _handle_death(self, reason: str) -> None:
+    def _handle_death(self, engine: Engine, reason: str) -> None:
         """Ends everything once no engine lives, or one dies while they start; until then the others
-        go on without the one that has died."""
+        go on, and take over the requests of the one that has died."""
         living = [engine for engine in self.engines if engine.state is not EngineState.DEAD]
         if self._is_started and living:
+            moved, ended = relocate(engine, self.engines, self._router, self.config.scheduler)
             _log.error(
-                "%s; this engine is dead, and %d of %d go on", reason, len(living),
-                len(self.engines),
+                "%s; this engine is dead, and %d of %d go on; of its requests %d were moved to "
+                "them, and %d ended",
+                reason, len(living), len(self.engines), moved, ended,
             )  # fmt: skip
             return
         self._end_all(reason)

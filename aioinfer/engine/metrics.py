@@ -162,9 +162,13 @@ class EngineMetrics:
             of those that ended by a stop or their length.
         phases: seconds that the event loop spent on each phase of a step, by the names of `PHASES`.
         timer: measures these phases.
+        constrained_rows: rows that were posted to be sampled under a mask.
+        mask_fill_time: seconds in which the masks of a step were filled, one value a step that has
+            constrained rows.
         is_serving: whether the workers execute steps.
         restarts: attempts to start the workers anew after they died or hung.
         interrupted: requests that ran when the workers were lost.
+        moved: requests that went on with another engine when this one died.
         violations: checks of the engine's records that failed.
         steps: the last steps one by one, while somebody watches them.
     """
@@ -185,10 +189,13 @@ class EngineMetrics:
         self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.timer = StepTimer()
+        self.constrained_rows = 0
+        self.mask_fill_time = Histogram(_PHASE_BOUNDS)
         self.steps = StepLog()
         self.is_serving = False
         self.restarts = 0
         self.interrupted = 0
+        self.moved = 0
         self.violations = 0
         self._open: dict[Request, RequestTimes] = {}
         self._step_time = -1.0
@@ -219,6 +226,15 @@ class EngineMetrics:
         self.request_prompt_tokens.add(request.prompt_len)
         generated = 0 if request.params.prompt_only else request.num_output
         self.request_generation_tokens.add(generated)
+
+    def release(self, request: Request) -> None:
+        """Records that a request goes on with another engine, which counts it from now on."""
+        del self._open[request]
+        self.moved += 1
+
+    def adopt(self, request: Request, times: RequestTimes) -> None:
+        """Records a request that another engine has released, with its times."""
+        self._open[request] = times
 
     @property
     def open_requests(self) -> set[Request]:

@@ -89,6 +89,8 @@ class RequestOutput:
         prompt_token_ids: the prompt as the model sees it.
         params: the request's sampling parameters.
         sequences: the n sequences, by index.
+        on_abort: called with this object when the reader aborts the request; changes when the
+            request moves to another engine.
     """
 
     def __init__(
@@ -98,12 +100,12 @@ class RequestOutput:
         params: SamplingParams,
         abort: Callable[[RequestOutput], None],
     ):
-        """`abort` is called with this object when the reader aborts the request."""
+        """`abort` is the first `on_abort`."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.sequences: list[OutputSequence] = []
-        self._abort = abort
+        self.on_abort = abort
         self._queue: dict[int, Delta] = {}
         self._num_unfinished = params.n
         self._error: Exception | None = None
@@ -149,7 +151,7 @@ class RequestOutput:
         The reader gets the deltas that are queued, and then `error` if there is one.
         """
         if not self.is_finished:
-            self._abort(self)
+            self.on_abort(self)
             self._num_unfinished = 0
             self._error = error
             self._wake()
@@ -292,7 +294,8 @@ class OutputSequence:
             return None
         text, stop = "", None
         if detokenizer is not None:
-            if request.finish_reason != "stop" or request.params.include_stop:
+            # an end token is no text; a constraint may end a request with any token
+            if request.stop_reason is None or request.params.include_stop:
                 text = detokenizer.next(token)
             text += detokenizer.flush()
             if stops is not None and request.num_output >= self._min_tokens:

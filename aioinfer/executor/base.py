@@ -1,7 +1,8 @@
 """The interface between the engine and whatever runs the workers.
 
 An executor owns one worker per tensor-parallel rank. The engine posts `StepPlan`s and gets a
-`StepResult` for each, in order, on the event loop. Plans are executed strictly in the order of
+`StepResult` for each, in order, on the event loop; behind a plan with constrained rows it posts
+their masks. Plans are executed strictly in the order of
 posting: the scheduler's reuse of blocks and slots rests on that.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aioinfer.ipc.kv_spec import KVGroup
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,16 @@ class Executor(Protocol):
 
     def post(self, plan: StepPlan) -> None:
         """Hands a plan to every worker without waiting."""
+        ...
+
+    def masks_of(self, step_id: int) -> I32:
+        """Returns the memory for the masks of a step with constrained rows, int32 [max_num_seqs,
+        words], to be filled from the first row on (see `ipc.masks`)."""
+        ...
+
+    def post_masks(self, step_id: int) -> None:
+        """Tells every worker that the masks of a step are filled. It must come behind the step's
+        plan and before the next one: until then the workers wait."""
         ...
 
     async def shutdown(self) -> None:

@@ -4,17 +4,21 @@ models on CPUs."""
 from __future__ import annotations
 
 import asyncio
+import queue
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError, EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.masks import NUM_MASK_BUFFERS, buffer_of, mask_words
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 
 
 class InlineExecutor:
@@ -25,6 +29,8 @@ class InlineExecutor:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._closed = False
+        # the steps whose masks are filled, in order; None where no more will come
+        self._masked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     async def start(
         self,
@@ -57,6 +63,9 @@ class InlineExecutor:
         capacity = settle_capacity(self.config, [report])
         self._worker.allocate(capacity.num_blocks, capacity.max_model_len)
         self._worker.warm_up()
+        # of zeros that were never written: pages that no mask touches take no memory
+        rows, words = self.config.scheduler.max_num_seqs, mask_words(report.vocab_size)
+        self._masks = np.zeros((NUM_MASK_BUFFERS, rows, words), np.int32)
         return WorkerReport(
             report.device,
             report.dtype,
@@ -79,11 +88,29 @@ class InlineExecutor:
 
     def _execute(self, plan: StepPlan) -> None:
         try:
-            result = self._worker.execute(plan).wait()
+            result = self._worker.execute(plan, self._wait_for_masks).wait()
         except Exception as error:
             self._call_on_loop(self._fail, _as_engine_error(error))
         else:
             self._call_on_loop(self._deliver, result)
+
+    def _wait_for_masks(self, plan: StepPlan, count: int) -> I32:
+        """Implements `MaskSource` in the worker's thread."""
+        step_id = self._masked.get()
+        if step_id != plan.step_id:
+            raise EngineDeadError(
+                f"step {plan.step_id} gets no masks"
+                + ("" if step_id is None else f": those of step {step_id} came")
+            )
+        return self._masks[buffer_of(step_id), :count]
+
+    def masks_of(self, step_id: int) -> I32:
+        """See `Executor.masks_of`."""
+        return self._masks[buffer_of(step_id)]
+
+    def post_masks(self, step_id: int) -> None:
+        """See `Executor.post_masks`."""
+        self._masked.put(step_id)
 
     def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         if not self._closed:
@@ -110,6 +137,7 @@ class InlineExecutor:
     async def shutdown(self) -> None:
         """See `Executor.shutdown`."""
         self._closed = True
+        self._masked.put(None)  # a step that waits for masks would keep the thread for ever
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
 
 

@@ -37,9 +37,10 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
+from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, buffer_of
 from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import Ring, RingFullError
 from aioinfer.ipc.stack_dump import StackDump
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
@@ -64,6 +65,8 @@ class MultiprocessExecutor:
         self._size = config.parallel.tensor_parallel_size
         self._plans = Ring(self._size)
         self._results = Ring(1)
+        self._masks = MaskMemory()
+        self._unmasked: set[int] = set()  # posted steps whose masks are not posted yet
         self._heartbeat = Heartbeat(self._size)
         self._monitor = ProcessMonitor()
         self._processes: list[SpawnProcess] = []
@@ -115,6 +118,8 @@ class MultiprocessExecutor:
         self._watch()
         reports = await self._gather("loaded")
         capacity = settle_capacity(self.config, reports)
+        self._vocab_size = reports[0].vocab_size
+        self._masks.resize(self.config.scheduler.max_num_seqs, self._vocab_size)
         for control in self._controls:
             with contextlib.suppress(OSError):  # the worker is dead; its pidfd reports that
                 control.send((capacity.num_blocks, capacity.max_model_len))
@@ -145,7 +150,7 @@ class MultiprocessExecutor:
             place = RankSpec(rank, self._size, rank, groups=(("tp", self._size),))
             spec = WorkerSpec(
                 self.config, self._folder, place, self._plans, self._results, self._heartbeat,
-                there, lifeline, self._stacks[rank], self._meeting, self._engine,
+                there, lifeline, self._stacks[rank], self._meeting, self._masks, self._engine,
             )  # fmt: skip
             process = context.Process(
                 target=main,
@@ -212,8 +217,23 @@ class MultiprocessExecutor:
             self._fail(EngineDeadError(f"step {plan.step_id} could not be posted: {error}"))
             return
         self._posted.append((plan.step_id, time.monotonic()))
+        if plan.section(ConstrainedRows) is not None:
+            self._unmasked.add(plan.step_id)
         if self._watchdog is None:
             self._watchdog = self._loop.call_later(self._check_every_s, self._check)
+
+    def masks_of(self, step_id: int) -> I32:
+        """See `Executor.masks_of`."""
+        rows = self.config.scheduler.max_num_seqs
+        return self._masks.buffers(rows, self._vocab_size)[buffer_of(step_id)]
+
+    def post_masks(self, step_id: int) -> None:
+        """See `Executor.post_masks`."""
+        try:
+            self._plans.write(MaskNotice(step_id, buffer_of(step_id)).encode())
+        except RingFullError as error:
+            self._fail(EngineDeadError(f"the masks of step {step_id} could not be posted: {error}"))
+        self._unmasked.discard(step_id)
 
     def _read_results(self) -> None:
         for _ in range(self._results.announced(0)):
@@ -282,6 +302,8 @@ class MultiprocessExecutor:
         began = max(posted, self._last_result, self._monitor.resumed_at)
         if time.monotonic() - began < timeout:
             return ""
+        if step_id in self._unmasked:  # every rank waits for this process
+            return f"the masks of step {step_id} were not filled within {timeout:g} s"
         states = "; ".join(
             self._heartbeat.describe(rank) for rank in self._heartbeat.laggards(step_id)
         )
@@ -395,6 +417,7 @@ class MultiprocessExecutor:
             self._lifeline.close()
         self._meeting.close()
         self._plans.close()
+        self._masks.close()
         self._results.close()
         self._heartbeat.close()
         self._monitor.close()

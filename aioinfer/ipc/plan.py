@@ -7,9 +7,9 @@ copies, and decoding is views. A request is described once, by a record among `A
 takes a slot; after that a row of four integers a step names it, and its block tables grow by (row,
 index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
 
-Bounds. No plan exceeds `MAX_PLAN_BYTES`, three quarters of the longest message of a ring of the
-usual size: the scheduler counts the bytes of what it admits, and `max_sequence_tokens` limits how
-long a single request may be.
+Bounds. But for forced tokens, 256 KiB at most, no plan exceeds `MAX_PLAN_BYTES`, three quarters of
+the longest message of a ring of the usual size: the scheduler counts the bytes of what it admits,
+and `max_sequence_tokens` limits how long a single request may be.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.prompt_rows import PooledRows, PooledStates, PromptLogprobRows, PromptLogprobs
 from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
 from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
@@ -38,19 +39,17 @@ _RESULT_HEADER = struct.Struct("=iiiiixxxxqq")
 MAX_PLAN_BYTES = 12 * 2**20
 #: What of it the fixed part of a plan may take; the rest is for admissions.
 MAX_FIXED_BYTES = 2 * 2**20
-#: Bytes of a row, of an entry of a block table's growth, and of a copy of a block.
-ROW_BYTES, GROWTH_BYTES, COPY_BYTES = 16, 12, 12
+#: Bytes of a row (four integers, and one more if it is constrained), of an entry of a block table's
+#: growth, and of a copy of a block.
+ROW_BYTES, GROWTH_BYTES, COPY_BYTES = 20, 12, 12
 
 _NONE = np.empty(0, np.int32)
 S = TypeVar("S", bound=Section)
 
 #: The sections that a plan may have. A new one is entered here.
 PLAN_SECTIONS: tuple[type[Section], ...] = (
-    Admissions,
-    Vacated,
-    PromptLogprobRows,
-    PooledRows,
-)
+    Admissions, Vacated, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
+)  # fmt: skip
 
 
 def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:

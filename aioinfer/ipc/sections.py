@@ -5,10 +5,11 @@ arrays with a number of its own, entered in the message's tuple of known section
 Encoding and decoding follow from the declaration:
 
     @dataclass(frozen=True, slots=True)
-    class Masks(Section):
-        kind = 7
-        rows: I32 = array(np.int32)
-        bits: I32 = array(np.int32, ndim=2)
+    class Logprobs(Section):
+        kind = 1
+        sampled: F32 = array(np.float32)
+        top_tokens: I32 = array(np.int32, ndim=2)
+        top_logprobs: F32 = array(np.float32, ndim=2)
 
 Wire form of a section, in units of 4 bytes: its kind; the shape of each array, in the order of the
 declaration; then the arrays themselves, in the same order. Every dtype is a multiple of 4 bytes.

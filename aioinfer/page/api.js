@@ -27,7 +27,7 @@ export async function request(path, { body, signal } = {}) {
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, {
+    response = await fetch(`.${path}`, {
       method: body ? "POST" : "GET",
       headers,
       body: body && JSON.stringify(body),

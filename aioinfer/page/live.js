@@ -19,7 +19,7 @@ export class Live {
   #timer = 0;
   #started = false;
 
-  /** `onState(state)` hears "wait", "live" or "lost". */
+  /** `onState(state)` hears "wait", "live", "restart" or "lost". */
   constructor(onState) {
     this.#onState = onState;
     document.addEventListener("visibilitychange", () => this.#follow());
@@ -66,7 +66,9 @@ export class Live {
       );
     }
     engines.forEach((engine, index) => this.#views[index].take(engine, time));
-    this.#onState(engines.every((engine) => engine.dead) ? "lost" : "live");
+    const serves = engines.some((engine) => !engine.dead && !engine.restart);
+    const returns = engines.some((engine) => engine.restart);
+    this.#onState(serves ? "live" : returns ? "restart" : "lost");
   }
 }
 
@@ -153,6 +155,7 @@ class EngineView {
   }
 
   #drawState(state) {
+    this.#drawOutage(state);
     for (const name of ["running", "waiting", "preemptions"])
       this.#write(name, whole.format(state[name]));
     this.#write("slots", `${whole.format(state.running)} of ${whole.format(state.slots)} in use`);
@@ -175,6 +178,21 @@ class EngineView {
       "prefix",
       state.prefix_queried ? percent.format(state.prefix_hit / state.prefix_queried) : "–",
     );
+  }
+
+  /** Says why the engine does not serve, if it does not. */
+  #drawOutage({ dead, restart }) {
+    const [attempt, attempts] = restart ?? [];
+    const text = restart
+      ? `The workers were lost and are restarting: attempt ${attempt} of ${attempts}. ` +
+        "Requests wait."
+      : dead
+        ? `Dead: ${dead.split("\n")[0]}`
+        : "";
+    const node = this.#values.outage;
+    // written only when it changes: screen readers read it aloud
+    if (node.textContent !== text) node.textContent = text;
+    node.hidden = !text;
   }
 
   #drawRates() {

@@ -5,7 +5,7 @@ import { keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
 import { Live } from "./live.js";
 
-const STATES = { wait: "Connecting", live: "Live", lost: "Not connected" };
+const STATES = { wait: "Connecting", live: "Live", restart: "Restarting", lost: "Not connected" };
 
 const $ = (id) => document.getElementById(id);
 

@@ -85,6 +85,11 @@ class FairQueuing:
         clock.num_waiting += 1
         return start
 
+    def virtual_time(self, priority: int) -> float:
+        """Returns the start tag of a request that goes before those that were never served."""
+        clock = self._clocks.get(priority)
+        return self._start if clock is None else clock.time
+
     def admit(self, request: Request) -> None:
         """Advances the virtual time: a request is served for the first time."""
         priority, start, _ = request.key

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from aioinfer.errors import IntegrityError
+from aioinfer.errors import IntegrityError, KVBlocksGoneError
 from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.prefix_cache import extend_hashes
@@ -57,19 +57,40 @@ class Prefix:
     copied: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HeldBlocks:
-    """Blocks that stay as they are when their request ends, until they are released.
+    """Blocks that stay as they are when their request ends, until they are released or their
+    workers are lost.
 
     Attributes:
         request_id: the request's.
         num_tokens: tokens whose keys are in the blocks when all steps posted by then have run.
-        blocks: its block tables, one a group; `NULL_BLOCK` behind a window.
+        is_lost: whether the blocks are gone with their workers.
     """
 
-    request_id: str
-    num_tokens: int
-    blocks: tuple[tuple[int, ...], ...]
+    __slots__ = ("_blocks", "is_lost", "num_tokens", "request_id")
+
+    def __init__(self, request_id: str, num_tokens: int, blocks: tuple[tuple[int, ...], ...]):
+        """`blocks` are block tables, one a group; `NULL_BLOCK` behind a window."""
+        self.request_id = request_id
+        self.num_tokens = num_tokens
+        self._blocks: tuple[tuple[int, ...], ...] | None = blocks
+        self.is_lost = False
+
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The block tables, one a group; `NULL_BLOCK` behind a window.
+
+        Raises `KVBlocksGoneError` if the blocks are not held any more: others may have them.
+        """
+        if self._blocks is None:
+            why = "the workers that had them were lost" if self.is_lost else "they were released"
+            raise KVBlocksGoneError(f"the KV blocks of request {self.request_id} are gone: {why}")
+        return self._blocks
+
+    def void(self, *, is_lost: bool) -> None:
+        """Records that the blocks are not held any more. `KVCacheManager` is the only caller."""
+        self._blocks = None
+        self.is_lost = is_lost
 
 
 class KVCacheManager:
@@ -115,7 +136,7 @@ class KVCacheManager:
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
         self.has_states = bool(self._state_groups)
         self.prefix_caching = prefix_caching and not self._state_groups
-        self._held: set[HeldBlocks] = set()
+        self._held: dict[HeldBlocks, Request] = {}
 
     # ---------------------------------------------------------------- what there is
 
@@ -266,14 +287,29 @@ class KVCacheManager:
             pool.share(_owned(table))
         blocks = tuple(tuple(table) for table in request.blocks)
         held = HeldBlocks(request.request_id, request.num_computed, blocks)
-        self._held.add(held)
+        self._held[held] = request
         return held
 
     def release(self, held: HeldBlocks) -> None:
-        """Gives up blocks that were held. Raises KeyError if they were released before."""
-        self._held.remove(held)
+        """Gives up blocks that were held; does nothing if they were lost. Raises KeyError if they
+        were released before."""
+        if held.is_lost:
+            return
+        del self._held[held]
         for pool, table in zip(self.pools, held.blocks, strict=True):
             pool.release(_owned(table))
+        held.void(is_lost=False)
+
+    def holders(self) -> Iterable[Request]:
+        """Returns the requests whose blocks are held, ended ones among them."""
+        return self._held.values()
+
+    def lose_held(self) -> None:
+        """Voids all blocks that are held: the workers that have them are lost, or the records of
+        who owns what are wrong."""
+        for held in self._held:
+            held.void(is_lost=True)
+        self._held.clear()
 
     # ---------------------------------------------------------------- prefixes
 

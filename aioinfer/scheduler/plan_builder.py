@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
 from aioinfer.ipc.prompt_rows import PooledRows, PromptLogprobRows
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
@@ -44,6 +45,7 @@ class PlanBuilder:
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
         self._growth: list[tuple[int, int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
+        self._forced: list[tuple[int, int, int, int]] = []
         self._packer = AdmissionPacker()
         self.scored: list[tuple[PromptScores, int, int]] = []
         self.pooled: list[PromptPool] = []
@@ -144,12 +146,21 @@ class PlanBuilder:
         """Sends one entry of a request's block table in a group."""
         self._growth.append((group * self._max_num_seqs + request.slot, index, block))
 
+    def force(self, request: Request, first: int, count: int, num_sampled: int) -> None:
+        """Sends `count` known tokens of a running request from position `first` on; the first
+        `num_sampled` of them have been sampled as well."""
+        tokens = request.tokens[first : first + count]
+        for place, token in enumerate(tokens):
+            counted = int(place >= num_sampled)
+            self._forced.append((request.slot, first + place, token, counted))
+
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Has the workers copy a KV block of a group before the step computes anything."""
         self._copies.append((group, source, target))
 
-    def to_plan(self, vacated: Sequence[int] = ()) -> StepPlan:
-        """Returns the plan as flat arrays. `vacated`: see `Vacated`."""
+    def to_plan(self, vacated: Sequence[int] = (), constrained: Sequence[int] = ()) -> StepPlan:
+        """Returns the plan as flat arrays. `vacated`, `constrained`: see `Vacated` and
+        `ConstrainedRows`."""
         decodes, prefills = len(self._decodes), len(self._prefills)
         rows = np.ones((4, decodes + prefills), np.int32)
         rows[0] = [r.slot for r in self._decodes] + [r.slot for r in self._prefills]
@@ -160,15 +171,20 @@ class PlanBuilder:
         copy_groups, copy_sources, copy_targets = _columns(self._copies, 3)
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
-            table_blocks, copy_sources, copy_targets, self._sections(vacated), copy_groups,
+            table_blocks, copy_sources, copy_targets, self._sections(vacated, constrained),
+            copy_groups,
         )  # fmt: skip
 
-    def _sections(self, vacated: Sequence[int]) -> Sequence[Section]:
+    def _sections(self, vacated: Sequence[int], constrained: Sequence[int]) -> Sequence[Section]:
         sections: list[Section] = []
         if vacated:
             sections.append(Vacated(np.array(vacated, np.int32)))
         if self._packer:
             sections.append(self._packer.pack())
+        if self._forced:
+            sections.append(ForcedTokens(*_columns(self._forced, 4)))
+        if constrained:
+            sections.append(ConstrainedRows(np.array(constrained, np.int32)))
         if self._scored_rows:
             sections.append(PromptLogprobRows(*_columns(self._scored_rows, 3)))
         if self._pooled_rows:

@@ -76,6 +76,8 @@ class Request:
         prompt_rows: what is wanted of the rows of its prompt, or None.
         plans_ahead: whether a step may be planned while the result of the former step is pending.
             Required if every row takes exactly one token; without it, rows may take any number.
+        is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
+            `ipc.masks`). It is planned ahead like others.
 
     Kept by the scheduler:
         key: its place in the order of all requests: priority, start tag, arrival.
@@ -116,6 +118,7 @@ class Request:
     prompt_rows: PromptRows | None = None
     plans_ahead: bool = True
     flow: Flow = ONE_FLOW
+    is_constrained: bool = False
 
     status: Status = Status.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)

@@ -32,6 +32,7 @@ Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ from itertools import count, pairwise
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
+from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -53,6 +55,11 @@ from aioinfer.scheduler.waiting_queue import WaitingQueue
 #: admission at least), and the next request waits for the next plan: encoding and copying a plan is
 #: not to delay the step.
 MAX_ADMITTED_BYTES = 4 * 2**20
+
+#: Forced tokens that a plan takes: 16 bytes each.
+MAX_FORCED_TOKENS = 16_384
+#: In the place of a request whose row was sampled in vain.
+_NOBODY = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
 
 
 @dataclass(slots=True)
@@ -72,12 +79,14 @@ class StepOutput:
     result's tokens, row by row (with one token a row, that is the row).
 
     A request that ended with its last token here has its `finish_reason` set; one whose row failed
-    is there with token -1.
+    is there with token -1. `has_several` tells whether a request may be there more than once, its
+    tokens behind each other.
     """
 
     requests: list[Request]
     tokens: list[int]
     rows: list[int]
+    has_several: bool = False
 
 
 class Scheduler:
@@ -114,11 +123,15 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
         self._num_prefill_tokens = 0  # of the running requests
+        self._num_constrained = 0  # running requests whose rows wait for masks
         # what running requests may add to a result beside their tokens
         self._held_bytes = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
+        # for the next plan: (request, first position, forced tokens, how many of them were sampled)
+        self._forced: list[tuple[Request, int, int, int]] = []
+        self._num_forced = 0
 
     @property
     def num_waiting(self) -> int:
@@ -151,6 +164,12 @@ class Scheduler:
         return len(self._posted)
 
     @property
+    def last_sampled(self) -> Sequence[Request]:
+        """The requests of which the last posted step samples a token, in the order of its result's
+        rows."""
+        return self._posted[-1][1]
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
         return not self.running and not self._waiting.num_requests and not self._blocked
@@ -160,10 +179,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request, or keeps it until `unblock` if it is blocked on something.
 
-        The caller has checked that its `max_len` fits (see `fits`).
+        One that another scheduler has admitted before, and that was detached there, goes before
+        those that were never admitted, as after a preemption. The caller has checked that the
+        request's `max_len` fits (see `fits`).
         """
         priority = request.priority if self.limits.by_priority else 0
-        start = self._fair_queuing.arrive(request, priority)
+        if request.num_cached < 0:
+            start = self._fair_queuing.arrive(request, priority)
+        else:
+            start = self._fair_queuing.virtual_time(priority)
         request.key = (priority, start, next(self._arrivals))
         if request.blocked_on is None:
             self._waiting.add(request)
@@ -232,6 +256,7 @@ class Scheduler:
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Queues `requests`, and nothing else, with none of their tokens computed."""
+        self.kv_cache.lose_held()
         self._clear(limits)
         requeued = list(requests)
         self._fair_queuing.restore(requeued)
@@ -242,19 +267,51 @@ class Scheduler:
             else:
                 self._waiting.add(request)
 
+    def force(self, request: Request, tokens: Sequence[int]) -> int:
+        """Appends tokens to a running request that need not be sampled, as if a result had brought
+        them; the next plan sends them, and has them computed in one row. Returns how many were
+        taken: fewer if the request ends with one of them, none if there are too many in a plan.
+
+        If a posted step samples the first of them, that row's result is dropped.
+        """
+        if request.slot < 0 or self._num_forced + len(tokens) > MAX_FORCED_TOKENS:
+            return 0
+        first, num_sampled = len(request.tokens), request.num_pending
+        if num_sampled:
+            step = next(step for _, step in self._posted if request in step)
+            step[step.index(request)] = _NOBODY
+        request.total = first
+        for number, token in enumerate(tokens, 1):
+            request.total += 1
+            if self._take_token(request, token):
+                self.running.remove(request)
+                return number
+        self._forced.append((request, first, len(tokens), num_sampled))
+        self._num_forced += len(tokens)
+        return len(tokens)
+
     def hold(self, request: Request) -> HeldBlocks:
         """Returns the KV blocks of a running request. They stay allocated, past its end too, until
-        `release`; who needs them meanwhile waits."""
+        `release`; who needs them meanwhile waits.
+
+        They do not outlive the workers: after a `restart` or `rebuild` they are gone, and
+        `HeldBlocks.blocks` raises `KVBlocksGoneError`.
+        """
         if request.slot < 0:
             raise IntegrityError(f"request {request.request_id} has no blocks to hold")
         return self.kv_cache.hold(request)
 
     def release(self, held: HeldBlocks) -> None:
-        """Gives up blocks that were held. Raises KeyError if they were released before.
+        """Gives up blocks that were held; does nothing if they are gone with the workers. Raises
+        KeyError if they were released before.
 
         The caller plans the next step, since waiting requests may have been short of them.
         """
         self.kv_cache.release(held)
+
+    def held_requests(self) -> list[Request]:
+        """Returns the requests that have not ended and whose blocks are held."""
+        return [r for r in self.kv_cache.holders() if r.status is not Status.FINISHED]
 
     # ---------------------------------------------------------------- planning
 
@@ -273,11 +330,19 @@ class Scheduler:
             return None
         for request, group, table_index, block in self.kv_cache.take_stand_ins():
             builder.set_entry(request, group, table_index, block)
-        self._posted.append((self._step_id, builder.sampled_requests))
+        for forced in self._forced:
+            builder.force(*forced)
+        self._forced.clear()
+        self._num_forced = 0
+        sampled = builder.sampled_requests
+        self._posted.append((self._step_id, sampled))
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
-        plan = builder.to_plan(self._vacated)
+        constrained: list[int] = []
+        if self._num_constrained:
+            constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
+        plan = builder.to_plan(self._vacated, constrained)
         self._vacated.clear()
         return plan
 
@@ -435,6 +500,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
+        self._num_constrained += request.is_constrained
         if request.prompt_rows is not None:
             self._held_bytes += request.prompt_rows.held_bytes
         if request.num_cached < 0:
@@ -463,6 +529,9 @@ class Scheduler:
 
     def _leave_slot(self, request: Request) -> None:
         self._num_prefill_tokens -= request.num_uncomputed
+        self._num_constrained -= request.is_constrained
+        if self._forced:  # if it is admitted anew, then with all of its tokens
+            self._forced = [forced for forced in self._forced if forced[0] is not request]
         if request.prompt_rows is not None:
             self._held_bytes -= request.prompt_rows.held_bytes
         self.kv_cache.free(request)
@@ -486,6 +555,7 @@ class Scheduler:
         output = StepOutput([], [], [])
         ended = False
         if result.tokens.shape[1] > 1 or len(result.num_taken):
+            output.has_several = True
             ended = self._take_rows(sampled, result, output)
         else:  # the same for one token a row
             tokens = result.tokens[:, 0].tolist()
@@ -609,3 +679,5 @@ class Scheduler:
         )
         if sum(request.num_uncomputed for request in self.running) != self._num_prefill_tokens:
             raise IntegrityError("the tokens to prefill are miscounted")
+        if sum(request.is_constrained for request in self.running) != self._num_constrained:
+            raise IntegrityError("the constrained requests are miscounted")

@@ -1,5 +1,5 @@
-"""Which tokens may come next in a sequence: the interface between whatever restricts the output of a
-request (a grammar, a list of allowed tokens, banned words) and the engine.
+"""Which tokens may come next in a sequence: the interface between whatever restricts the output of
+a request (a grammar, a list of allowed tokens, banned words) and the engine.
 
 A request's `SamplingParams` name its restrictions; they are compiled once, in a thread, before the
 request is admitted (`CompiledConstraint`), and each of its sequences starts a `Constraint` of its
@@ -16,12 +16,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.ipc.masks import mask_words
+
+__all__ = ["CompiledConstraint", "Constraint", "Mask", "MaskFiller", "mask_words"]
+
 Mask = npt.NDArray[np.int32]
-
-
-def mask_words(vocab_size: int) -> int:
-    """Returns how many int32 words the mask of one token takes."""
-    return (vocab_size + 31) // 32
 
 
 class Constraint(Protocol):

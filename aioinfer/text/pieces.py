@@ -3,8 +3,9 @@
 A tokenizer works on the whole text, so cutting it anywhere changes tokens. But most never join a
 letter, digit or punctuation mark with a space behind it: their pre-tokenizer ends a word there, or
 no token of the vocabulary holds the two side by side. Such a tokenizer gives the same tokens for
-the pieces of a text that is cut in front of such spaces. `TextPieces.of` returns None for all
-others, whose long texts are encoded in one go.
+the pieces of a text that is cut in front of such spaces; one that splits words also for a text that
+is cut between a letter and a mark. `TextPieces.of` returns None for all others, whose long texts
+are encoded in one go.
 
 `PromptEncoder` encodes long prompts piece by piece: other prompts are encoded in between, a prompt
 that is too long is rejected early, and memory is that of one piece.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,7 +44,8 @@ _WORD_PATTERNS = frozenset(
     )
 )
 _SPACE_BEHIND_SOMETHING = re.compile(r"[^\s▁][ ▁]")
-_CUT = re.compile(r"(?<=[\w.,;:!?)\]}\"']) ")
+_CUT_AT_SPACE = re.compile(r"(?<=[\w.,;:!?)\]}\"']) ")
+_MARK_BEHIND_LETTER = re.compile(r"(?<=[A-Za-z])[!-/:-@\[-`{-~]")
 #: Characters that are searched at a time: other threads may run in between.
 _SEARCHED = 64 * 1024
 
@@ -54,9 +57,16 @@ class TextPieces:
         prefix, suffix: the special tokens that encoding puts around a whole text.
     """
 
-    def __init__(self, prefix: Sequence[int] = (), suffix: Sequence[int] = ()):
+    def __init__(
+        self,
+        prefix: Sequence[int] = (),
+        suffix: Sequence[int] = (),
+        cut: re.Pattern[str] = _CUT_AT_SPACE,
+    ):
+        """`cut` is found where a text can be cut in front of."""
         self.prefix = list(prefix)
         self.suffix = list(suffix)
+        self._cut = cut
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TextPieces | None:
@@ -68,17 +78,19 @@ class TextPieces:
                 return None
         if not _normalizes_in_place(backend.normalizer):
             return None
-        if not (_splits_words(backend.pre_tokenizer) or _has_no_inner_space(backend)):
-            return None
-        return cls._probe(backend)
+        if _splits_words(backend.pre_tokenizer):
+            return cls._probe(backend, _word_cuts(backend))
+        return cls._probe(backend) if _has_no_inner_space(backend) else None
 
     @classmethod
-    def _probe(cls, backend: tokenizers.Tokenizer) -> TextPieces | None:
+    def _probe(
+        cls, backend: tokenizers.Tokenizer, cut: re.Pattern[str] = _CUT_AT_SPACE
+    ) -> TextPieces | None:
         """Finds the special tokens around a text by encoding one."""
         bare, whole = (backend.encode("a", add_special_tokens=flag).ids for flag in (False, True))
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
-                return cls(whole[:start], whole[start + len(bare) :])
+                return cls(whole[:start], whole[start + len(bare) :], cut)
         return None
 
     def cut(self, text: str, size: int = PIECE_CHARS) -> Iterator[str]:
@@ -86,17 +98,33 @@ class TextPieces:
         that ends where the text can be cut, or the rest."""
         start = 0
         while start < len(text):
-            end = _find_cut(text, start + size)
+            end = self._find_cut(text, start + size)
             yield text[start:end]
             start = end
 
+    def _find_cut(self, text: str, start: int) -> int:
+        """Returns the first place from `start` on where a text can be cut, or its length."""
+        for begin in range(start, len(text), _SEARCHED):
+            if found := self._cut.search(text, begin, begin + _SEARCHED):
+                return found.start()
+        return len(text)
 
-def _find_cut(text: str, start: int) -> int:
-    """Returns the first place from `start` on where a text can be cut, or its length."""
-    for begin in range(start, len(text), _SEARCHED):
-        if found := _CUT.search(text, begin, begin + _SEARCHED):
-            return found.start()
-    return len(text)
+
+def _word_cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str]:
+    """Returns where texts can be cut if they are split into words: at spaces, and also between a
+    letter and a mark of ASCII, unless an added token holds the same mark behind a letter.
+
+    In all of `_WORD_PATTERNS` a run of letters ends a match, and what matches behind it does not
+    depend on it. Texts without spaces have such places: a list of identifiers, or a million times
+    the text of a special token where that is plain text.
+    """
+    marks = set(string.punctuation) - {"'", "_"}  # the latter is a part of words to some
+    for token in backend.get_added_tokens_decoder().values():
+        marks -= set(_MARK_BEHIND_LETTER.findall(token.content))
+    if not marks:
+        return _CUT_AT_SPACE
+    listed = re.escape("".join(sorted(marks)))
+    return re.compile(rf"{_CUT_AT_SPACE.pattern}|(?<=[A-Za-z])[{listed}]")
 
 
 def _states(component: Any) -> list[dict[str, Any]]:

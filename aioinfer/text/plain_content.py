@@ -27,6 +27,7 @@ from typing import Any
 import tokenizers
 
 from aioinfer.errors import RequestError
+from aioinfer.text.pieces import TextPieces
 
 #: Characters that are searched at a time: other threads may run in between.
 _SEARCHED = 64 * 1024
@@ -52,7 +53,11 @@ class ChatText:
 
 class PlainContent:
     """Finds special tokens in conversations, and encodes prompts in which some of them are plain
-    text. Safe to use from several threads."""
+    text. Safe to use from several threads.
+
+    Attributes:
+        pieces: how long shielded texts are cut, or None if they have to be encoded whole.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         """Makes the second tokenizer of the first; they share the vocabulary."""
@@ -84,6 +89,7 @@ class PlainContent:
             if index not in self._new_ids and text != unknown:
                 self._new_ids[index] = self._encode(text[:1]) + self._encode(text[1:])
         self._changes = {new for new, ids in self._new_ids.items() if ids != [new]}
+        self.pieces = TextPieces.of(self._plain)
 
     def _skip_used_ids(self, secret: str, count: int) -> None:
         """Adds tokens until the next `count` ids are none of the vocabulary's, which may have gaps:
@@ -225,7 +231,8 @@ def _free_characters(texts: list[str], count: int) -> list[str]:
 def _replace_all(text: str, old: str, new: str) -> str:
     """Returns `text.replace(old, new)`. Other threads may run in between if `old` is one
     character."""
-    if old not in text:
+    ends = range(_SEARCHED, len(text) + _SEARCHED, _SEARCHED)
+    if not any(text.find(old, end - _SEARCHED, end + len(old)) >= 0 for end in ends):
         return text
     if len(old) > 1:
         return text.replace(old, new)

@@ -11,7 +11,12 @@ Not bounded is a single call into Python's own methods and Jinja's filters: `s.r
 `center(10 ** 9)` is checked when it has returned. Nor are constants, such as `"x" * 10 ** 10`,
 which Jinja computes when the template is compiled, at the start.
 
-`ChatTemplate` uses this for templates that transformers has compiled.
+`ChatTemplate` uses this for templates that transformers has compiled, by a function that is not
+part of its public interface. An environment of our own would need copies of the functions, filters
+and blocks that transformers offers to templates, of the classes by which it closes holes of the
+sandbox, and of what it does to messages before rendering: some 150 lines that change from release
+to release, and a copy that has not followed a fix of a hole is worse than this dependence. Where
+the function is missing, `ChatTemplate` says so at the start, and the tests fail.
 """
 
 from __future__ import annotations

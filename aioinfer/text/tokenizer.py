@@ -18,10 +18,14 @@ from aioinfer.errors import ConfigError, RequestError
 from aioinfer.text import sentencepiece_bpe
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeRules, Detokenizer, TokenBytes
+from aioinfer.text.fill_in_middle import FillInMiddle
 from aioinfer.text.json_file import read_json
 from aioinfer.text.pieces import TextPieces
 from aioinfer.text.plain_content import ChatText, PlainContent
 from aioinfer.text.token_bound import TokenBound
+
+#: Tokens that are joined in one go.
+_DECODED = 16_384
 
 
 class Tokenizer:
@@ -33,7 +37,10 @@ class Tokenizer:
         vocab_size: ids are below it. A model's embedding may have more rows.
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
+        fill_in_middle: the tokens that mark the parts of a text with a gap, or None.
         pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
+        shielded_pieces: the same for `ChatText.shielded`, in which the text of special tokens is
+            plain text.
     """
 
     def __init__(
@@ -58,7 +65,9 @@ class Tokenizer:
         self._text_bytes = TokenBytes(backend, self.decode_rules, self.special_ids)
         self.bound = TokenBound.of(backend)
         self.pieces = TextPieces.of(backend)
+        self.fill_in_middle = FillInMiddle.of(backend, self.eos_token_id)
         self._plain_content = PlainContent(backend)
+        self.shielded_pieces = self._plain_content.pieces
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -202,8 +211,18 @@ class Tokenizer:
         config's `clean_up_tokenization_spaces` does not count, as it does not in transformers for
         BPE vocabularies.
         """
-        table = self.token_bytes(skip_special_tokens)
-        return self.decode_rules.text(b"".join([table[token] for token in ids]))
+        table, listed = self.token_bytes(skip_special_tokens), list(ids)
+        parts = [
+            # in pieces: the interpreter changes threads between, not within
+            b"".join([table[token] for token in listed[start : start + _DECODED]])
+            for start in range(0, len(listed), _DECODED)
+        ]
+        return self.decode_rules.text(b"".join(parts))
+
+    def to_json(self) -> str:
+        """Returns the tokenizer in the format of `tokenizer.json`, with the tokens that were added
+        to it when it was loaded."""
+        return self._backend.to_str()
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True

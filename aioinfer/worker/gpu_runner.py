@@ -7,11 +7,14 @@ refer to; on a CPU a step computes on tensors of just its size, and such buffers
 without use.
 
 A step that only decodes is one CUDA graph, from the growth of block tables to the sampled tokens,
-replayed for the next larger captured number of rows. Of a step with prompts the layers are a graph,
-all but the last, for the next larger captured number of tokens: launched one by one, their kernels
-cost the host more time than a small model's cost the GPU. The host waits for nothing: it stages a
-plan in pinned memory (`staging`), launches, and has the tokens copied back on a stream of their
-own, so that the next step can be launched behind this one.
+replayed for the next larger captured number of rows. Constrained rows are sampled behind it, from
+the graph's logits, once their masks have come; what the graph sampled for them is overwritten. (A
+graph without sampling would save some 50 us of such a step, and take a second set of graphs.) Of a
+step with prompts the layers are a graph, all but the last, for the next larger captured number of
+tokens: launched one by one, their kernels cost the host more time than a small model's cost the
+GPU. The host waits for nothing but masks: it stages a plan in pinned memory (`staging`), launches,
+and has the tokens copied back on a stream of their own, so that the next step can be launched
+behind this one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.kernels import prepare
 from aioinfer.kernels.slots import grow_tables
@@ -31,8 +35,10 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
-from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows
+from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.mask_uploads import MaskUploads
+from aioinfer.worker.masks import MaskSource, await_masks, constrained_rows
 from aioinfer.worker.plan_buffer import PlanBuffer
 from aioinfer.worker.prompt_rows import (
     PendingSection,
@@ -68,7 +74,7 @@ class PendingGpuResult:
         tokens: int32 [S], pinned; valid after `arrived`.
         logprobs: float32 [S], int32 [S, K] and float32 [S, K] in pinned memory, or nothing.
         arrived: recorded behind the copy to the host.
-        busy_ns: nanoseconds that the host spent on the step.
+        busy_ns: nanoseconds that the host spent on the step, less those spent waiting for masks.
         prompt_outputs: of prompt rows that have outputs of their own; valid after `arrived`.
     """
 
@@ -88,6 +94,21 @@ class PendingGpuResult:
         if self.prompt_outputs:
             result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that has been launched, all but the sampling of its constrained rows.
+
+    Attributes:
+        logits: [S, local_size] of the sampled rows; None without any.
+        logprobs: theirs.
+        index_there: int32 [1] on the device, the number of the result buffer.
+    """
+
+    logits: torch.Tensor | None
+    logprobs: StepLogprobs
+    index_there: torch.Tensor
 
 
 class GpuModelRunner:
@@ -127,6 +148,7 @@ class GpuModelRunner:
         self._plan = PlanBuffer(rows, rows * groups, device)
         self._inputs = _make_inputs(slots, rows, self._max_tokens)
         self._sampler = GpuSampler(slots, model.vocabulary, rows)
+        self._mask_uploads = MaskUploads(device)
         dtype = model.backend.dtype
         self._logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
         self._prompt_rows = PromptOutputs(model, slots)
@@ -140,19 +162,22 @@ class GpuModelRunner:
     # ---------------------------------------------------------------- steps
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> PendingGpuResult:
+    def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingGpuResult:
         """Launches a plan: applies it to slots and KV blocks, computes its rows, and samples a
-        token for each sampled row."""
+        token for each sampled row. If any row is constrained, waits for the masks before their
+        sampling is launched; the device computes meanwhile."""
         began = time.perf_counter_ns()
         index = self._staging.begin()
         staged = self.slots.stage(plan)
         if self._has_graph(plan):
-            sampled = self._replay(plan, index)
+            launched = self._replay(plan, index)
         else:
-            sampled = self._launch(plan, index, staged)
-        tokens, logprobs, arrived = self._fetch(index, *sampled)
+            launched = self._launch(plan, index, staged)
+        logprobs, waited_ns = self._sample_masked(plan, launched, masks)
+        count = 0 if launched.logits is None else len(launched.logits)
+        tokens, logprobs, arrived = self._fetch(index, count, logprobs)
         self._staging.end(arrived)
-        busy_ns = time.perf_counter_ns() - began
+        busy_ns = time.perf_counter_ns() - began - waited_ns
         prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
         return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, prompt_outputs)
 
@@ -162,6 +187,7 @@ class GpuModelRunner:
         return (
             0 < rows <= self._decode_graphs.fit(rows)
             and not plan.admissions
+            and plan.section(ForcedTokens) is None
             and not len(plan.copy_sources)
             and len(plan.table_rows) <= self._plan.growth
             and plan.num_tokens == rows
@@ -169,15 +195,16 @@ class GpuModelRunner:
             and not (plan.sections and has_prompt_rows(plan))
         )
 
-    def _replay(self, plan: StepPlan, index: int) -> tuple[int, tuple[torch.Tensor, ...]]:
+    def _replay(self, plan: StepPlan, index: int) -> _Launched:
         """Replays the graph of a step. Rows with penalties, biases or log-probabilities are sampled
         again behind it, from the graph's logits."""
         rows, buffer = len(plan.slots), self._plan
         buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)))
         self._decode_graphs.replay(self._decode_graphs.fit(rows))
-        positions = plan.starts + plan.lengths
-        if not self._sampler.needs_resampling(plan.slots, positions):
-            return rows, ()
+        logits = self._logits[:rows, : self.model.vocabulary.local_size]
+        positions, constrained = plan.starts + plan.lengths, constrained_rows(plan)
+        if not self._sampler.needs_resampling(plan.slots, positions, constrained):
+            return _Launched(logits, (), buffer.buffer_index)
         sampling = SamplingRows(
             buffer.row_section(0, rows),
             self._inputs.seq_lens[:rows],
@@ -185,25 +212,26 @@ class GpuModelRunner:
             plan.slots,
             positions,
         )
-        logits = self._logits[:rows, : self.model.vocabulary.local_size]
-        return rows, self._sampler.sample(logits, sampling, buffer.buffer_index)
+        logprobs = self._sampler.sample(logits, sampling, buffer.buffer_index, constrained)
+        return _Launched(logits, logprobs, buffer.buffer_index)
 
-    def _launch(
-        self, plan: StepPlan, index: int, staged: list[I32]
-    ) -> tuple[int, tuple[torch.Tensor, ...]]:
+    def _launch(self, plan: StepPlan, index: int, staged: list[I32]) -> _Launched:
         """Launches any other step: the layers from a graph if there is one for so many tokens, the
         rest kernel by kernel. `staged`: what `Slots.stage` returned."""
         sampled = np.flatnonzero(plan.samples).astype(np.int32)
         ends = np.cumsum(plan.lengths, dtype=np.int32)
         sampled_slots = plan.slots[sampled]
         sampled_positions = (plan.starts + plan.lengths)[sampled]
+        constrained, is_real = constrained_rows(plan), np.ones_like(sampled)
+        if constrained is not None:
+            is_real[constrained] = 0
         copy_counts, copies = sort_copies(plan, len(self.kv.groups))
         rows, growth, copies_there, sampling, places, index_there, *admitted = self._staging.upload(
             [
                 np.stack([plan.slots, plan.starts, plan.lengths]),
                 np.stack([plan.table_rows, plan.table_indices, plan.table_blocks]),
                 copies,
-                np.stack([sampled_slots, sampled_positions, np.ones_like(sampled)]),
+                np.stack([sampled_slots, sampled_positions, is_real]),
                 np.stack([sampled, ends[sampled] - 1]),
                 np.array([index], np.int32),
                 *staged,
@@ -213,15 +241,51 @@ class GpuModelRunner:
         self.slots.apply_staged(plan, admitted)
         self.kv.copy_blocks(copy_counts, *copies_there)
         if not len(plan.slots):
-            return 0, ()
+            return _Launched(None, (), index_there)
         hidden = self._compute(plan, rows, places)
         if not len(sampled):
-            return 0, ()
+            return _Launched(None, (), index_there)
         logits = self.model.logits(hidden, self._logits[: len(sampled)])
+        if constrained is not None and len(constrained) == len(sampled):
+            return _Launched(logits, (), index_there)
         sampling_rows = SamplingRows(
             sampling[0], sampling[1], sampling[2], sampled_slots, sampled_positions
         )
-        return len(sampled), self._sampler.sample(logits, sampling_rows, index_there)
+        logprobs = self._sampler.sample(logits, sampling_rows, index_there, constrained)
+        return _Launched(logits, logprobs, index_there)
+
+    def _sample_masked(
+        self, plan: StepPlan, launched: _Launched, masks: MaskSource | None
+    ) -> tuple[StepLogprobs, int]:
+        """Samples the constrained rows of a step once their masks have come.
+
+        Returns the log-probabilities of all rows, and how many nanoseconds the masks were waited
+        for.
+        """
+        constrained = constrained_rows(plan)
+        if constrained is None or launched.logits is None:
+            return launched.logprobs, 0
+        rows = np.flatnonzero(plan.samples)[constrained]
+        slots, positions = plan.slots[rows], (plan.starts + plan.lengths)[rows]
+        arrays = np.stack([slots, positions, np.ones_like(slots), constrained])
+        there = self._upload(arrays).unbind()
+        sampling = SamplingRows(there[0], there[1], there[2], slots, positions, there[3])
+        masked, waited_ns = await_masks(plan, masks)
+        assert masked is not None
+        bits = self._mask_uploads.upload(masked.masks)
+        logprobs = self._sampler.sample_masked(
+            launched.logits, sampling, bits, launched.index_there, launched.logprobs
+        )
+        return logprobs, waited_ns
+
+    def _upload(self, array: I32) -> torch.Tensor:
+        """Copies an array to the device, through pinned memory that torch keeps until it is
+        over."""
+        device = self.slots.device
+        staged = torch.from_numpy(array)
+        if device.type == "cuda":
+            staged = staged.pin_memory()
+        return staged.to(device, non_blocking=True)
 
     def _compute(self, plan: StepPlan, rows: Tensors, places: Tensors) -> torch.Tensor:
         """Returns the hidden states [S, hidden_size] of the sampled rows.

@@ -3,6 +3,7 @@ results, and log-probabilities. The counterpart of `sampler`, whose rules hold h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from aioinfer.ipc.plan import I32
 from aioinfer.kernels.logprobs import MAX_TOP, shard_logprobs, token_logprobs
+from aioinfer.kernels.masks import gather_masked
 from aioinfer.kernels.penalties import (
     add_biases,
     add_occurrences,
@@ -35,6 +37,8 @@ class SamplingRows:
     Attributes:
         slots, positions, is_real: int32 [S] on the device; `is_real` is 0 for padding.
         host_slots, host_positions: int32, of the rows without padding.
+        places: int32 [S] on the device, the place of each in the step's results; None where it is
+            its number.
     """
 
     slots: torch.Tensor
@@ -42,6 +46,12 @@ class SamplingRows:
     is_real: torch.Tensor
     host_slots: I32
     host_positions: I32
+    places: torch.Tensor | None = None
+
+
+#: Log-probabilities of a step: float32 [S], int32 [S, K] and float32 [S, K] as in `Sampled`; empty
+#: if no row requests them.
+StepLogprobs = tuple[torch.Tensor, ...]
 
 
 class GpuSampler:
@@ -81,9 +91,14 @@ class GpuSampler:
         where they go in pinned memory."""
         return self._results[index, :count], self._host_results[index, :count]
 
-    def needs_resampling(self, slot_ids: I32, positions: I32) -> bool:
-        """Whether any of the rows needs more than `sample_plain` does."""
+    def needs_resampling(
+        self, slot_ids: I32, positions: I32, constrained: I32 | None = None
+    ) -> bool:
+        """Whether any of the rows, but for the constrained ones, needs more than `sample_plain`
+        does."""
         flags = self._slots.current_flags(slot_ids, positions)
+        if constrained is not None:
+            flags[constrained] = 0
         return bool(flags.max() & (ADJUSTED | LOGPROBS))
 
     def sample_plain(
@@ -93,6 +108,7 @@ class GpuSampler:
         positions: torch.Tensor,
         is_real: torch.Tensor,
         buffer_index: torch.Tensor,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Samples a token (int32 [S]) for each row of logits [S, local_size], by temperature and
         filters, and enters it in its slot and in the results. It can be captured in a CUDA graph.
@@ -100,26 +116,38 @@ class GpuSampler:
         Args:
             slots, positions, is_real: int32 [S], as in `SamplingRows`.
             buffer_index: int32 [1], which result buffer to write.
+            places: see `SamplingRows`.
         """
         tokens = sample_tokens(logits, slots, positions, self._state, shard=self._shard)
         append_tokens(
             tokens, slots, positions, is_real, self._slots.tokens,
-            results=self._results, buffer_index=buffer_index,
+            results=self._results, buffer_index=buffer_index, places=places,
         )  # fmt: skip
         return tokens
 
     def sample(
-        self, logits: torch.Tensor, rows: SamplingRows, buffer_index: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        buffer_index: torch.Tensor,
+        constrained: I32 | None = None,
+    ) -> StepLogprobs:
         """Samples a token for each row of logits [S, local_size] by the parameters of its request,
         and enters it in its slot and in the results.
 
+        Args:
+            logits: of the model.
+            rows: which they are.
+            buffer_index: int32 [1], which result buffer to write.
+            constrained: rows (int32 [M]) whose requests do not matter here, since
+                `sample_masked` comes for them: their `is_real` is 0.
+
         Returns:
-            Log-probabilities, or nothing if no row requests them: those of the model, before any
-            adjustment; float32 [S], int32 [S, K] and float32 [S, K] as in `Sampled`.
+            Log-probabilities: those of the model, before any adjustment.
         """
-        slots = self._slots
-        flags = slots.current_flags(rows.host_slots, rows.host_positions)
+        flags = self._slots.current_flags(rows.host_slots, rows.host_positions)
+        if constrained is not None:
+            flags[constrained] = 0
         flags_of_all = int(np.bitwise_or.reduce(flags, initial=0))
         adjusted = logits
         if flags_of_all & ADJUSTED:
@@ -127,19 +155,62 @@ class GpuSampler:
             self._adjust(adjusted, rows, flags_of_all)
         tokens = self.sample_plain(adjusted, rows.slots, rows.positions, rows.is_real, buffer_index)
         if flags_of_all & PENALIZED:
-            add_occurrences(
-                tokens, rows.slots, slots.occurrences.row_of_slot, slots.occurrences.rows
-            )
+            kept = tokens if constrained is None else torch.where(rows.is_real != 0, tokens, -1)
+            self._count(kept, rows)
         if not flags_of_all & LOGPROBS:
             return ()
-        asking = (slots.params["logprobs"].index_select(0, rows.slots) >= 0).int()
-        num_top = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
-        return self._logprobs(logits, tokens, asking, num_top)
+        return self._logprobs(logits, tokens, rows)
+
+    def sample_masked(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        masks: torch.Tensor,
+        buffer_index: torch.Tensor,
+        logprobs: StepLogprobs,
+    ) -> StepLogprobs:
+        """Samples a token for each constrained row by its mask and the parameters of its request,
+        and enters it in its slot and in the results.
+
+        Args:
+            logits: [S, local_size], of all sampled rows of the step. Not changed.
+            rows: the constrained ones, with their places among these.
+            masks: int32 [M, words], theirs.
+            buffer_index: int32 [1], which result buffer to write.
+            logprobs: of the other rows.
+
+        Returns:
+            The log-probabilities of all S rows.
+        """
+        assert rows.places is not None
+        flags = self._slots.current_flags(rows.host_slots, rows.host_positions)
+        flags_of_all = int(np.bitwise_or.reduce(flags, initial=0))
+        masked = gather_masked(logits, rows.places, masks, first=self._vocabulary.start)
+        # what is not allowed stays so: biases and penalties are finite
+        self._adjust(masked, rows, flags_of_all)
+        tokens = self.sample_plain(
+            masked, rows.slots, rows.positions, rows.is_real, buffer_index, rows.places
+        )
+        if flags_of_all & PENALIZED:
+            self._count(tokens, rows)
+        if not flags_of_all & LOGPROBS:
+            return logprobs
+        found = self._logprobs(logits.index_select(0, rows.places), tokens, rows)
+        return _merge_rows(logprobs, found, rows.places, len(logits))
+
+    def _count(self, tokens: torch.Tensor, rows: SamplingRows) -> None:
+        """Counts the sampled tokens of requests with penalties."""
+        occurrences = self._slots.occurrences
+        add_occurrences(tokens, rows.slots, occurrences.row_of_slot, occurrences.rows)
 
     def _logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, asking: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Returns the log-probabilities of the tokens and of the `count` likeliest."""
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: SamplingRows
+    ) -> StepLogprobs:
+        """Returns the log-probabilities of the tokens and of the likeliest, as many as one of the
+        rows requests at most."""
+        slots = self._slots
+        asking = (slots.params["logprobs"].index_select(0, rows.slots) >= 0).int()
+        count = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
         top = min(MAX_TOP, self._vocabulary.vocab_size)
         if self._shard is None:
             own, top_tokens, top_logprobs = token_logprobs(logits, tokens, asking, top)
@@ -165,3 +236,28 @@ class GpuSampler:
                 logits, rows.slots, counts.row_of_slot, counts.rows[:, first : first + size],
                 *(slots.params[f"{kind}_penalty"] for kind in kinds),
             )  # fmt: skip
+
+
+def _merge_rows(
+    whole: StepLogprobs, part: StepLogprobs, places: torch.Tensor, rows: int
+) -> StepLogprobs:
+    """Returns the log-probabilities of all rows of a step: `part` at `places`, and those of `whole`
+    at the others."""
+    count = max(parts[1].shape[1] for parts in (whole, part) if parts)
+    if whole:
+        merged = _widen(whole, count)
+    else:
+        nothing = torch.full((rows, count), math.nan, device=places.device)
+        none = torch.full((rows, count), -1, dtype=torch.int32, device=places.device)
+        merged = nothing.new_full((rows,), math.nan), none, nothing
+    for target, source in zip(merged, _widen(part, count), strict=True):
+        target.index_copy_(0, places.long(), source)
+    return merged
+
+
+def _widen(logprobs: StepLogprobs, count: int) -> StepLogprobs:
+    """Returns log-probabilities with `count` of the likeliest tokens."""
+    sampled, tokens, values = logprobs
+    more = (0, count - tokens.shape[1])
+    pad = torch.nn.functional.pad
+    return sampled, pad(tokens, more, value=-1), pad(values, more, value=math.nan)

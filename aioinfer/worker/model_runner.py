@@ -18,6 +18,7 @@ from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.masks import MaskedRows, MaskSource, await_masks
 from aioinfer.worker.prompt_rows import (
     PendingSection,
     PromptOutputs,
@@ -36,7 +37,7 @@ class PendingResult:
     Attributes:
         step_id: the plan's.
         sampled: what was sampled.
-        busy_ns: nanoseconds that the step took.
+        busy_ns: nanoseconds that the step took, less those spent waiting for masks.
         prompt_outputs: of prompt rows that have outputs of their own.
     """
 
@@ -75,30 +76,33 @@ class ModelRunner:
         self._prompt_outputs: Sequence[PendingSection] = ()
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> PendingResult:
-        """Executes a plan: applies it to slots and KV blocks, computes its rows, and samples a
-        token for each sampled row."""
+    def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingResult:
+        """Executes a plan: applies it to slots and KV blocks, computes its rows, waits for the
+        masks if any row is constrained, and samples a token for each sampled row."""
         began = time.perf_counter_ns()
         self.slots.apply(plan)
         if len(plan.copy_sources):
             counts, copies = sort_copies(plan, len(self.kv.groups))
             self.kv.copy_blocks(counts, *torch.from_numpy(copies).to(self.slots.device))
-        sampled = self._sample(plan, self._compute(plan))
+        logits = self._compute(plan)
+        masked, waited_ns = await_masks(plan, masks)
+        sampled = self._sample(plan, logits, masked)
+        busy_ns = time.perf_counter_ns() - began - waited_ns
         prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
-        busy_ns = time.perf_counter_ns() - began
         return PendingResult(plan.step_id, sampled, busy_ns, prompt_outputs)
 
-    def _compute(self, plan: StepPlan) -> torch.Tensor:
-        """Returns the hidden states [S, hidden_size] of the sampled rows."""
+    def _compute(self, plan: StepPlan) -> torch.Tensor | None:
+        """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
         step = prepare_step(plan, self.slots)
         if plan.sections and has_prompt_rows(plan):
             return self._compute_prompt_rows(plan, step)
         self.model.plan(step)
-        return self.model.finish(step, self.model.begin(step))
+        hidden = self.model.finish(step, self.model.begin(step))
+        return self.model.logits(hidden) if plan.samples.any() else None
 
-    def _compute_prompt_rows(self, plan: StepPlan, step: Step) -> torch.Tensor:
-        """Computes a step in which prompt rows have outputs of their own. Returns what `logits`
-        takes for the sampled rows."""
+    def _compute_prompt_rows(self, plan: StepPlan, step: Step) -> torch.Tensor | None:
+        """Computes a step in which prompt rows have outputs of their own. Returns the
+        logits of the sampled rows; None if there is none."""
         model, every = self.model, self._prompt_rows.needs_all_tokens(plan)
         if every:
             step.sampled = None
@@ -106,21 +110,24 @@ class ModelRunner:
         finish = model.finish_all if every else model.finish
         hidden = finish(step, model.begin(step))
         self._prompt_outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        if not plan.samples.any():
+            return None
         if not every:
-            return hidden
+            return model.logits(hidden)
         last = torch.from_numpy(np.cumsum(plan.lengths)[np.flatnonzero(plan.samples)] - 1)
-        hidden = hidden.index_select(0, last.to(hidden.device))
-        return hidden if model.finishes_with_hidden_states else model.logits_of(hidden)
+        return model.logits_of(hidden.index_select(0, last.to(hidden.device)))
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
-        """Samples a token for each row of `hidden` [S, hidden_size], and enters them in the
+    def _sample(
+        self, plan: StepPlan, logits: torch.Tensor | None, masked: MaskedRows | None
+    ) -> Sampled:
+        """Samples a token for each row of `logits` [S, local_size], and enters them in the
         slots."""
+        if logits is None:
+            return Sampled.plain(torch.empty(0, dtype=torch.int32, device=self.slots.device))
         rows = np.flatnonzero(plan.samples)
-        if not len(rows):
-            return Sampled.plain(torch.empty(0, dtype=torch.int32, device=hidden.device))
         slot_ids = plan.slots[rows]
         positions = plan.starts[rows] + plan.lengths[rows]
-        logits = self.model.logits(hidden)
-        sampled = sample(logits, self.slots, slot_ids, positions, self.model.vocabulary)
+        vocabulary = self.model.vocabulary
+        sampled = sample(logits, self.slots, slot_ids, positions, vocabulary, masked)
         self.slots.append(slot_ids, positions, sampled.tokens)
         return sampled

@@ -89,6 +89,16 @@ class Occurrences:
         """Counts one token for each of `slots` (both int64 [n]; no slot twice)."""
         self.rows[self.row_of_slot[slots].long(), tokens] += 1
 
+    def add_many(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts tokens of slots (both int32 [n]), also several of one slot; not negative ones, and
+        not those of slots without a row."""
+        if not self._used:
+            return
+        rows = self.row_of_slot[slots.long()]
+        counted = ((rows >= 0) & (tokens >= 0)).to(self.rows.dtype)
+        where = rows.clamp(min=0).long(), tokens.clamp(min=0).long()
+        self.rows.index_put_(where, counted, accumulate=True)
+
 
 def _size_for(needed: int, limit: int) -> int:
     """Returns the smallest of the sizes `ceil(limit / 2**i)` that is at least `needed`, or

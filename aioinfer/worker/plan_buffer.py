@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.worker.masks import constrained_rows
 
 
 class PlanBuffer:
@@ -41,13 +42,17 @@ class PlanBuffer:
 
     def fill(self, plan: StepPlan, buffer_index: int, host: torch.Tensor) -> None:
         """Writes a plan into pinned memory (int32 like `values`) and starts its copy; what is
-        beyond the plan's rows and growth becomes padding."""
+        beyond the plan's rows and growth becomes padding. Constrained rows do not count as
+        sampled: their tokens come later."""
         array = host.numpy()
         growth_start = 4 * self.rows
         array[:growth_start] = 0
         array[growth_start : growth_start + self.growth] = -1
         for number, field in enumerate((plan.slots, plan.starts, plan.lengths, plan.samples)):
             array[number * self.rows : number * self.rows + len(field)] = field
+        constrained = constrained_rows(plan)
+        if constrained is not None:
+            array[3 * self.rows + constrained] = 0
         for number, field in enumerate((plan.table_rows, plan.table_indices, plan.table_blocks)):
             start = growth_start + number * self.growth
             array[start : start + len(field)] = field

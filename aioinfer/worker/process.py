@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
 from aioinfer.ipc.heartbeat import Heartbeat
+from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice
 from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
-from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.ring import Ring
 from aioinfer.ipc.stack_dump import StackDump
 
@@ -49,6 +50,7 @@ class WorkerSpec:
             parent.
         meeting: where the ranks of this host find each other.
         stacks: where this rank writes its stacks when it is asked for them.
+        masks: where the engine writes which tokens constrained rows may sample.
         engine: the number of the engine that the rank belongs to.
     """
 
@@ -62,6 +64,7 @@ class WorkerSpec:
     lifeline: Connection
     stacks: StackDump
     meeting: MeetingFile
+    masks: MaskMemory
     engine: int = 0
 
     @property
@@ -169,20 +172,72 @@ def _start(spec: WorkerSpec) -> Worker:
 def _serve(spec: WorkerSpec, worker: Worker) -> None:
     """Executes plans in order until the parent closes the control connection."""
     finish = _finish if worker.device.type == "cpu" else _FinishingThread(spec).put
-    poll = select.poll()
-    poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
-    poll.register(spec.control.fileno(), select.POLLIN)
-    while True:
-        if any(fd == spec.control.fileno() for fd, _ in poll.poll()):
-            return
-        for _ in range(spec.plans.announced(spec.rank)):
-            plan = StepPlan.decode(spec.plans.read(spec.rank))
+    inbox = _Inbox(spec, worker.vocab_size)
+    with contextlib.suppress(_EndOfPlansError):
+        while True:
+            plan = inbox.next_plan()
             spec.heartbeat.begin(spec.rank, plan.step_id)
-            pending = worker.execute(plan)
+            pending = worker.execute(plan, inbox.wait_for_masks)
             if worker.device.type != "cpu":
                 spec.heartbeat.launch(spec.rank, plan.step_id)
-            spec.plans.release(spec.rank)
+            inbox.release_plan()
             finish(spec, pending)
+
+
+class _EndOfPlansError(Exception):
+    """The parent has closed the control connection."""
+
+
+class _Inbox:
+    """The messages of a rank in the ring of the plans, one after the other. It sleeps in the kernel
+    until one comes or the parent closes the control connection."""
+
+    def __init__(self, spec: WorkerSpec, vocab_size: int):
+        self._spec = spec
+        self._vocab_size = vocab_size
+        self._num_announced = 0
+        self._holds_plan = False  # whether the ring still has the last plan
+        self._control = spec.control.fileno()
+        self._poll = select.poll()
+        self._poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
+        self._poll.register(self._control, select.POLLIN)
+
+    def next_plan(self) -> StepPlan:
+        """Returns the next plan, which holds until `release_plan`. Raises `_EndOfPlansError`."""
+        message = self._read()
+        self._holds_plan = True
+        plan = StepPlan.decode(message)
+        if plan.section(ConstrainedRows) is not None:
+            # the masks are the next message, and it can be read only when this one is released
+            plan = StepPlan.decode(bytes(message))
+            self.release_plan()
+        return plan
+
+    def release_plan(self) -> None:
+        """Gives the memory of the last plan back. Safe to call twice."""
+        if self._holds_plan:
+            self._holds_plan = False
+            self._spec.plans.release(self._spec.rank)
+
+    def wait_for_masks(self, plan: StepPlan, count: int) -> I32:
+        """Implements `MaskSource`. Raises `_EndOfPlansError`."""
+        spec = self._spec
+        notice = MaskNotice.decode(self._read())
+        spec.plans.release(spec.rank)
+        if notice.step_id != plan.step_id:
+            raise RuntimeError(f"step {plan.step_id} was given the masks of {notice.step_id}")
+        rows = spec.config.scheduler.max_num_seqs
+        return spec.masks.buffers(rows, self._vocab_size)[notice.buffer, :count]
+
+    def _read(self) -> memoryview:
+        """Waits for the next message and returns it, a view into the ring."""
+        spec = self._spec
+        while not self._num_announced:
+            if any(fd == self._control for fd, _ in self._poll.poll()):
+                raise _EndOfPlansError
+            self._num_announced = spec.plans.announced(spec.rank)
+        self._num_announced -= 1
+        return spec.plans.read(spec.rank)
 
 
 def _finish(spec: WorkerSpec, pending: Pending) -> None:

@@ -3,7 +3,8 @@ log-probabilities.
 
 The model runner calls `sample` once a step. A row's logits go through these steps, in vLLM's order,
 each only where the request has it: logit bias; minus infinity for tokens banned before
-min_tokens; penalties (`adjustments`); temperature; min-p; top-k; top-p (`filters`); Gumbel noise
+min_tokens; penalties (`adjustments`); minus infinity for what its mask does not allow (`masks`);
+temperature; min-p; top-k; top-p (`filters`); Gumbel noise
 and the argmax (`gumbel`). Log-probabilities are those of the model, before any of that. What can
 be is computed in numpy: its argmax takes a tenth of the time of torch's.
 
@@ -27,6 +28,7 @@ from aioinfer.layers.embedding import Vocabulary
 from aioinfer.worker.adjustments import adjust_logits
 from aioinfer.worker.filters import filter_tokens
 from aioinfer.worker.gumbel import U32, gumbel_keys, gumbel_noise
+from aioinfer.worker.masks import MaskedRows, mask_logits
 from aioinfer.worker.slots import BANNED, BIASED, FILTERED, LOGPROBS, PENALIZED, RANDOM, Slots
 from aioinfer.worker.vocab_parallel import (
     CANDIDATES,
@@ -69,6 +71,7 @@ def sample(
     slot_ids: I32,
     positions: I32,
     vocabulary: Vocabulary | None = None,
+    masked: MaskedRows | None = None,
 ) -> Sampled:
     """Samples the token at `positions[i]` of the request in slot `slot_ids[i]` from row i of
     `logits`.
@@ -79,21 +82,19 @@ def sample(
         slot_ids, positions: int32 [S].
         vocabulary: the shard; by default the whole vocabulary. If it is split over ranks, each has
             to call this, and returns the same.
+        masked: the rows that are sampled under a mask, and their masks.
     """
     sharded = vocabulary if vocabulary is not None and vocabulary.group.size > 1 else None
     sampling_flags = slots.current_flags(slot_ids, positions)
     flags = int(np.bitwise_or.reduce(sampling_flags, initial=0))
-    adjusted = logits
-    if flags & (BIASED | BANNED | PENALIZED):
-        adjusted = logits.clone() if flags & LOGPROBS else logits
-        adjust_logits(
-            adjusted,
-            slots,
-            sampling_flags,
-            slot_ids,
-            positions,
-            0 if sharded is None else sharded.start,
-        )
+    first = 0 if sharded is None else sharded.start
+    adjusted, adjusts = logits, bool(flags & (BIASED | BANNED | PENALIZED))
+    if flags & LOGPROBS and (adjusts or masked is not None):
+        adjusted = logits.clone()
+    if adjusts:
+        adjust_logits(adjusted, slots, sampling_flags, slot_ids, positions, first)
+    if masked is not None:
+        mask_logits(adjusted, masked, first)
     scores = adjusted.cpu().numpy()
     if sharded is not None:
         sampled = _sample_vocab_parallel(

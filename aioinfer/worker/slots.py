@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import RECORD, RECORD_WORDS, WORD, Admissions, Vacated
 from aioinfer.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
@@ -106,7 +107,14 @@ class Slots:
         if not plan.sections:
             return
         self._account(plan)
-        admissions = plan.admissions
+        self._admit(plan.admissions)
+        forced = plan.section(ForcedTokens)
+        if forced is not None:
+            self._force(*(self._upload(part) for part in _columns_of(forced)))
+
+    def _admit(self, admissions: Admissions) -> None:
+        if not admissions:
+            return
         slots, records = admissions.records["slot"], admissions.records
         at = self._upload(slots).long()
         self.records[:, at] = self._upload(_words_of(admissions).T)
@@ -124,21 +132,24 @@ class Slots:
 
     def stage(self, plan: StepPlan) -> list[I32]:
         """Does what of a plan concerns the host, and returns the arrays that `apply_staged` needs
-        on the device: none for a plan without admissions. Once for each plan, in order."""
+        on the device: none for a plan without admissions and forced tokens. Once for each plan, in
+        order."""
         if not plan.sections:
             return []
         self._account(plan)
-        admissions = plan.admissions
+        admissions, forced = plan.admissions, plan.section(ForcedTokens)
+        behind = [] if forced is None else [np.stack(_columns_of(forced))]
         if not admissions:
-            return []
+            return behind
         rows = self.occurrences.host_rows[admissions.records["slot"]]
         return [
             _words_of(admissions), rows, admissions.tokens, admissions.bias_ids,
-            admissions.bias_values.view(np.int32), admissions.banned_ids,
+            admissions.bias_values.view(np.int32), admissions.banned_ids, *behind,
         ]  # fmt: skip
 
     def apply_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
-        """Lets the requests that a plan admits take their slots, with kernels.
+        """Lets the requests that a plan admits take their slots, with kernels, and enters forced
+        tokens.
 
         Args:
             plan: the step's.
@@ -146,6 +157,12 @@ class Slots:
         """
         if not staged:
             return
+        if plan.admissions:
+            self._admit_staged(plan, staged[:6])
+        if plan.section(ForcedTokens) is not None:
+            self._force(*staged[-1].unbind())
+
+    def _admit_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
         from aioinfer.kernels.penalties import count_occurrences
         from aioinfer.kernels.slots import PackedAdmissions, SlotTensors, admit_requests
 
@@ -159,6 +176,18 @@ class Slots:
         for slot, length, prompt_len in self._penalized(admissions):
             row = occurrences.rows[occurrences.host_rows[slot]]
             count_occurrences(self.tokens[slot, :length], prompt_len, row)
+
+    def _force(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        counted: torch.Tensor,
+    ) -> None:
+        """Enters tokens that were not sampled, all int32 [E]; `counted` are those that penalties
+        have to count, and -1."""
+        self.tokens[slots.long(), positions.long()] = tokens
+        self.occurrences.add_many(slots, counted)
 
     def _account(self, plan: StepPlan) -> None:
         """Brings up to date what the host keeps, and the rows of occurrences."""
@@ -217,6 +246,12 @@ class Slots:
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copies an array, which may be a view into the ring, to the device."""
         return torch.tensor(array, device=self.device)
+
+
+def _columns_of(forced: ForcedTokens) -> tuple[I32, I32, I32, I32]:
+    """Returns slots, positions, tokens, and the tokens that count for penalties, or -1."""
+    counted = np.where(forced.counted == 1, forced.tokens, np.int32(-1))
+    return forced.slots, forced.positions, forced.tokens, counted
 
 
 def _words_of(admissions: Admissions) -> I32:

@@ -19,14 +19,17 @@ import torch
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, group_layers
-from aioinfer.ipc.plan import Admission, Admissions, StepPlan
+from aioinfer.ipc.masks import ConstrainedRows, mask_words
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
+from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.masks import MaskSource
 from aioinfer.worker.memory import (
     available_bytes,
     count_blocks,
@@ -85,7 +88,10 @@ class Worker:
         block_size: tokens a KV block.
         graph_bytes: GPU memory that CUDA graphs took.
         compilations: kernels that were compiled after `warm_up`, on a GPU.
+        vocab_size: of the model's logits, once it is loaded.
     """
+
+    vocab_size: int
 
     def __init__(self, config: Config, folder: Path, groups: ProcessGroups, engine: int = 0):
         """Selects the device; loads nothing yet.
@@ -122,7 +128,7 @@ class Worker:
         device_name = self._set_up_device()
         trusted = config.model.trust_remote_code
         model_config = load_model_config(self._folder, trust_remote_code=trusted)
-        self._vocab_size = model_config.vocab_size
+        self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(self.device, dtype, self._group)
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
@@ -167,7 +173,7 @@ class Worker:
     def _growth_bytes(self) -> int:
         """Returns the memory that counts of tokens take while they grow to their full size, beyond
         that size, which is part of the largest step."""
-        rows, words = self._config.scheduler.max_num_seqs, self._vocab_size
+        rows, words = self._config.scheduler.max_num_seqs, self.vocab_size
         return Slots.max_sampling_bytes(rows, words) - rows * words * 4
 
     def _set_up_device(self) -> str:
@@ -222,22 +228,23 @@ class Worker:
         self.compilations = CompilationWatch()
 
     def _run_warm_up_steps(self) -> None:
-        """Executes a prefill and a decode step in which requests use all of the sampler, and
-        forgets them."""
+        """Executes a prefill and a decode step in which requests use all of the sampler, with and
+        without masks, and forgets them."""
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), *(len(kv[0, 0]) for kv in runner.kv.tensors))
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
         greedy = _admission(0, prompt_len, SamplingParams(temperature=0))
         admissions = [greedy, _admission(1, prompt_len, _EVERYTHING, banned=(1,))][:rows]
         groups = len(self._groups)
-        runner.step(
-            _make_plan(
-                [prompt_len] * rows, 0, self.block_size, groups, len(slots.tokens), admissions
+        for num_masked in (0, 1):
+            lengths = [prompt_len] * rows
+            plan = _make_plan(
+                lengths, 0, self.block_size, groups, len(slots.tokens), admissions, num_masked
             )
-        ).wait()
+            runner.step(plan, self._allow_all).wait()
         if prompt_len < min(self.block_size, slots.max_model_len):
-            lengths = [1] * rows
-            runner.step(_make_plan(lengths, prompt_len, self.block_size)).wait()
+            plan = _make_plan([1] * rows, prompt_len, self.block_size)
+            runner.step(plan, self._allow_all).wait()
         slots.reset()
         runner.kv.zero(rows)
 
@@ -259,12 +266,17 @@ class Worker:
         slots.reset()
         runner.kv.zero(1)
 
-    def execute(self, plan: StepPlan) -> Pending:
+    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
         """Starts a plan; the result can be waited for.
 
-        Plans are executed in the order of the calls.
+        Plans are executed in the order of the calls. `masks` is called if it has constrained rows,
+        when all else is computed or launched.
         """
-        return self._runner.step(plan)
+        return self._runner.step(plan, masks)
+
+    def _allow_all(self, plan: StepPlan, count: int) -> I32:
+        """Implements `MaskSource` for steps that nobody asked for: every token is allowed."""
+        return np.full((count, mask_words(self.vocab_size)), -1, np.int32)
 
     def _make_runner(
         self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
@@ -274,7 +286,7 @@ class Worker:
             max_num_seqs,
             max_model_len,
             self.block_size,
-            self._vocab_size,
+            self.vocab_size,
             self.device,
             len(groups),
         )
@@ -329,13 +341,13 @@ class Worker:
             _admission(slot, length, _EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
-        plan = _make_plan(lengths, 0, self.block_size, len(self._groups), rows, admissions)
+        plan = _make_plan(lengths, 0, self.block_size, len(self._groups), rows, admissions, rows)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only
 
             with compile_only():
-                runner.step(plan).wait()
-        runner.step(plan).wait()
+                runner.step(plan, self._allow_all).wait()
+        runner.step(plan, self._allow_all).wait()
 
 
 #: A request that uses all of the sampler.
@@ -363,9 +375,10 @@ def _make_plan(
     num_groups: int = 1,
     max_num_seqs: int = 0,
     admissions: Sequence[Admission] = (),
+    num_masked: int = 0,
 ) -> StepPlan:
     """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
-    one.
+    one, the last `num_masked` of them under a mask.
 
     Admitted requests get their KV blocks one after the other from block 0 on, in each of
     `num_groups` groups.
@@ -377,10 +390,13 @@ def _make_plan(
     indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
     blocks = np.arange(sum(counts), dtype=np.int32)
     firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
+    sections: list[Section] = [Admissions.of(admissions)] if admissions else []
+    if num_masked:
+        sections.append(ConstrainedRows(np.arange(rows - num_masked, rows, dtype=np.int32)))
     return StepPlan(
         -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
         (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
-        none, none, [Admissions.of(admissions)] if admissions else (),
+        none, none, sections,
     )  # fmt: skip
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter, sleep
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import psutil
 
@@ -19,6 +21,27 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 #: The longest that a server may take to be ready, and to end.
 READY_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def exiting_at_signals() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP raise `SystemExit` in the block, as SIGINT raises `KeyboardInterrupt`,
+    so that a `ServerProcess` is ended. Signals that are ignored stay so. For the main thread."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the end
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class ServerProcess:

@@ -224,8 +224,10 @@ class MixedLoad:
         *events, end, rest = text.split("\n\n")
         if response.status != 200 or (end, rest) != ("data: [DONE]", ""):
             raise FaultError(f"a stream ended with {response.status} {text[-300:]!r}")
-        usage = json.loads(events[-1].removeprefix("data: "))["usage"]
-        self._check_usage(body, usage, 1)
+        last = json.loads(events[-1].removeprefix("data: "))
+        if "error" in last:
+            raise FaultError(f"a stream ended with {last['error']}")
+        self._check_usage(body, last["usage"], 1)
 
     @staticmethod
     def _check_usage(body: dict[str, Any], usage: dict[str, Any], choices: int) -> None:

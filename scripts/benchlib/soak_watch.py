@@ -139,8 +139,7 @@ class Watch:
         figures["KV cache in use"] = found["vllm:kv_cache_usage_perc"]
         for state in ("running", "waiting"):
             figures[f"requests {state}"] = found[f"vllm:num_requests_{state}"]
-        if "aioinfer:asyncio_tasks" in found:
-            figures["asyncio tasks"] = found["aioinfer:asyncio_tasks"]
+        figures["asyncio tasks"] = found["aioinfer:asyncio_tasks"]
         if (gpu := gpu_memory()) is not None:
             figures["GPU memory"] = gpu
         return figures

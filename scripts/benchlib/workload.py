@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,8 +91,10 @@ class RequestShape:
         """The path of the endpoint."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
-        """Returns the JSON body of a request."""
+    def body(
+        self, prompt: Prompt, max_tokens: int, more: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        """Returns the JSON body of a request; `more` are further fields of it."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -108,7 +111,7 @@ class RequestShape:
             body["stream_options"] = {"include_usage": True}
         if self.ignore_eos:
             body["ignore_eos"] = True
-        return json.dumps(body).encode()
+        return json.dumps({**body, **more}).encode()
 
     def call(self, prompt: Prompt, max_tokens: int) -> Call:
         """Returns a request."""

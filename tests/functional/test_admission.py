@@ -154,12 +154,12 @@ async def test_a_stream_ends_with_an_error_event(served: Served, n: int) -> None
         COMPLETIONS, json=LONG | {"n": n, "stream": True, "timeout_s": 1.5}
     ) as response:
         assert response.status == 200
-        *_, before, last, rest = (await response.text()).split("\n\n")
+        *_, before, last, done, rest = (await response.text()).split("\n\n")
         steps = served.frontend.stats()["steps"]
     assert 1.45 < time.perf_counter() - began < 5
     assert '"choices"' in before
     assert '"code":"timeout"' in last
-    assert rest == ""
+    assert (done, rest) == ("data: [DONE]", "")
     await check_freed_at_once(served, steps)
 
 

@@ -355,8 +355,10 @@ class TestTokens:
 
     async def test_a_long_text(self, served: Served) -> None:
         text = "Lorem ipsum dolor sit amet. " * 10_000
-        tokens = (await served.post("/tokenize", prompt=text))["tokens"]
-        assert (await served.post("/detokenize", tokens=tokens))["prompt"] == text
+        reply = await served.post("/tokenize", prompt=text, return_token_strs=True)
+        assert len(reply["tokens"]) == reply["count"] > 50_000, "it is written in pieces"
+        assert "".join(reply["token_strs"]) == text
+        assert (await served.post("/detokenize", tokens=reply["tokens"]))["prompt"] == text
 
 
 class TestInfo:

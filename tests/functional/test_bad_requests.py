@@ -58,6 +58,17 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"presence_penalty": 3}, "presence_penalty"),
     (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETIONS, {"suffix": "x"}, "suffix"),
+    (COMPLETIONS, {"best_of": 129}, "best_of"),
+    (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {"cache_salt": ""}, "cache_salt"),
+    (COMPLETIONS, {"logit_bias": {"two words": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
+    (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+    (COMPLETIONS, {"temprature": 1}, "temprature"),
+    (CHAT, {"echo": True}, "echo"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
     (COMPLETIONS, {"priority": 1}, "priority"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -65,7 +76,13 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 4000}, "max_completion_tokens"),
     (CHAT, {"max_tokens": 4000}, "max_tokens"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json"}}, "response_format"),
+    (COMPLETIONS, {"guided_json": {"not": {}}}, "guided_json"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    (COMPLETIONS, {"guided_regex": "a", "grammar": 'start: "a"'}, "grammar"),
+    (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids"),
+    (COMPLETIONS, {"allowed_token_ids": [99_999]}, "allowed_token_ids"),
+    (COMPLETIONS, {"bad_words": [""]}, "bad_words"),
     (
         CHAT,
         {"continue_final_message": True, "add_generation_prompt": True},
@@ -151,13 +168,15 @@ async def test_unknown_model_card(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "content_type",
-    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "nonsense", ""],
+    "headers",
+    [
+        {"Content-Type": "multipart/form-data"},
+        {"Content-Type": "text/plain", "Origin": "https://evil.example"},
+        {"Content-Type": "", "Sec-Fetch-Site": "same-site"},
+    ],
 )
-async def test_wrong_content_type(served: Served, content_type: str) -> None:
-    async with served.http.post(
-        COMPLETIONS, data=b'{"prompt": "x"}', headers={"Content-Type": content_type}
-    ) as response:
+async def test_wrong_content_type(served: Served, headers: dict[str, str]) -> None:
+    async with served.http.post(COMPLETIONS, data=b'{"prompt": "x"}', headers=headers) as response:
         assert response.status == 415
         check_error(await response.json(), None)
 

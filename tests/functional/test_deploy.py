@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
 import socket
 import ssl
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 
 import aiohttp
 import pytest
 from yarl import URL
 
+from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
+from bench_loop import make_frontend
 from tests.functional.conftest import Served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,53 +37,66 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def nginx_port(tmp_path_factory: pytest.TempPathFactory) -> int:
-    return free_port()
-
-
-@pytest.fixture
-def nginx_command(tmp_path: Path, served: Served, nginx_port: int) -> list[str]:
-    """Returns the command that runs the example as it is, but for its port, the server's address
-    and the paths."""
-    if shutil.which("nginx") is None:
+def nginx_command(folder: Path, port: int, server: str, **changed: str) -> list[str]:
+    """Returns the command that runs the example in front of a server's URL, as it is but for its
+    port, the server's address, the paths, and directives in `changed`."""
+    path = shutil.which("nginx")
+    if path is None:
         pytest.skip("nginx is not installed")
     text = (DEPLOY / "nginx.conf").read_text("utf-8")
     changes = {
-        "listen 443": f"listen 127.0.0.1:{nginx_port}",
-        "server 127.0.0.1:8000": f"server 127.0.0.1:{URL(served.url).port}",
+        "listen 443": f"listen 127.0.0.1:{port}",
+        "server 127.0.0.1:8000": f"server 127.0.0.1:{URL(server).port}",
         "/etc/ssl/example.org.pem": str(TLS / "certificate.pem"),
         "/etc/ssl/example.org.key": str(TLS / "key.pem"),
-        "/run/nginx.pid": str(tmp_path / "nginx.pid"),
+        "/run/nginx.pid": str(folder / "nginx.pid"),
         "/var/log/nginx/error.log": "stderr",
     }
     for old, new in changes.items():
         assert old in text, old
         text = text.replace(old, new)
+    for name, value in changed.items():
+        text, count = re.subn(rf"\b{name} \w+;", f"{name} {value};", text)
+        assert count == 1, name
     # where an unprivileged process may write
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    temporary = "".join(f"    {kind}_temp_path {tmp_path / kind};\n" for kind in kinds)
+    temporary = "".join(f"    {kind}_temp_path {folder / kind};\n" for kind in kinds)
     text = text.replace("http {\n", "http {\n" + temporary, 1)
-    (tmp_path / "nginx.conf").write_text(text, "utf-8")
-    path = shutil.which("nginx")
-    assert path is not None
-    return [path, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-g", "daemon off;"]
+    if os.geteuid() == 0:  # else its workers, of another user, could not write there
+        text = f"user root;\n{text}"
+    (folder / "nginx.conf").write_text(text, "utf-8")
+    return [path, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", "daemon off;"]
+
+
+@asynccontextmanager
+async def nginx(folder: Path, server: str, **changed: str) -> AsyncIterator[int]:
+    """Runs the example in front of a server's URL. Yields the port on which it listens."""
+    port = free_port()
+    command = await asyncio.to_thread(nginx_command, folder, port, server, **changed)
+    process = await asyncio.create_subprocess_exec(
+        *command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await wait_listening(port, process)
+        yield port
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.communicate()
+
+
+def anybody() -> ssl.SSLContext:
+    """Returns a context that accepts any certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_nginx_passes_streams_on_event_by_event(
-    served: Served, nginx_command: list[str], nginx_port: int
-) -> None:
-    nginx = await asyncio.create_subprocess_exec(
-        *nginx_command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
-    )
-    try:
-        await wait_listening(nginx_port, nginx)
-        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
-        url = f"https://127.0.0.1:{nginx_port}"
-        name = {"Host": "example.org"}
-        connector = aiohttp.TCPConnector(ssl=anybody)
+async def test_nginx_passes_streams_on_event_by_event(served: Served, tmp_path: Path) -> None:
+    async with nginx(tmp_path, served.url) as port:
+        connector = aiohttp.TCPConnector(ssl=anybody())
+        url, name = f"https://127.0.0.1:{port}", {"Host": "example.org"}
         async with aiohttp.ClientSession(url, headers=name, connector=connector) as http:
             await check_stream(served, http)
             async with http.get("/v1/models") as response:
@@ -87,10 +106,102 @@ async def test_nginx_passes_streams_on_event_by_event(
                     assert response.status == 404, "for the machine itself only"
             with pytest.raises(aiohttp.ClientError):  # closed without an answer
                 await http.get("/v1/models", headers={"Host": "other.example"})
+
+
+@asynccontextmanager
+async def impatient_server() -> AsyncIterator[tuple[HttpServer, str]]:
+    """A server that waits half a second for a body, and whose workers compute nothing, one step in
+    20 ms. Yields it and its URL."""
+    frontend = await make_frontend(4, 0.02, {"server.body_timeout_s": 0.5})
+    server = HttpServer(frontend.config, frontend)
+    try:
+        yield server, await server.start()
     finally:
-        if nginx.returncode is None:
-            nginx.terminate()
-        await nginx.communicate()
+        await server.close()
+        await frontend.close()
+
+
+class Upload:
+    """A request over TLS whose body, of 200 KiB, is sent in parts."""
+
+    BODY = json.dumps({"prompt": [5], "max_tokens": 40, "ignore_eos": True, "stream": True})
+    PARTS: ClassVar = [BODY.encode().ljust(20 * 1024)] + [b" " * 20 * 1024] * 9
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def begin(cls, port: int) -> Upload:
+        upload = cls(*await asyncio.open_connection("127.0.0.1", port, ssl=anybody()))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: example.org\r\nConnection: close\r\n"
+        length = sum(map(len, cls.PARTS))
+        upload.writer.write(
+            f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        return upload
+
+    async def send(self, *parts: bytes, every_s: float) -> None:
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+            await asyncio.sleep(every_s)
+
+    async def read(self) -> list[bytes]:
+        """Returns what is left of the reply, as it arrives."""
+        found = []
+        async with asyncio.timeout(20):
+            while data := await self.reader.read(2**16):
+                found.append(data)
+        return found
+
+    async def close(self) -> None:
+        self.writer.close()
+        with suppress(OSError):
+            await self.writer.wait_closed()
+
+
+def num_connections(server: HttpServer) -> int:
+    assert server._connections is not None
+    return len(server._connections.connections)
+
+
+async def test_a_slow_upload_stays_at_nginx_and_its_stream_is_not_buffered(tmp_path: Path) -> None:
+    """The body takes longer than the server would wait, which gets it in one piece."""
+    async with impatient_server() as (server, url), nginx(tmp_path, url) as port:
+        upload = await Upload.begin(port)
+        for part in Upload.PARTS[:-1]:
+            await upload.send(part, every_s=0.1)
+            assert num_connections(server) == 0
+        await upload.send(Upload.PARTS[-1], every_s=0)
+        parts = await upload.read()
+        await upload.close()
+    assert parts[0].startswith(b"HTTP/1.1 200 ")
+    assert b"".join(parts).count(b"data: {") == 40
+    assert len(parts) > 20, "a buffering proxy would pass everything on at once"
+
+
+async def test_nginx_ends_an_upload_that_stalls(tmp_path: Path) -> None:
+    changed = {"client_body_timeout": "1s"}
+    async with impatient_server() as (server, url), nginx(tmp_path, url, **changed) as port:
+        upload = await Upload.begin(port)
+        await upload.send(*Upload.PARTS[:5], every_s=0.02)
+        reply = b"".join(await upload.read())
+        assert reply == b"", "nginx closes the connection without an answer"
+        assert num_connections(server) == 0, "the server has not heard of it"
+        await upload.close()
+
+
+async def test_without_buffering_the_server_ends_a_slow_upload(tmp_path: Path) -> None:
+    """`proxy_request_buffering off`: the time-outs are the server's, and so is the answer."""
+    changed = {"proxy_request_buffering": "off"}
+    async with impatient_server() as (_, url), nginx(tmp_path, url, **changed) as port:
+        upload = await Upload.begin(port)
+        sending = asyncio.create_task(upload.send(*[b" "] * 500, every_s=0.02))
+        reply = b"".join(await upload.read())
+        sending.cancel()
+        await upload.close()
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
 
 
 async def check_stream(served: Served, http: aiohttp.ClientSession) -> None:
@@ -149,8 +260,10 @@ def test_the_dockerfile_copies_what_there_is_and_installs_from_the_lock_file() -
         "FROM", "RUN", "WORKDIR", "ENV", "COPY", "USER", "VOLUME", "EXPOSE", "STOPSIGNAL",
         "HEALTHCHECK", "ENTRYPOINT", "CMD",
     }  # fmt: skip
-    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY")]
-    assert all((ROOT / name).exists() for names in copied for name in names)
+    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
+    assert {line[1:] for line in ignore if line.startswith("!")} == copied
     installs = [line for line in lines if "pip install" in line]
     # packages come from the lock file; what else is installed brings no dependencies
     assert sum("--requirement requirements.lock" in line for line in installs) == 1

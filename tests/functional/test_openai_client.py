@@ -100,6 +100,49 @@ async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
     assert final.usage.completion_tokens == whole.usage.completion_tokens
 
 
+async def test_fields_of_the_client(client: openai.AsyncOpenAI) -> None:
+    """Those that the client has names for and that other tests do not use, all in one request."""
+    completion = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4, n=1, best_of=3, temperature=0.8, seed=3,
+        logit_bias={" Paris": 5}, user="me",
+        extra_body={"cache_salt": "mine", "return_token_ids": True, "top_k": 40},
+    )  # fmt: skip
+    assert len(completion.choices[0].token_ids) == 4
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 12
+    chat = await client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_completion_tokens=4, metadata={"a": "b"}, store=False,
+        service_tier="auto", safety_identifier="me", prompt_cache_key="key", modalities=["text"],
+        reasoning_effort="low", parallel_tool_calls=True, verbosity="medium",
+    )  # fmt: skip
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 4
+
+
+async def test_a_field_that_is_not_supported(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="prediction is not supported") as caught:
+        await client.chat.completions.create(
+            model=MODEL, messages=QUESTION, prediction={"type": "content", "content": "x"}
+        )
+    assert (caught.value.param, caught.value.code) == ("prediction", "unsupported_parameter")
+
+
+async def test_an_overlong_prompt(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as caught:
+        await client.completions.create(model=MODEL, prompt="word " * 1000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_usage_in_every_chunk(client: openai.AsyncOpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=4, stream=True, stream_options=options
+    )
+    counts = [chunk.usage.completion_tokens async for chunk in stream]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
 async def test_a_bad_request(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1)
@@ -124,7 +167,7 @@ async def test_a_failure_ends_a_stream_with_an_error(
     received = await anext(stream)
     assert received.choices[0].finish_reason is None
     (sequence,) = served.engine._sequences.values()
-    served.engine._fail(sequence.output, error)
+    served.engine.fail(sequence.output, error)
     with pytest.raises(openai.APIError, match=str(error)):
         async for _ in stream:
             pass
@@ -148,7 +191,7 @@ async def test_a_failure_of_a_plain_reply(
 
     async def submit_and_fail(*args: object, **options: object) -> object:
         output = await submit(*args, **options)
-        served.engine._fail(output, error)
+        served.engine.fail(output, error)
         return output
 
     monkeypatch.setattr(served.frontend, "submit", submit_and_fail)

@@ -620,6 +620,24 @@ async def test_a_server_without_a_tokenizer(page: Page, url: str) -> None:
     await page.until("document.querySelector('#status').dataset.state === 'live'")
 
 
+async def test_an_engine_that_does_not_serve_says_why(page: Page, url: str) -> None:
+    """The state is that of a real engine, but for its outage."""
+    async with aiohttp.ClientSession(url) as http, http.get("/page/live") as response:
+        event = json.loads((await response.content.readline()).removeprefix(b"data: "))
+    restarting, dead = ({**event["engines"][0], "log": []} for _ in range(2))
+    restarting["restart"] = [2, 3]
+    dead["dead"] = "worker 0 was killed\nTraceback"
+    body = f"data: {json.dumps(event | {'engines': [restarting, dead]})}\n\n".encode()
+    await page.answer("/page/live", 200, "text/event-stream", body)
+    await page.send("Page.navigate", url=url)
+    await page.until("document.querySelectorAll('.engine').length === 2")
+    shown = "[...document.querySelectorAll('.outage')].map((node) => [node.hidden, node.innerText])"
+    assert await page.run(shown) == [
+        [False, "The workers were lost and are restarting: attempt 2 of 3. Requests wait."],
+        [False, "Dead: worker 0 was killed"],
+    ]
+
+
 async def test_the_live_stream_is_open_only_while_the_page_can_be_seen(page: Page) -> None:
     def streams() -> int:
         return sum(URL(request["url"]).path == "/page/live" for request in page.requests)

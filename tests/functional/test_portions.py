@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer.engine import engine as engine_module
+from aioinfer.engine import emission
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import make_frontend
 
@@ -54,7 +54,7 @@ async def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch, delay_s:
     whole = await complete_all(delay_s)
     assert {reason for _, _, reason, _ in whole} == {"stop", "length"}
     for portion in (1, 7):
-        monkeypatch.setattr(engine_module, "_PORTION", portion)
+        monkeypatch.setattr(emission, "_PORTION", portion)
         assert await complete_all(delay_s) == whole
 
 
@@ -62,7 +62,7 @@ async def test_the_event_loop_runs_other_callbacks_between_portions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While a step's tokens are emitted, what was ready before goes first."""
-    monkeypatch.setattr(engine_module, "_PORTION", 4)
+    monkeypatch.setattr(emission, "_PORTION", 4)
     frontend = await make_frontend(STREAMS, 0.02)
     order: list[int] = []
 

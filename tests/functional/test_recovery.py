@@ -4,6 +4,7 @@ of an undisturbed run, queued requests are served, and repeated crashes end the 
 from __future__ import annotations
 
 import json
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -76,9 +77,10 @@ def stream(process: Process, body: dict[str, Any], **more: Any) -> str:
         **{"stream": True, "ignore_eos": True, "max_tokens": TOKENS} | body | more,
     )
     assert response.status == 200
-    *chunks, last = events(response)
-    if last != "[DONE]":
-        return str(json.loads(last)["error"])
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    if "error" in (last := json.loads(chunks[-1])):
+        return str(last["error"])
     return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
 
 
@@ -86,6 +88,14 @@ def metric(process: Process, name: str) -> list[float]:
     """Returns the values of a metric, by engine."""
     lines = process.request("GET", "/metrics").read().decode().splitlines()
     return [float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{")]
+
+
+def live_state(process: Process) -> dict[str, Any]:
+    """Returns the state of the first engine as the page sees it."""
+    response = process.request("GET", "/page/live")
+    line = response.readline().removeprefix(b"data: ")
+    response.close()
+    return json.loads(line)["engines"][0]
 
 
 def until_running(process: Process, count: int) -> None:
@@ -151,37 +161,65 @@ def test_repeated_crashes_end_the_server(process: Process) -> None:
             health = process.request("GET", "/health")
             assert health.status == 200
             assert json.loads(health.read()) == {"status": "degraded", "engines": ["restarting"]}
+            assert live_state(process)["restart"] == [number + 1, 2]
         assert "ran when workers were lost, and cannot be resumed: worker 0" in text.result(60)
     assert len(stream(process, BODIES[1])) > 0
+    assert live_state(process)["restart"] is None
     workers(process)[0].kill()
     assert process.end(timeout=20) == 1
     assert process.popen.stderr is not None
     assert "the engine has died: worker 0 was killed by SIGKILL" in process.popen.stderr.read()
 
 
+def until_all_generate(process: Process, count: int) -> None:
+    """Returns when each engine runs so many requests and has generated some tokens."""
+    deadline = time.monotonic() + 30
+    begun = metric(process, "vllm:generation_tokens_total")
+    while metric(process, "vllm:num_requests_running") != [count, count] or any(
+        now < then + 10 * count
+        for now, then in zip(metric(process, "vllm:generation_tokens_total"), begun, strict=True)
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize(
     "process", ["parallel.data_parallel_size=2 parallel.restart_workers=0"], indirect=True
 )
-def test_one_engine_dies_alone(process: Process) -> None:
-    expected = stream(process, BODIES[0])
-    with ThreadPoolExecutor(2) as pool:
-        texts = [pool.submit(stream, process, BODIES[0], max_tokens=3000) for _ in range(2)]
-        deadline = time.monotonic() + 30
-        while metric(process, "vllm:num_requests_running") != [1, 1]:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+def test_the_streams_of_a_dead_engine_go_on_with_the_other(process: Process) -> None:
+    """Both engines are full, and more requests wait; the last of the bodies brings no seed, and
+    gets the one that the server draws first."""
+    drawn = {"prompt": BODIES[2]["prompt"], "temperature": 1.0}
+    first = random.Random(0).getrandbits(64)  # of `model.seed`
+    bodies = [
+        {"seed": 1} | BODIES[0],
+        *BODIES[1:],
+        BODIES[1] | {"seed": 8},
+        BODIES[2] | {"seed": 9},
+        drawn,
+    ]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        expected = [*pool.map(lambda body: stream(process, {"seed": first} | body), bodies)]
+        assert len({*expected}) == len(bodies)
+        texts = [pool.submit(stream, process, body) for body in bodies]
+        until_all_generate(process, 2)
         workers(process)[1].kill()
-        results = sorted((text.result(60) for text in texts), key=len)
-    assert "engine_dead" in results[0]
-    assert results[1].startswith(expected)
+        assert [text.result(60) for text in texts] == expected
+    moved, interrupted = (
+        metric(process, f"aioinfer:{name}_requests_total") for name in ("moved", "interrupted")
+    )
+    assert sorted(moved)[0] == 0
+    assert sorted(moved)[1] in (2, 3)
+    assert sorted(interrupted) == [0, 2]
     assert sorted(metric(process, "aioinfer:engine_serving")) == [0, 1]
     health = process.request("GET", "/health")
     assert health.status == 200
     assert sorted(json.loads(health.read())["engines"]) == ["dead", "serving"]
-    assert [stream(process, BODIES[0]) for _ in range(2)] == [expected] * 2
+    assert [stream(process, BODIES[0]) for _ in range(2)] == expected[:1] * 2
     workers(process)[0].kill()
     assert process.end(timeout=20) == 1
     assert process.popen.stderr is not None
     log = process.popen.stderr.read()
     assert "worker 0 was killed by SIGKILL" in log
-    assert "this engine is dead, and 1 of 2 go on" in log
+    assert "this engine is dead, and 1 of 2 go on; of its requests" in log
+    assert "were moved to them, and 0 ended" in log

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan, Vacated
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.slots import Slots
@@ -17,9 +18,13 @@ VOCAB = 1300
 NONE = np.empty(0, np.int32)
 
 
-def make_plan(*admissions: Admission, vacated: tuple[int, ...] = ()) -> StepPlan:
+def make_plan(
+    *admissions: Admission,
+    vacated: tuple[int, ...] = (),
+    forced: tuple[ForcedTokens, ...] = (),
+) -> StepPlan:
     """A plan without rows, as a worker reads it from the ring."""
-    sections = [Vacated(np.array(vacated, np.int32)), Admissions.of(admissions)]
+    sections = [Vacated(np.array(vacated, np.int32)), Admissions.of(admissions), *forced]
     plan = StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, sections)
     return StepPlan.decode(b"".join(plan.encode()))
 
@@ -72,6 +77,15 @@ def random_admission(slot: int, rng: random.Random) -> Admission:
     )  # fmt: skip
 
 
+def random_forced(rng: random.Random) -> ForcedTokens:
+    """Tokens of any slots, some of them more than once."""
+    places = rng.sample([(slot, position) for slot in range(5) for position in range(20)], 30)
+    tokens = [rng.randrange(9) for _ in places]
+    counted = [rng.randint(0, 1) for _ in places]
+    columns = *zip(*places, strict=True), tokens, counted
+    return ForcedTokens(*(np.array(column, np.int32) for column in columns))
+
+
 def kernels_agree(seed: int, device: torch.device) -> int:
     """Applies four random plans in both ways, and checks that what a step can read is the same.
 
@@ -85,6 +99,7 @@ def kernels_agree(seed: int, device: torch.device) -> int:
         plan = make_plan(
             *(random_admission(slot, rng) for slot in slots),
             vacated=tuple(rng.sample(range(5), 2)),
+            forced=(random_forced(rng),) * rng.randint(0, 1),
         )
         plain.apply(plan)
         apply_with_kernels(ours, plan, staging)

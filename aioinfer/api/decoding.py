@@ -1,0 +1,151 @@
+"""What follows when the decoder rejects a body: a second look at it, and an error in the terms of
+JSON.
+
+The decoder is told the types and the names of all fields, so a body that is right in its first look
+costs nothing more. What other servers take and the decoder does not is repaired here: an integer
+that is written `3.0`, and fields without effect (see `fields`). `protocol.decode` is the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from aioinfer.api.fields import check_undeclared
+from aioinfer.errors import RequestError
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+#: Longer bodies are not decoded once more for the value that an error quotes.
+_MAX_QUOTED_BODY = 64 * 1024
+#: Characters of a value that an error quotes.
+_MAX_QUOTED = 80
+
+_NUMBER = re.compile(rb"\s*(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*")
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_WRONG_TYPE = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_WRONG_VALUE = re.compile(r"Expected `([^`]*)` (.*)")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|(\[\.\.\.\])")
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+#: The decoder's names of types, and JSON's with their article.
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def decode_again(
+    raw: bytes, kind: type[B], error: Exception, *, ignores_unknown: bool = False
+) -> B:
+    """Decodes a body that the decoder rejected with `error`, without its fields that change
+    nothing, and with integers for the numbers that are integral.
+
+    Raises `RequestError` naming the field by its path, such as `messages[0].role`.
+    """
+    if not isinstance(error, msgspec.ValidationError):
+        raise as_request_error(error, raw) from error
+    try:
+        given: dict[str, msgspec.Raw] = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise as_request_error(error, raw) from error
+    declared = kind.__struct_fields__
+    kept: dict[str, msgspec.Raw] = {}
+    for name, value in given.items():
+        if name in declared:
+            kept[name] = _without_fraction(value)
+        elif kind.__struct_config__.forbid_unknown_fields:
+            check_undeclared(name, _small_value(value), declared, ignores_unknown=ignores_unknown)
+    repaired = msgspec.json.encode(kept)
+    try:
+        return msgspec.json.decode(repaired, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as again:
+        raise as_request_error(again, repaired) from again
+
+
+def _small_value(value: msgspec.Raw) -> Any:
+    """Returns a value, or something that equals no other for one that is large."""
+    try:
+        return msgspec.json.decode(value) if len(bytes(value)) <= _MAX_QUOTED else object()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return object()
+
+
+def _without_fraction(value: msgspec.Raw) -> msgspec.Raw:
+    """Returns `3.0` as `3`, and anything else as it is."""
+    text = bytes(value)
+    if len(text) < _MAX_QUOTED and (number := _NUMBER.fullmatch(text)):
+        parsed = float(number[1])
+        if not number[1].lstrip(b"-").isdigit() and parsed.is_integer() and abs(parsed) < 2**53:
+            return msgspec.Raw(b"%d" % int(parsed))
+    return value
+
+
+def as_request_error(error: Exception, raw: bytes = b"") -> RequestError:
+    """Returns the error that answers a body which the decoder rejects with `error`."""
+    if isinstance(error, msgspec.ValidationError):
+        return _wrong_field(str(error), raw)
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply", code="invalid_json")
+    if "truncated" in str(error) and raw.rstrip()[-1:] == b"}" and _HALF_PAIR.search(raw):
+        return RequestError("a text holds half of a surrogate pair", code="invalid_json")
+    return RequestError(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _wrong_field(message: str, raw: bytes) -> RequestError:
+    """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the parameter
+    and quotes its value."""
+    found = _PLACE.fullmatch(message)
+    if found is None:  # the pattern matches any text
+        return RequestError(message)
+    what, full_path = found["what"], found["path"] or ""
+    path = full_path.replace("[...]", "")
+    if missing := _MISSING.fullmatch(what):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return RequestError(f"{path} is missing", param=path, code="missing_required_parameter")
+    place = path or "the body"
+    if found["key"]:
+        place = f"each name in {place}"
+    value = "" if found["key"] or not path else _quoted_at(raw, full_path)
+    if wrong := _WRONG_TYPE.fullmatch(what):
+        text = f"{place} must be {_expected(wrong[1])}, not {_NAMES.get(wrong[2], wrong[2])}"
+        return RequestError(
+            text + (f": {value}" if value else ""), param=path or None, code="invalid_type"
+        )
+    if wrong := _WRONG_VALUE.fullmatch(what):
+        text = f"{place} must be {_expected(wrong[1])} {wrong[2]}"
+        what = text + (f", not {value}" if value else "")
+    else:
+        what = f"{place}: {what[:1].lower()}{what[1:]}"
+    return RequestError(what, param=path or None, code="invalid_value")
+
+
+def _expected(types: str) -> str:
+    """Returns "an integer or a string" of "int | str | null": null counts as missing."""
+    names = [_NAMES.get(name, name) for name in types.split(" | ")]
+    return " or ".join(name for name in names if name != "null" or len(names) == 1)
+
+
+def _quoted_at(raw: bytes, path: str) -> str:
+    """Returns the JSON of the value at a path such as `stop[1]`, of a long one its beginning and
+    end; an empty text where it cannot be found."""
+    if not raw or len(raw) > _MAX_QUOTED_BODY:
+        return ""
+    try:
+        value = msgspec.json.decode(raw)
+        for name, index, unknown in _STEP.findall(path):
+            if unknown:
+                return ""
+            value = value[int(index)] if index else value[name]
+        text = msgspec.json.encode(value).decode()
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, LookupError, TypeError):
+        return ""
+    half = _MAX_QUOTED // 2
+    return text if len(text) <= _MAX_QUOTED else f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,124 @@
+"""The token ids of what a completion or a chat is about: its prompts, and the texts in its
+`logit_bias`. `completions` and `chat` use it; `Frontend` encodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.api.context import template_messages
+from aioinfer.api.errors import shorten
+from aioinfer.api.protocol import ChatRequest, CompletionRequest, SamplingBody, template_options
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import MAX_LOGIT_BIAS
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+
+#: Tokens of a prompt before `truncate_prompt_tokens` cuts it: a million take a second to encode.
+_MAX_UNCUT_TOKENS = 2**20
+#: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
+_JOINT = "☺"
+
+
+async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> list[list[int]]:
+    """Returns the token ids of a completion's prompts. Raises `RequestError`."""
+    if body.suffix:
+        return await _with_suffix(frontend, body, body.suffix)
+    limit = None if body.truncate_prompt_tokens is None else _MAX_UNCUT_TOKENS
+    specials = body.add_special_tokens is not False
+    ids = [
+        await frontend.encode(prompt, specials, max_tokens=limit)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in body.prompts()
+    ]
+    return ids if limit is None else [_cut(frontend, body, prompt) for prompt in ids]
+
+
+async def chat_prompt(frontend: Frontend, body: ChatRequest) -> list[int]:
+    """Returns the token ids of a conversation. Raises `RequestError`."""
+    messages, options = await template_messages(body), template_options(body)
+    if body.truncate_prompt_tokens is None:
+        return await frontend.encode_chat(messages, **options)
+    ids = await frontend.encode_chat(messages, max_tokens=_MAX_UNCUT_TOKENS, **options)
+    return _cut(frontend, body, ids)
+
+
+def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
+    """Returns the last `truncate_prompt_tokens` of a prompt; with -1 as many as leave room for the
+    output."""
+    kept = body.truncate_prompt_tokens or 0
+    if kept > frontend.max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens is {kept}, which is more than this model's maximum context "
+            f"length of {frontend.max_model_len} tokens",
+            param="truncate_prompt_tokens",
+        )
+    if kept < 0:
+        output = body.sampling_fields().get("max_tokens") or 1
+        kept = max(1, frontend.max_model_len - output)
+    return ids[-kept:]
+
+
+async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str) -> list[list[int]]:
+    """Returns the prompts with what stands behind the gap, in the model's form."""
+    marks = frontend.require_tokenizer("suffix").fill_in_middle
+    if marks is None:
+        raise RequestError(
+            "suffix needs a model that fills in the middle: this one's tokenizer has no tokens for "
+            "it, such as <|fim_prefix|>",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    if marks.suffix_is_joined:
+        joint = await frontend.encode(_JOINT, False)
+        after = (await frontend.encode(_JOINT + suffix, False))[len(joint) :]
+    else:
+        after = await frontend.encode(suffix, False)
+    return [
+        marks.arrange(
+            await frontend.encode(prompt, False) if isinstance(prompt, str) else prompt, after
+        )
+        for prompt in body.prompts()
+    ]
+
+
+def ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, ...]:
+    """Returns the tokens that end a text between a prompt and its suffix."""
+    tokenizer = frontend.tokenizer
+    if not body.suffix or body.ignore_eos or tokenizer is None or not tokenizer.fill_in_middle:
+        return ()
+    return tokenizer.fill_in_middle.ends
+
+
+async def with_token_ids(frontend: Frontend, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters with token ids in place of the texts in `logit_bias`.
+
+    Raises `RequestError` for a text that is not exactly one token.
+    """
+    biases: Mapping[int | str, float] = fields.get("logit_bias") or {}
+    texts = [key for key in biases if isinstance(key, str)]
+    if not texts:
+        return fields
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias may hold at most {MAX_LOGIT_BIAS} token ids, not {len(biases)}",
+            param="logit_bias",
+        )
+    encode = frontend.require_tokenizer("logit_bias").encode
+
+    def find() -> list[Sequence[int]]:
+        return [encode(text, False, param="logit_bias") for text in texts]
+
+    found = {key: value for key, value in biases.items() if isinstance(key, int)}
+    for text, ids in zip(texts, await asyncio.to_thread(find), strict=True):
+        if len(ids) != 1:
+            raise RequestError(
+                f"logit_bias must name tokens by id, or by a text that is exactly one token; "
+                f"{shorten(text)!r} is {len(ids)} tokens",
+                param="logit_bias",
+            )
+        found[ids[0]] = biases[text]
+    return fields | {"logit_bias": found}

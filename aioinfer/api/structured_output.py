@@ -1,0 +1,204 @@
+"""The fields of completions and chat completions that ask for structured output, made into one
+`GrammarSpec`: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and
+llama.cpp's `grammar` and `json_schema`.
+
+JSON schemas are kept as the text that came: the order of properties and the digits of numbers
+count. `text.grammar` says what they may hold.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from msgspec import Raw, Struct
+
+from aioinfer.api.json_members import count_values
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
+from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
+
+#: What a field of JSON is that was not given. `Raw | None` is no type for msgspec: null comes as
+#: `null`.
+NOT_GIVEN = Raw()
+
+
+def is_given(raw: Raw) -> bool:
+    """Whether a field of JSON was given, and not as null."""
+    return bytes(raw) not in (b"", b"null")
+
+
+class SchemaFormat(Struct, kw_only=True):
+    """`json_schema` of a `response_format`. The name, the description and `strict` say nothing
+    about the output: a schema is always enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: Raw = NOT_GIVEN
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """OpenAI's `response_format`, with `structural_tag` as vLLM has it (`structures` and
+    `triggers`), and a `schema` of `json_object` as llama.cpp has it."""
+
+    type: str
+    json_schema: SchemaFormat | None = None
+    schema: Raw = NOT_GIVEN
+    structures: Raw = NOT_GIVEN
+    triggers: Raw = NOT_GIVEN
+    format: Raw = NOT_GIVEN
+
+    def to_grammar(self) -> GrammarSpec | None:
+        """Returns the grammar, or None for any text. Raises `RequestError` naming the field."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                if is_given(self.schema):
+                    return _json_grammar("json_schema", self.schema, "response_format.schema")
+                return GrammarSpec("json_object", param="response_format")
+            case "json_schema":
+                if self.json_schema is None or not is_given(self.json_schema.schema):
+                    raise RequestError(
+                        "response_format.json_schema.schema is missing",
+                        param="response_format.json_schema",
+                    )
+                name = "response_format.json_schema.schema"
+                return _json_grammar("json_schema", self.json_schema.schema, name)
+            case "structural_tag":
+                return self._to_structural_tag()
+        raise RequestError(
+            f"response_format.type must be 'text', 'json_object', 'json_schema' or "
+            f"'structural_tag', not {self.type[:40]!r}",
+            param="response_format",
+        )
+
+    def _to_structural_tag(self) -> GrammarSpec:
+        if is_given(self.format):
+            raise RequestError(
+                "a structural tag with 'format' is not supported: give 'structures' and 'triggers'",
+                param="response_format.format",
+            )
+        if not is_given(self.structures) or not is_given(self.triggers):
+            raise RequestError(
+                "a structural tag needs 'structures' and 'triggers'", param="response_format"
+            )
+        tag = b'{"structures":%b,"triggers":%b}' % (self.structures, self.triggers)
+        return _json_grammar("structural_tag", Raw(tag), "response_format")
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's `structured_outputs`."""
+
+    json: Raw = NOT_GIVEN
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Raw = NOT_GIVEN
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # there is no other library to fall back to
+
+    def to_grammars(self, prefix: str) -> list[GrammarSpec]:
+        """Returns the grammars that were given. `prefix` goes before the names of fields in
+        errors."""
+        if self.disable_additional_properties:
+            raise RequestError(
+                "disable_additional_properties is not supported: give "
+                "'additionalProperties': false in the schema",
+                param=f"{prefix}disable_additional_properties",
+            )
+        whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
+        found = []
+        if self.json_object:
+            found.append(GrammarSpec("json_object", "", whitespace, f"{prefix}json_object"))
+        raws: tuple[tuple[GrammarKind, Raw, str], ...] = (
+            ("json_schema", self.json, "json"),
+            ("structural_tag", self.structural_tag, "structural_tag"),
+        )
+        for kind, raw, name in raws:
+            if is_given(raw):
+                found.append(_json_grammar(kind, raw, prefix + name, whitespace))
+        if self.regex is not None:
+            found.append(GrammarSpec("regex", self.regex, None, f"{prefix}regex"))
+        if self.choice is not None:
+            found.append(_choice_grammar(self.choice, f"{prefix}choice"))
+        if self.grammar is not None:
+            found.append(GrammarSpec("lark", self.grammar, None, f"{prefix}grammar"))
+        return found
+
+
+class StructuredFields(Protocol):
+    """The fields of a body that ask for structured output. `guided_decoding_backend`, a field as
+    well, is ignored: there is one."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: Raw
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+    guided_whitespace_pattern: str | None
+    grammar: str | None
+    json_schema: Raw
+
+
+def find_grammar(body: StructuredFields) -> GrammarSpec | None:
+    """Returns the grammar that a body asks for, or None.
+
+    Raises `RequestError` naming the field: one is wrong, or there are several.
+    """
+    found = []
+    if (wanted := body.response_format) is not None and (spec := wanted.to_grammar()):
+        found.append(spec)
+    if body.structured_outputs is not None:
+        found += body.structured_outputs.to_grammars("structured_outputs.")
+    guided = (body.guided_regex, body.guided_choice, body.guided_grammar)
+    if body.guided_json is not NOT_GIVEN or guided != (None, None, None):
+        older = StructuredOutputs(
+            json=body.guided_json,
+            regex=body.guided_regex,
+            choice=body.guided_choice,
+            grammar=body.guided_grammar,
+            whitespace_pattern=body.guided_whitespace_pattern,
+        )
+        found += older.to_grammars("guided_")
+    if body.grammar is not None:
+        found.append(GrammarSpec("lark", body.grammar))
+    if body.json_schema is not NOT_GIVEN and is_given(body.json_schema):
+        found.append(_json_grammar("json_schema", body.json_schema, "json_schema"))
+    if len(found) > 1:
+        raise RequestError(
+            f"{found[0].param} and {found[1].param} cannot be combined: an output follows one "
+            f"grammar",
+            param=found[1].param,
+        )
+    return found[0] if found else None
+
+
+def _json_grammar(
+    kind: GrammarKind, raw: Raw, param: str, whitespace: str | None = None
+) -> GrammarSpec:
+    """Returns the grammar of a field that holds JSON: an object, or a text that is one."""
+    data = bytes(raw)
+    if len(data) > 2 * MAX_GRAMMAR_CHARS:  # white space included; on the event loop
+        raise RequestError(
+            f"{param} may have at most {2 * MAX_GRAMMAR_CHARS} bytes, not {len(data)}", param=param
+        )
+    if data[:1] == b'"':  # vLLM takes both
+        data = msgspec.json.decode(data, type=str).encode("utf-8", "replace")
+    # each value takes two bytes at least
+    if len(data) > 2 * MAX_SCHEMA_VALUES and count_values(data) > MAX_SCHEMA_VALUES:
+        raise RequestError(f"{param} may hold at most {MAX_SCHEMA_VALUES} values", param=param)
+    try:
+        source = msgspec.json.format(data, indent=-1).decode()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"{param} is not valid JSON: {error}", param=param) from error
+    return GrammarSpec(kind, source, whitespace, param)
+
+
+def _choice_grammar(choices: list[str], param: str) -> GrammarSpec:
+    return GrammarSpec("choice", msgspec.json.encode(choices).decode(), None, param)

@@ -1,0 +1,314 @@
+"""The masks of constrained rows: when they can be filled, where, and what follows from a sampled
+token.
+
+A constrained request is planned ahead like any other: the forward pass of step N+1 needs only the
+token of step N, which is in the request's slot; its *sampling* needs the mask, and that needs to
+know the token. So the order of messages to the workers is
+
+    plan N+1 │ result N comes │ accept its tokens ► fill the masks of N+1 ► masks N+1 │ plan N+2
+
+and the workers compute step N+1 while its masks are filled. Nobody waits unless that takes longer
+than a forward pass.
+
+Accepting a token takes some 4 us, so it is done on the event loop, before the step's text is
+emitted: a sequence whose output is complete ends with that token. Masks take longer, up to
+milliseconds where a grammar's lexer meets a text for the first time. They are filled in a thread
+while the event loop emits the text of step N; very few rows are filled at once, since handing them
+to a thread takes longer. No plan is posted until then, because it would overtake the masks in the
+ring.
+
+Where a constraint leaves one way only for some tokens (the names of an object's members, say), they
+are not sampled one by one: the sequence jumps ahead. They are appended like a prompt's, and the
+next step computes them in one row (`Scheduler.force`).
+
+`Engine` owns one `Masking`. Without constrained requests it costs a comparison a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from aioinfer.engine.metrics import EngineMetrics
+from aioinfer.errors import GenerationError
+from aioinfer.executor.base import Executor
+from aioinfer.ipc.masks import ConstrainedRows
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.scheduler import StepOutput
+from aioinfer.text.constraints import Constraint, Mask, MaskFiller
+
+#: Up to so many rows are filled on the event loop: handing them to a thread takes 90 us, and a mask
+#: of a JSON grammar over 152 000 tokens usually 25 us, though now and then a millisecond.
+_FEW_ROWS = 2
+#: Forced tokens that are taken at once. Fewer are sampled one by one: the posted row is lost with
+#: each jump, and the next step has a row that is no decode, which is not all in one CUDA graph.
+MIN_JUMP, MAX_JUMP = 3, 64
+
+
+class PlainFiller:
+    """Implements `MaskFiller` for constraints that bring no faster way: one mask after the
+    other."""
+
+    def fill(self, rows: Sequence[tuple[Constraint, int]], masks: Mask) -> list[Exception | None]:
+        """See `MaskFiller.fill`."""
+        errors: list[Exception | None] = []
+        for constraint, row in rows:
+            try:
+                constraint.fill(masks[row])
+                errors.append(None)
+            except Exception as error:  # one request's failure must not end the others
+                errors.append(error)
+        return errors
+
+
+@dataclass(slots=True)
+class _MaskedStep:
+    """A posted step whose masks are not.
+
+    Attributes:
+        step_id: the plan's.
+        requests: those of the constrained rows, in their order.
+        executor: that has the plan.
+        filling: the requests whose masks are being filled; None before that.
+    """
+
+    step_id: int
+    requests: list[Request]
+    executor: Executor
+    filling: list[Request] | None = None
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the thread is doing: it uses the constraints of `requests`."""
+
+    future: asyncio.Future[list[Exception | None]]
+    requests: list[Request]
+
+
+class Masking:
+    """The constraints of an engine's requests, and the masks of its posted steps. All methods are
+    called on the event loop.
+
+    Attributes:
+        filler: fills masks; the engine's owner may set a better one than `PlainFiller`.
+    """
+
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        finish: Callable[[Request], None],
+        force: Callable[[Request, Sequence[int]], int],
+        fail: Callable[[Request, Exception], None],
+        go_on: Callable[[], None],
+    ):
+        """Makes it without constraints.
+
+        Args:
+            metrics: of the engine.
+            finish: ends a request in the scheduler, since its output is complete; its last token is
+                still to be emitted.
+            force: see `Scheduler.force`.
+            fail: ends a request with an error; the others go on.
+            go_on: called when masks have been posted, so that the next step can be.
+        """
+        self.filler: MaskFiller = PlainFiller()
+        self._metrics = metrics
+        self._finish, self._force, self._fail, self._go_on = finish, force, fail, go_on
+        self._constraints: dict[Request, Constraint] = {}
+        self._step: _MaskedStep | None = None
+        self._only: dict[Request, int] = {}  # the token that the posted row has to sample
+        self._thread: ThreadPoolExecutor | None = None
+        self._work: _Work | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the masks of a posted step are not posted yet: no plan may be posted before
+        them."""
+        return self._step is not None
+
+    def add(self, request: Request, constraint: Constraint) -> None:
+        """Has the rows of a request that is about to be queued sampled under masks."""
+        self._constraints[request] = constraint
+        request.is_constrained = True
+
+    def forget(self, request: Request) -> None:
+        """Forgets a request, which has ended. Nothing for others."""
+        self._constraints.pop(request, None)
+
+    # ---------------------------------------------------------------- tokens
+
+    def accept(self, output: StepOutput) -> None:
+        """Takes in the tokens of a step, and ends the requests whose output is complete."""
+        if not self._constraints:
+            return
+        jumps: dict[int, list[int]] = {}
+        for place, (request, token) in enumerate(zip(output.requests, output.tokens, strict=True)):
+            if not request.is_constrained or request.status is Status.FINISHED:
+                continue
+            constraint = self._constraints.get(request)
+            if constraint is None:
+                continue
+            try:
+                constraint.accept([token])
+                if constraint.is_finished:
+                    self._finish(request)
+                elif forced := self._jump(request, constraint):
+                    jumps[place] = forced
+            except Exception as error:
+                self._fail(request, _as_generation_error(error))
+        if jumps:
+            _insert(output, jumps)
+
+    def _jump(self, request: Request, constraint: Constraint) -> list[int]:
+        """Appends the tokens that must come next, if they are enough for it to pay, and returns
+        them. Log-probabilities are known only of tokens that were sampled."""
+        if request.params.logprobs is not None or request.slot < 0:
+            return []
+        forced = constraint.forced()[:MAX_JUMP]
+        if len(forced) < MIN_JUMP:
+            return []
+        is_sampled = request.num_pending > 0
+        forced = forced[: self._force(request, forced)]
+        if forced and request.status is not Status.FINISHED:
+            constraint.accept(forced)
+            if constraint.is_finished:
+                self._finish(request)
+            elif is_sampled:  # by the posted row, which is to count it for penalties
+                self._only[request] = forced[0]
+        return forced
+
+    # ---------------------------------------------------------------- masks
+
+    def plan(self, plan: StepPlan, sampled: Sequence[Request], executor: Executor) -> None:
+        """Records a plan that was posted to `executor`; `sampled` are the requests of its sampled
+        rows. Its masks are filled now if they do not depend on a result that is still to come."""
+        section = plan.section(ConstrainedRows)
+        if section is None:
+            return
+        requests = [sampled[row] for row in section.rows.tolist()]
+        self._metrics.constrained_rows += len(requests)
+        self._step = _MaskedStep(plan.step_id, requests, executor)
+        if all(request.num_pending == 1 for request in requests):  # the one of this very step
+            self.fill()
+
+    def fill(self) -> None:
+        """Fills and posts the masks of the posted step, if there are any to be filled: all tokens
+        before it are known."""
+        step = self._step
+        if step is None or step.filling is not None:
+            return
+        masks = step.executor.masks_of(step.step_id)
+        rows: list[tuple[Constraint, int]] = []
+        only, self._only = self._only, {}
+        step.filling = []
+        for row, request in enumerate(step.requests):
+            constraint = self._constraints.get(request)
+            if constraint is None or request.status is Status.FINISHED:
+                masks[row] = -1  # whatever is sampled is dropped
+            elif request in only:
+                masks[row] = 0
+                masks[row, only[request] // 32] = np.int64(1 << only[request] % 32).astype(np.int32)
+            else:
+                rows.append((constraint, row))
+                step.filling.append(request)
+        began = time.perf_counter()
+        if len(rows) <= _FEW_ROWS:
+            self._end(step, began, self._fill_now(rows, masks))
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        future = asyncio.get_running_loop().run_in_executor(
+            self._thread, self.filler.fill, rows, masks
+        )
+        self._work = _Work(future, step.filling)
+        future.add_done_callback(lambda done: self._take(step, began, done))
+
+    def _fill_now(
+        self, rows: Sequence[tuple[Constraint, int]], masks: Mask
+    ) -> list[Exception | None]:
+        try:
+            return self.filler.fill(rows, masks)
+        except Exception as error:
+            return [error] * len(rows)
+
+    def _take(
+        self, step: _MaskedStep, began: float, done: asyncio.Future[list[Exception | None]]
+    ) -> None:
+        """Handles the end of the thread's work."""
+        if self._work is not None and self._work.future is done:
+            self._work = None
+        if done.cancelled():
+            return
+        error = done.exception()
+        count = len(step.filling or ())
+        if error is None:
+            self._end(step, began, done.result())
+        else:
+            self._end(step, began, [_as_generation_error(error)] * count)
+        self._go_on()
+
+    def _end(self, step: _MaskedStep, began: float, errors: list[Exception | None]) -> None:
+        """Posts the masks of a step, and ends the requests whose masks could not be filled."""
+        if self._step is not step:
+            return  # its workers were lost meanwhile
+        self._metrics.mask_fill_time.add(time.perf_counter() - began)
+        failed = [
+            (request, error)
+            for request, error in zip(step.filling or (), errors, strict=True)
+            if error is not None
+        ]
+        self._step = None
+        step.executor.post_masks(step.step_id)
+        for request, error in failed:  # what is sampled for it is dropped
+            if request.status is not Status.FINISHED:
+                self._fail(request, _as_generation_error(error))
+
+    # ---------------------------------------------------------------- lost workers
+
+    def forget_step(self) -> None:
+        """Forgets the posted step, whose workers were lost. The constraints have taken in all
+        tokens that are known, so they go on from there."""
+        self._step = None
+        self._only.clear()
+
+    def begin_anew(self) -> None:
+        """Makes ready for new workers. If the thread has still not filled the masks for the lost
+        ones, it hangs in one of the constraints: their requests end with an error, and another
+        thread takes its place."""
+        work, self._work = self._work, None
+        if work is not None:
+            self.shutdown()
+            for request in work.requests:
+                if request.status is not Status.FINISHED:
+                    self._fail(request, GenerationError("the masks of the request took too long"))
+
+    def shutdown(self) -> None:
+        """Ends the thread when it has done its work; does not wait for it. Another one is started
+        if masks are to be filled again."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+
+
+def _insert(output: StepOutput, jumps: dict[int, list[int]]) -> None:
+    """Puts forced tokens behind those of the requests at these places of the output."""
+    before = list(zip(output.requests, output.tokens, output.rows, strict=True))
+    output.requests, output.tokens, output.rows, output.has_several = [], [], [], True
+    for place, (request, token, row) in enumerate(before):
+        forced = jumps.get(place, [])
+        output.requests += [request] * (1 + len(forced))
+        output.tokens += [token, *forced]
+        output.rows += [row] * (1 + len(forced))
+
+
+def _as_generation_error(error: BaseException) -> GenerationError:
+    if isinstance(error, GenerationError):
+        return error
+    return GenerationError(f"the restrictions of the output could not be applied: {error!r}")

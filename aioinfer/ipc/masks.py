@@ -1,0 +1,133 @@
+"""What makes rows of a step wait for masks: which tokens each of them may sample.
+
+A plan is posted before the masks of its rows are known, since they depend on the tokens of the step
+before. So the plan only lists its constrained rows (`ConstrainedRows`). The workers compute the
+step, all but the sampling of these rows, and wait for a `MaskNotice`: a message in the ring of the
+plans, behind its plan and before the next one. The masks themselves are in `MaskMemory`, which all
+processes of an engine share.
+
+A mask is packed: token id t is bit `t % 32` of word `t // 32`, of int32 words; a set bit allows the
+token.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from aioinfer.ipc.anonymous_file import AnonymousFile
+from aioinfer.ipc.sections import I32, Section, array
+
+#: Steps whose masks may be in memory at a time: two steps are in flight, and one more makes sure
+#: that no rank still copies what is written anew.
+NUM_MASK_BUFFERS = 3
+#: Stands in a notice where a plan has its version.
+NOTICE_MARK = -1
+_NOTICE = struct.Struct("=iiq")
+
+
+def mask_words(vocab_size: int) -> int:
+    """Returns how many int32 words the mask of one token takes."""
+    return (vocab_size + 31) // 32
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedRows(Section):
+    """The sampled rows of a step that have to wait for a mask.
+
+    Attributes:
+        rows: int32 [M], ascending: their places among the sampled rows, in the order of the result.
+            `rows[i]` has mask i of the step's buffer.
+    """
+
+    kind = 3
+    rows: I32 = array(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedTokens(Section):
+    """Tokens of running requests that the workers do not know, since nothing sampled them: a
+    constraint left no choice. They are entered in the slots before the rows are computed.
+
+    Attributes:
+        slots, positions, tokens: int32 [E], `tokens[i]` is at `positions[i]` of `slots[i]`.
+        counted: int32 [E], 1 where penalties have to count the token, and 0 where it has been
+            sampled.
+    """
+
+    kind = 4
+    slots: I32 = array(np.int32)
+    positions: I32 = array(np.int32)
+    tokens: I32 = array(np.int32)
+    counted: I32 = array(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskNotice:
+    """The message that the masks of a step are in memory.
+
+    Attributes:
+        step_id: the step's.
+        buffer: which buffer of `MaskMemory` has them, from its first row on.
+    """
+
+    step_id: int
+    buffer: int
+
+    def encode(self) -> list[memoryview]:
+        """Returns the buffers that make up the message."""
+        return [memoryview(_NOTICE.pack(NOTICE_MARK, self.buffer, self.step_id))]
+
+    @classmethod
+    def decode(cls, message: bytes | bytearray | memoryview) -> MaskNotice:
+        """Reads a message. Raises ValueError if it is another one."""
+        if not is_notice(message):
+            raise ValueError("a plan came where masks were due")
+        _, buffer, step_id = _NOTICE.unpack_from(message)
+        return cls(step_id, buffer)
+
+
+def is_notice(message: bytes | bytearray | memoryview) -> bool:
+    """Whether a message from the ring of the plans is a `MaskNotice`."""
+    return int.from_bytes(message[:4], "little", signed=True) == NOTICE_MARK
+
+
+def buffer_of(step_id: int) -> int:
+    """Returns which buffer holds the masks of a step."""
+    return step_id % NUM_MASK_BUFFERS
+
+
+class MaskMemory(AnonymousFile):
+    """The masks of the steps in flight, in anonymous memory that the engine writes and its workers
+    read; pages that no mask touches take no memory.
+
+    It is made before the workers are spawned, and gets its size when they have reported the size of
+    the vocabulary (`resize`). Each process maps it when it first needs it.
+    """
+
+    _buffers: I32 | None = None
+
+    def __init__(self) -> None:
+        super().__init__("aioinfer-masks")
+
+    def resize(self, max_rows: int, vocab_size: int) -> None:
+        """Gives the memory its size, once: for `max_rows` rows of a step."""
+        os.ftruncate(self._fd, 4 * NUM_MASK_BUFFERS * max_rows * mask_words(vocab_size))
+
+    def buffers(self, max_rows: int, vocab_size: int) -> I32:
+        """Returns the masks int32 [NUM_MASK_BUFFERS, max_rows, words]; the sizes are those of
+        `resize`."""
+        if self._buffers is None:
+            shape = NUM_MASK_BUFFERS, max_rows, mask_words(vocab_size)
+            pages = mmap.mmap(self._fd, 4 * shape[0] * shape[1] * shape[2])
+            self._buffers = np.frombuffer(pages, np.int32).reshape(shape)
+        return self._buffers
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory goes with the last view of it. Safe to call twice."""
+        self._buffers = None
+        super().close()

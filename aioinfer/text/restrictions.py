@@ -1,0 +1,146 @@
+"""All that restricts the tokens of one request, under the interface of `text.constraints`: a
+grammar and filters of tokens, each optional; and `ParallelFiller`, which fills the masks of many
+sequences at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import llguidance
+
+from aioinfer.errors import GenerationError
+from aioinfer.text.constraints import Constraint, Mask
+from aioinfer.text.grammar import CompiledGrammar, GrammarState
+from aioinfer.text.token_lists import TokenFilter
+
+
+class RestrictedTokens:
+    """Implements `text.constraints.Constraint`: a grammar, narrowed by filters of tokens.
+
+    Attributes:
+        grammar: the sequence's, or None.
+    """
+
+    __slots__ = ("_all", "_context", "_filters", "_max_context", "grammar")
+
+    def __init__(
+        self, grammar: GrammarState | None, filters: Sequence[TokenFilter], all_tokens: Mask
+    ):
+        """`all_tokens` is the mask that allows everything."""
+        self.grammar = grammar
+        self._filters = filters
+        self._all = all_tokens
+        self._context: list[int] = []
+        self._max_context = max((each.max_context for each in filters), default=0)
+
+    @property
+    def is_finished(self) -> bool:
+        """See `Constraint.is_finished`."""
+        return self.grammar is not None and self.grammar.is_finished
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """See `Constraint.accept`."""
+        if self.grammar is not None:
+            self.grammar.accept(tokens)
+        if self._max_context:
+            self._context.extend(tokens)
+            del self._context[: -self._max_context]
+
+    def fill(self, mask: Mask) -> None:
+        """See `Constraint.fill`."""
+        if self.grammar is not None:
+            self.grammar.fill(mask)
+        self.narrow(mask)
+
+    def narrow(self, mask: Mask) -> None:
+        """Does the rest of `fill` where the grammar, if there is one, has filled the mask.
+
+        Raises `GenerationError` if no token is left.
+        """
+        if self.grammar is None:
+            mask[:] = self._all
+        for each in self._filters:
+            each.narrow(mask, self._context)
+        if self._filters and not mask.any():
+            raise GenerationError(
+                "no token may come next: what the request allows and forbids excludes all"
+            )
+
+    def forced(self) -> list[int]:
+        """See `Constraint.forced`. Tokens that a filter might forbid are not taken unseen."""
+        if self.grammar is None or any(each.may_forbid_text for each in self._filters):
+            return []
+        return self.grammar.forced()
+
+
+class CompiledRestrictions:
+    """Implements `text.constraints.CompiledConstraint`."""
+
+    __slots__ = ("_all", "_filters", "_grammar")
+
+    def __init__(
+        self, grammar: CompiledGrammar | None, filters: Iterable[TokenFilter], all_tokens: Mask
+    ):
+        """As of `RestrictedTokens`."""
+        self._grammar = grammar
+        self._filters = tuple(filters)
+        self._all = all_tokens
+
+    def start(self) -> RestrictedTokens:
+        """See `CompiledConstraint.start`."""
+        grammar = None if self._grammar is None else self._grammar.start()
+        return RestrictedTokens(grammar, self._filters, self._all)
+
+
+class ParallelFiller:
+    """Implements `text.constraints.MaskFiller`: the grammars' masks are computed in threads of
+    llguidance, without the GIL; then numpy narrows them."""
+
+    def __init__(self, num_threads: int | None = None):
+        """`num_threads`: by default 80 % of the cores, 32 at most."""
+        self._num_threads = num_threads
+        self._executor: llguidance.LLExecutor | None = None
+
+    def fill(self, rows: Sequence[tuple[Constraint, int]], masks: Mask) -> list[Exception | None]:
+        """See `MaskFiller.fill`."""
+        known: list[RestrictedTokens | GrammarState | None] = [
+            each if isinstance(each, RestrictedTokens | GrammarState) else None for each, _ in rows
+        ]
+        grammars = [each.grammar if isinstance(each, RestrictedTokens) else each for each in known]
+        matchers = [
+            (grammar.matcher, row)
+            for grammar, (_, row) in zip(grammars, rows, strict=True)
+            if grammar is not None
+        ]
+        self._compute(matchers, masks)
+        return [
+            _finish(constraint, grammar, masks[row])
+            for grammar, (constraint, row) in zip(grammars, rows, strict=True)
+        ]
+
+    def _compute(self, matchers: list[tuple[llguidance.LLMatcher, int]], masks: Mask) -> None:
+        size = masks.shape[1] * masks.itemsize
+        if len(matchers) == 1:
+            ((matcher, row),) = matchers
+            matcher.unsafe_compute_mask_ptr(masks.ctypes.data + row * size, size)
+        elif matchers:
+            if self._executor is None:
+                self._executor = llguidance.LLExecutor(self._num_threads)
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, size, len(masks))
+
+
+def _finish(
+    constraint: Constraint, grammar: GrammarState | None, mask: Mask
+) -> GenerationError | None:
+    """Does what is left of a mask whose grammar's part is filled; returns what failed."""
+    try:
+        if grammar is not None:
+            grammar.raise_error()
+        if isinstance(constraint, RestrictedTokens):
+            constraint.narrow(mask)
+        elif grammar is None:
+            constraint.fill(mask)
+    except GenerationError as error:
+        return error
+    return None

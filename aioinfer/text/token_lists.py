@@ -1,0 +1,114 @@
+"""Tokens that a request allows or forbids by themselves, whatever grammar it has: a list of allowed
+ones, words that may not be written, end tokens that may not end the text.
+
+They narrow masks (`TokenFilter`); `text.restrictions` combines them with each other and with a
+grammar.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from aioinfer.text.constraints import Mask, mask_words
+from aioinfer.text.tokenizer import Tokenizer
+
+
+class TokenFilter(Protocol):
+    """What narrows the masks of a sequence. It has no state but the tokens that it is given, so
+    that sequences share it."""
+
+    #: The tokens at the end of the output that `narrow` looks at.
+    max_context: int
+    #: Whether it may forbid what the only possible text needs.
+    may_forbid_text: bool
+
+    def narrow(self, mask: Mask, output: Sequence[int]) -> None:
+        """Clears bits of `mask`; `output` are the last tokens of the output, `max_context` of them
+        or more, or all."""
+        ...
+
+
+def mask_of(tokens: Iterable[int], vocab_size: int) -> Mask:
+    """Returns the mask, int32 [words], that allows these tokens."""
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[np.fromiter(tokens, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def mask_of_all(vocab_size: int) -> Mask:
+    """Returns the mask that allows every token."""
+    return mask_of(range(vocab_size), vocab_size)
+
+
+class AllowedTokens:
+    """Allows only some tokens."""
+
+    max_context = 0
+    may_forbid_text = True
+
+    def __init__(self, tokens: Iterable[int], vocab_size: int):
+        """All `tokens` are below `vocab_size`."""
+        self._mask = mask_of(tokens, vocab_size)
+
+    def narrow(self, mask: Mask, output: Sequence[int]) -> None:
+        """See `TokenFilter.narrow`."""
+        mask &= self._mask
+
+
+class NoEndTokens:
+    """Forbids end tokens where anything else is allowed."""
+
+    max_context = 0
+    may_forbid_text = False
+
+    def __init__(self, end_tokens: Iterable[int], vocab_size: int):
+        self._others = ~mask_of(end_tokens, vocab_size)
+
+    def narrow(self, mask: Mask, output: Sequence[int]) -> None:
+        """See `TokenFilter.narrow`."""
+        others = mask & self._others
+        if others.any():
+            mask[:] = others
+
+
+class BadWords:
+    """Forbids the last token of a word whose other tokens the output ends in, as vLLM's `bad_words`
+    does. A word that is encoded in another way is not found."""
+
+    may_forbid_text = True
+
+    def __init__(self, words: Sequence[Sequence[int]], vocab_size: int):
+        """`words` are the tokens of each word, at least one, all below `vocab_size`."""
+        self._others = ~mask_of((word[0] for word in words if len(word) == 1), vocab_size)
+        self._ends: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        for word in words:
+            *start, last = word
+            if start:
+                self._ends[start[-1]].append((start, last))
+        self.max_context = max(map(len, words)) - 1
+
+    @classmethod
+    def of(cls, words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> BadWords:
+        """Encodes words as they stand after other text, with a space before them and without.
+
+        Raises `RequestError` for half of a surrogate pair.
+        """
+        encoded = {
+            tuple(tokenizer.encode(text, False, param="bad_words"))
+            for word in words
+            for text in (word.lstrip(), " " + word.lstrip())
+        }
+        return cls([word for word in sorted(encoded) if word], vocab_size)
+
+    def narrow(self, mask: Mask, output: Sequence[int]) -> None:
+        """See `TokenFilter.narrow`."""
+        mask &= self._others
+        if not output or not self._ends:
+            return
+        for start, last in self._ends.get(output[-1], ()):
+            if list(output[-len(start) :]) == start:
+                mask[last // 32] &= ~np.int32(1 << (last % 32) if last % 32 < 31 else -(2**31))

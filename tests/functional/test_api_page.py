@@ -1,0 +1,47 @@
+"""docs/api.md against the server: its commands work, and it names every field."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from aioinfer.api.fields import IGNORED, REFUSED
+from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from tests.functional.conftest import Served
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
+COMMANDS = re.findall(r"^curl .*", PAGE, re.MULTILINE)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_command(served: Served, command: str) -> None:
+    _, *options = shlex.split(command)
+    body = options.pop() if "-d" in options else None
+    (url,) = [option for option in options if option.startswith("http://127.0.0.1:8000/")]
+    assert set(options) <= {"-N", "-d", url}
+    # the Content-Type that curl sends with -d
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    async with served.http.request(
+        "GET" if body is None else "POST",
+        url.removeprefix("http://127.0.0.1:8000"),
+        data=body,
+        headers=None if body is None else kind,
+    ) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+
+
+def test_every_endpoint_has_a_command() -> None:
+    paths = {re.search(r":8000(/\S*)", command)[1] for command in COMMANDS}
+    rows = [row for row in PAGE.splitlines() if re.match(r"\| `(GET|POST) ", row)]
+    assert rows
+    assert all(paths & set(re.findall(r"(?:GET|POST) (/[\w/]*)", row)) for row in rows)
+
+
+def test_every_field_is_named() -> None:
+    fields = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    assert {name for name in (*fields, *IGNORED, *REFUSED) if f"`{name}`" not in PAGE} == set()

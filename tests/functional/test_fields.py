@@ -1,0 +1,398 @@
+"""Fields of completions and chats beyond the basic ones, over a socket: each does what it says,
+and what would change the answer and is not supported is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import tokenizers
+
+from aioinfer.errors import GenerationError
+from tests.functional.conftest import Served, serve
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PROMPT = "The capital of France is"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+class TestSampling:
+    async def test_best_of_returns_the_likeliest_in_order(self, served: Served) -> None:
+        body = {"prompt": PROMPT, "seed": 5, "temperature": 1.3, "max_tokens": 6, "logprobs": 0}
+        everyone = (await served.post(COMPLETIONS, n=5, **body))["choices"]
+
+        def mean(choice: dict[str, Any]) -> float:
+            found = choice["logprobs"]["token_logprobs"]
+            return sum(found) / len(found)
+
+        ranked = sorted(everyone, key=mean, reverse=True)
+        reply = await served.post(COMPLETIONS, n=2, best_of=5, **body)
+        best = reply["choices"]
+        assert len({choice["text"] for choice in everyone}) > 2
+        assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked[:2]]
+        assert [choice["index"] for choice in best] == [0, 1]
+        assert reply["usage"]["completion_tokens"] == sum(
+            len(choice["logprobs"]["tokens"]) for choice in everyone
+        )
+        two = [PROMPT, "Water boils at"]
+        plain = await served.post(
+            COMPLETIONS, **body | {"prompt": two, "logprobs": None}, best_of=3
+        )
+        assert [choice["index"] for choice in plain["choices"]] == [0, 1]
+        assert [choice["logprobs"] for choice in plain["choices"]] == [None, None]
+
+    async def test_a_bias_by_text(self, served: Served) -> None:
+        choice = await served.complete(
+            prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={" cheese": 100, "7": -1}
+        )
+        assert choice["text"] == " cheese cheese cheese"
+        reply = await served.post(CHAT, messages=QUESTION, **GREEDY, logit_bias={" cheese": 100})
+        assert reply["choices"][0]["message"]["content"] == " cheese" * 8
+
+    @pytest.mark.parametrize("name", ["two words", "", "-1", "99999999999", "49152"])
+    async def test_a_bias_of_no_token(self, served: Served, name: str) -> None:
+        reply = await served.post(COMPLETIONS, 400, prompt=PROMPT, logit_bias={name: 1})
+        assert reply["error"]["param"] == "logit_bias"
+
+    async def test_integral_numbers_and_nulls(self, served: Served) -> None:
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 3.0, "n": None, "stop": None}
+        reply = await served.post(COMPLETIONS, **body, top_p=None, seed=7.0, metadata={"a": "b"})
+        assert reply["usage"]["completion_tokens"] == 3
+
+    async def test_an_echo_alone(self, served: Served) -> None:
+        reply = await served.post(
+            COMPLETIONS, prompt=[PROMPT, "x"], echo=True, max_tokens=0, n=2, return_token_ids=True
+        )
+        assert [choice["text"] for choice in reply["choices"]] == [PROMPT, PROMPT, "x", "x"]
+        assert {choice["finish_reason"] for choice in reply["choices"]} == {"length"}
+        assert reply["choices"][0]["token_ids"] == []
+        assert reply["usage"]["completion_tokens"] == 0
+        for wrong in ({"prompt": ""}, {"prompt": [99_999]}, {"temperature": -1}, {"echo": False}):
+            await served.post(
+                COMPLETIONS, 400, **{"prompt": "x", "echo": True, "max_tokens": 0} | wrong
+            )
+
+
+class TestPrompts:
+    async def test_truncation_keeps_the_end(self, served: Served) -> None:
+        text = "one two three four five six seven eight " * 200
+        ids = await served.frontend.encode(text, max_tokens=10_000)
+        for kept, expected in ((5, 5), (-1, 512 - 8)):
+            reply = await served.post(
+                COMPLETIONS, prompt=text, truncate_prompt_tokens=kept, return_token_ids=True,
+                **GREEDY,
+            )  # fmt: skip
+            assert reply["choices"][0]["prompt_token_ids"] == ids[-expected:]
+        choice = await served.complete(prompt=text, truncate_prompt_tokens=2, echo=True, **GREEDY)
+        assert choice["text"].startswith(served.frontend.tokenizer.decode(ids[-2:], False))
+        reply = await served.post(
+            CHAT, messages=QUESTION, truncate_prompt_tokens=4, return_token_ids=True, **GREEDY
+        )
+        assert reply["prompt_token_ids"] == (await served.frontend.encode_chat(QUESTION))[-4:]
+        reply = await served.post(COMPLETIONS, 400, prompt=text, truncate_prompt_tokens=513)
+        assert reply["error"]["param"] == "truncate_prompt_tokens"
+
+    async def test_salts_keep_the_prefix_cache_apart(self, served: Served) -> None:
+        prompt = "A salted hash table maps keys to values. " * 12
+
+        async def cached(**fields: Any) -> int:
+            reply = await served.post(COMPLETIONS, prompt=prompt, **GREEDY, **fields)
+            return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert await cached() == 0
+        assert await cached() > 48
+        assert await cached(cache_salt="a") == 0
+        assert await cached(cache_salt="a") > 48
+        assert await cached(cache_salt="b") == 0
+        chat = {"messages": [{"role": "user", "content": prompt}], **GREEDY}
+        await served.post(CHAT, **chat)
+        reply = await served.post(CHAT, **chat, cache_salt="c")
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    async def test_a_suffix_needs_tokens_for_it(self, served: Served) -> None:
+        reply = await served.post(COMPLETIONS, 400, prompt="def f(", suffix="return 1")
+        assert reply["error"]["param"] == "suffix"
+        assert "fills in the middle" in reply["error"]["message"]
+
+    async def test_template_variables(self, served: Served) -> None:
+        template = served.frontend.tokenizer._chat_template
+        seen: list[Any] = []
+        render = template.render
+
+        def record(*args: Any, template_kwargs: Any, **options: Any) -> str:
+            seen.append(template_kwargs)
+            return render(*args, template_kwargs=template_kwargs, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(template, "render", record)
+            await served.post(CHAT, messages=QUESTION, **GREEDY, reasoning_effort="low")
+            await served.post(
+                CHAT, messages=QUESTION, **GREEDY, chat_template_kwargs={"enable_thinking": False}
+            )
+        assert seen == [{"reasoning_effort": "low"}, {"enable_thinking": False}]
+
+
+class TestReplies:
+    async def test_token_ids_of_a_chat(self, served: Served) -> None:
+        body = {"messages": QUESTION, "n": 2, "return_token_ids": True, **GREEDY}
+        prompt = await served.frontend.encode_chat(QUESTION)
+        reply = await served.post(CHAT, **body)
+        assert reply["prompt_token_ids"] == prompt
+        ids = [choice["token_ids"] for choice in reply["choices"]]
+        assert [len(one) for one in ids] == [8, 8]
+        assert (
+            served.frontend.tokenizer.decode(ids[0]) == (reply["choices"][0]["message"]["content"])
+        )
+        events = await served.stream(CHAT, stream_options={"include_usage": True}, **body)
+        assert [e["prompt_token_ids"] for e in events if "prompt_token_ids" in e] == [prompt] * 2
+        assert all(event["usage"] is None for event in events[:-1])
+        for index in range(2):
+            chunks = [c for e in events for c in e["choices"] if c["index"] == index]
+            assert [t for c in chunks for t in c.get("token_ids", ())] == ids[index]
+        assert "prompt_token_ids" not in await served.post(CHAT, messages=QUESTION, **GREEDY)
+
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    async def test_usage_in_every_event(self, served: Served, path: str) -> None:
+        prompt = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": QUESTION}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *events, last = await served.stream(path, **prompt, n=2, stream_options=options, **GREEDY)
+        for index in range(2):
+            counts = [
+                event["usage"]["completion_tokens"]
+                for event in events
+                if event["choices"][0]["index"] == index
+            ]
+            assert counts == sorted(counts)
+            assert counts[-1] == 8
+            assert len(set(counts)) > 4
+        assert {event["usage"]["prompt_tokens"] for event in events} == {
+            last["usage"]["prompt_tokens"]
+        }
+        assert last["usage"]["completion_tokens"] == 16
+        events = await served.stream(
+            path, **prompt, stream_options={"continuous_usage_stats": True}, **GREEDY
+        )
+        assert all("usage" not in event for event in events)
+
+    async def test_logprobs_that_name_ids(self, served: Served) -> None:
+        body = {"return_tokens_as_token_ids": True, "return_token_ids": True, **GREEDY}
+        choice = await served.complete(prompt=PROMPT, logprobs=20, **body)
+        names = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == names
+        assert {len(top) for top in choice["logprobs"]["top_logprobs"]} == {20}
+        reply = await served.post(CHAT, messages=QUESTION, logprobs=True, top_logprobs=20, **body)
+        (choice,) = reply["choices"]
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        assert {len(entry["top_logprobs"]) for entry in content} == {20}
+
+
+class TestForms:
+    """What bodies may look like."""
+
+    BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+
+    async def post(
+        self, served: Served, data: bytes, path: str = COMPLETIONS, **headers: str
+    ) -> int:
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        skipped = () if "Content-Type" in headers else ("Content-Type",)
+        async with served.http.post(
+            path, data=data, headers=headers, skip_auto_headers=skipped
+        ) as response:
+            await response.read()
+            return response.status
+
+    async def test_a_byte_order_mark(self, served: Served) -> None:
+        mark = b"\xef\xbb\xbf"
+        assert await self.post(served, mark + self.BODY, Content_Type="application/json") == 200
+        padded = mark + self.BODY[:-1] + b" " * 100_000 + b"}"
+        assert await self.post(served, padded, Content_Type="application/json") == 200
+
+    @pytest.mark.parametrize(
+        "kind", ["text/plain", "application/x-www-form-urlencoded", "nonsense", "", None]
+    )
+    async def test_any_content_type(self, served: Served, kind: str | None) -> None:
+        headers = {} if kind is None else {"Content_Type": kind}
+        assert await self.post(served, self.BODY, **headers) == 200
+        # no page of another site can post without asking first
+        for page in ({"Origin": "https://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
+            assert await self.post(served, self.BODY, **headers, **page) == 415
+        json_type = {"Content_Type": "application/json", "Origin": "https://evil.example"}
+        assert await self.post(served, self.BODY, **json_type) == 200
+
+
+class TestPaths:
+    @pytest.mark.parametrize(
+        ("path", "meant"),
+        [
+            ("/completions", COMPLETIONS),
+            ("/chat/completions", CHAT),
+            ("/v1/v1/chat/completions", CHAT),
+            ("/v1/completions/", COMPLETIONS),
+            ("/v1//completions", COMPLETIONS),
+            ("/V1/Chat/Completions", CHAT),
+            ("/models", "/v1/models"),
+            ("/v1/tokenize", "/tokenize"),
+        ],
+    )
+    async def test_the_right_path_is_named(self, served: Served, path: str, meant: str) -> None:
+        async with served.http.post(path, json={}) as response:
+            assert response.status == 404
+            error = (await response.json())["error"]
+        assert error["message"].endswith(f"; did you mean {meant}?")
+        assert error["code"] == "not_found"
+
+    async def test_a_path_that_is_like_none(self, served: Served) -> None:
+        async with served.http.get("/v1/sonnets") as response:
+            assert "did you mean" not in (await response.json())["error"]["message"]
+
+
+class TestErrors:
+    async def test_a_prompt_that_is_too_long(self, served: Served) -> None:
+        start = "This model's maximum context length is 512 tokens. However, "
+        bodies = [
+            (COMPLETIONS, {"prompt": [5] * 600}),
+            (COMPLETIONS, {"prompt": "word " * 50_000}),
+            (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}),
+            (CHAT, {"messages": [{"role": "user", "content": "word " * 600}]}),
+            (CHAT, {"messages": QUESTION, "max_completion_tokens": 512}),
+        ]
+        for path, body in bodies:
+            error = (await served.post(path, 400, **body))["error"]
+            assert error["message"].startswith(start)
+            assert error["code"] == "context_length_exceeded"
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "code"),
+        [
+            (COMPLETIONS, {"temprature": 0.5}, "unknown_parameter"),
+            (COMPLETIONS, {"use_beam_search": True}, "unsupported_parameter"),
+            (CHAT, {"echo": True}, "unsupported_parameter"),
+            (CHAT, {"modalities": ["text", "audio"]}, "unsupported_parameter"),
+            (COMPLETIONS, {"temperature": 5000}, "invalid_value"),
+            (COMPLETIONS, {"n": "many"}, "invalid_type"),
+        ],
+    )
+    async def test_codes(
+        self, served: Served, path: str, fields: dict[str, Any], code: str
+    ) -> None:
+        body = {"prompt": "x"} if path == COMPLETIONS else {"messages": QUESTION}
+        error = (await served.post(path, 400, **body, **fields))["error"]
+        (name,) = fields
+        assert (error["code"], error["param"]) == (code, name)
+        assert name in error["message"]
+
+    async def test_a_stream_that_fails_ends_as_one_that_does_not(self, served: Served) -> None:
+        body = {"prompt": PROMPT, "stream": True, "max_tokens": 400, "ignore_eos": True}
+        async with served.http.post(COMPLETIONS, json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            (sequence,) = served.engine._sequences.values()
+            served.engine._fail(sequence.output, GenerationError("the model's logits held NaN"))
+            *_, error, done, rest = (await response.text()).split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "generation_failed"
+        assert (done, rest) == ("data: [DONE]", "")
+
+    async def test_every_error_has_a_code(self, served: Served) -> None:
+        async with served.http.put(COMPLETIONS) as response:
+            assert response.headers["Server"] == "aioinfer"
+            assert response.headers["Allow"] == "POST"
+            assert (await response.json())["error"]["code"] == "method_not_allowed"
+        reply = await served.post(COMPLETIONS, 400, prompt="")
+        assert reply["error"]["code"] == "invalid_value"
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model whose tokenizer knows bytes and the tokens of Qwen2.5-Coder."""
+    folder = tiny_model("qwen2", tmp_path_factory.mktemp("coder"))
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: index for index, letter in enumerate(letters)}, [])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+    backend.add_special_tokens(names)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def elsewhere(coder: Path) -> AsyncIterator[Served]:
+    """A server of that model, with keys, below a path, that adds usage and ignores what it does not
+    know."""
+    async with serve(
+        model__path=str(coder),
+        parallel__executor="inline",
+        server__api_keys=["secret"],
+        server__root_path="/llm/",
+        server__force_include_usage=True,
+        server__unknown_fields="ignore",
+    ) as served:
+        served.http.headers["Authorization"] = "Bearer secret"
+        yield served
+
+
+class TestElsewhere:
+    async def test_a_suffix(self, elsewhere: Served) -> None:
+        tokenizer = elsewhere.frontend.tokenizer
+        end, prefix, suffix, middle, pad = range(256, 261)
+        before, after = (tokenizer.encode(text) for text in ("def f(", "): pass"))
+        body = {"suffix": "): pass", "max_tokens": 4, "return_token_ids": True}
+        for prompt in ("def f(", before):
+            (choice,) = (await elsewhere.post(COMPLETIONS, prompt=prompt, **body))["choices"]
+            assert choice["prompt_token_ids"] == [
+                prefix, *before, suffix, *after, middle,
+            ]  # fmt: skip
+        for token in (end, pad):
+            bias = {"logit_bias": {str(token): 100}, "temperature": 0}
+            (choice,) = (await elsewhere.post(COMPLETIONS, prompt="x", **body, **bias))["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+    async def test_keys_in_other_headers(self, elsewhere: Served) -> None:
+        wrong, right = "guess", "secret"
+        cases = [
+            ({"X-Api-Key": right}, 200),
+            ({"api-key": right}, 200),
+            ({"Authorization": "Basic abc", "x-api-key": right}, 200),
+            ({"X-Api-Key": wrong}, 401),
+            ({"api-key": f"Bearer {right}"}, 401),
+            ({}, 401),
+        ]
+        async with aiohttp.ClientSession(elsewhere.url) as http:
+            for headers, status in cases:
+                async with http.get("/v1/models", headers=headers) as response:
+                    assert response.status == status
+
+    @pytest.mark.parametrize("prefix", ["", "/llm"])
+    async def test_a_path_of_a_proxy(self, elsewhere: Served, prefix: str) -> None:
+        reply = await elsewhere.post(f"{prefix}/v1/completions", prompt="x", max_tokens=1)
+        assert reply["usage"]["completion_tokens"] == 1
+        for path, status in (("/health?x=1", 200), ("", 200), ("/nothing", 404)):
+            async with elsewhere.http.get(f"{prefix}{path}" or "/") as response:
+                assert response.status == status
+        async with elsewhere.http.get("/llmv1/models") as response:
+            assert response.status == 404
+
+    async def test_usage_without_asking(self, elsewhere: Served) -> None:
+        events = await elsewhere.stream(COMPLETIONS, prompt="x", max_tokens=2)
+        assert events[-1]["usage"]["completion_tokens"] == 2
+        assert events[-1]["choices"] == []
+
+    async def test_unknown_names_may_be_ignored(self, elsewhere: Served) -> None:
+        await elsewhere.post(COMPLETIONS, prompt="x", max_tokens=1, temprature=1)
+        reply = await elsewhere.post(COMPLETIONS, 400, prompt="x", prompt_logprobs=1)
+        assert reply["error"]["param"] == "prompt_logprobs"

@@ -1,0 +1,201 @@
+"""Structured output by a real model behind a real socket: what was asked for is what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from aioinfer.errors import RequestError
+from aioinfer.llm import LLM
+from aioinfer.sampling_params import GrammarSpec, SamplingParams
+from tests.functional.conftest import SMOLLM2, Served, serve
+from tests.random_schemas import random_schemas
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+QUESTION = [{"role": "user", "content": "Name a city and its country."}]
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "country": {"enum": ["France", "Spain", "Italy"]},
+        "rank": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "country", "rank"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+
+
+class City(pydantic.BaseModel):
+    city: str
+    country: str
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": FORMAT},
+        {"structured_outputs": {"json": CITY}},
+        {"guided_json": CITY},
+        {"json_schema": CITY},
+    ],
+)
+async def test_a_schema(served: Served, fields: dict[str, Any], temperature: float) -> None:
+    reply = await served.post(
+        CHAT, messages=QUESTION, max_tokens=100, temperature=temperature, seed=1, **fields
+    )
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": r"[A-Z]{3}-\d{2}"}, r"[A-Z]{3}-\d{2}"),
+        ({"structured_outputs": {"choice": ["positive", "negative"]}}, "positive|negative"),
+        ({"grammar": 'root ::= "<" [a-z]{2,4} ">"'}, r"<[a-z]{2,4}>"),
+        ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, r"x[0-9]{2}"),
+        ({"response_format": {"type": "json_object"}}, r"\{.*"),
+    ],
+)
+async def test_other_grammars(served: Served, fields: dict[str, Any], pattern: str) -> None:
+    choice = await served.complete(prompt="Here:", max_tokens=30, temperature=1, seed=2, **fields)
+    assert re.fullmatch(pattern, choice["text"], re.DOTALL), choice
+    assert choice["finish_reason"] == "stop" or pattern == r"\{.*"
+
+
+async def test_streams_of_several_choices(served: Served) -> None:
+    events = await served.stream(
+        CHAT, messages=QUESTION, n=3, max_tokens=100, temperature=1, seed=3, response_format=FORMAT
+    )
+    texts = ["", "", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+    for text in texts:
+        jsonschema.validate(json.loads(text), CITY)
+
+
+async def test_stop_and_length_go_before_the_grammar(served: Served) -> None:
+    fields = {"prompt": "Digits:", "guided_regex": "a{40}", "temperature": 0}
+    short = await served.complete(max_tokens=3, **fields)
+    assert short["finish_reason"] == "length"
+    assert re.fullmatch("a+", short["text"])
+    stopped = await served.complete(max_tokens=30, stop="aaaaa", **fields)
+    assert stopped["finish_reason"] == "stop"
+    assert "aaaaa" not in stopped["text"]
+
+
+async def test_restricted_and_plain_requests_together(served: Served) -> None:
+    """More of them than there are slots; the plain ones say what they say alone."""
+    plain = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+    alone = await served.complete(**plain)
+    work = [
+        served.complete(prompt=f"{i}:", max_tokens=60, temperature=1, seed=i, guided_json=CITY)
+        if i % 2
+        else served.complete(**plain)
+        for i in range(10)
+    ]
+    for index, choice in enumerate(await asyncio.gather(*work)):
+        if index % 2:
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(choice["text"]), CITY)
+        else:
+            assert choice["text"] == alone["text"]
+
+
+async def test_allowed_tokens_and_bad_words(served: Served) -> None:
+    tokens = (await served.post("/tokenize", prompt=" yes no"))["tokens"]
+    choice = await served.complete(
+        prompt="Is it so?", allowed_token_ids=tokens, max_tokens=6, return_token_ids=True
+    )
+    assert len(choice["token_ids"]) == 6
+    assert set(choice["token_ids"]) <= set(tokens)
+    fields = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    assert "Paris" in (await served.complete(**fields))["text"]
+    without = await served.complete(bad_words=["Paris"], **fields)
+    assert "Paris" not in without["text"]
+
+
+async def test_a_grammar_that_fails_while_it_runs(served: Served) -> None:
+    """It ends that request with an error, and no other."""
+    other = asyncio.create_task(served.complete(prompt="One, two,", max_tokens=40, temperature=0))
+    tokens = (await served.post("/tokenize", prompt="xyz"))["tokens"]
+    async with served.http.post(
+        COMPLETIONS,
+        json={"prompt": "x", "guided_regex": "abc", "allowed_token_ids": tokens, "max_tokens": 9},
+    ) as response:
+        assert response.status >= 400
+        assert "no token may come next" in (await response.json())["error"]["message"]
+    assert (await other)["finish_reason"] == "length"
+
+
+async def test_the_openai_client_parses(served: Served) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        reply = await client.chat.completions.parse(
+            model="smollm2", messages=QUESTION, response_format=City, max_tokens=200, temperature=0
+        )
+        parsed = reply.choices[0].message.parsed
+        assert isinstance(parsed, City)
+
+
+async def test_random_schemas(served: Served) -> None:
+    """Every answer that ended by itself parses and validates."""
+    num_valid = 0
+    for number, schema in enumerate(random_schemas(12, start=5)):
+        async with served.http.post(
+            COMPLETIONS,
+            json={"prompt": "An example:", "max_tokens": 120, "guided_json": schema,
+                  "temperature": number % 2, "seed": number},
+        ) as response:  # fmt: skip
+            reply = await response.json()
+        if response.status == 400:
+            assert reply["error"]["param"] == "guided_json"
+            continue
+        assert response.status == 200, reply
+        (choice,) = reply["choices"]
+        if choice["finish_reason"] == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(choice["text"]))
+            num_valid += 1
+    assert num_valid >= 4
+
+
+async def test_without_a_tokenizer() -> None:
+    async with serve(model__skip_tokenizer=True, model__load_format="dummy") as served:
+        for fields, param in (
+            ({"guided_regex": "a"}, "guided_regex"),
+            ({"bad_words": ["a"]}, "bad_words"),
+        ):
+            reply = await served.post(COMPLETIONS, 400, prompt=[1, 2], **fields)
+            assert reply["error"]["param"] == param
+            assert "no tokenizer" in reply["error"]["message"]
+
+
+async def test_offline() -> None:
+    def generate() -> None:
+        with LLM(SMOLLM2, settings={"cache.num_blocks": 100}, progress=False) as llm:
+            grammar = GrammarSpec("json_schema", json.dumps(CITY))
+            plain, city = llm.generate(
+                ["One, two,", "A city:"],
+                [SamplingParams(max_tokens=5), SamplingParams(max_tokens=100, grammar=grammar)],
+            )
+            assert len(plain.token_ids) == 5
+            jsonschema.validate(json.loads(city.text), CITY)
+            wrong = SamplingParams(grammar=GrammarSpec("json_schema", '{"not": {}}'))
+            with pytest.raises(RequestError, match="'not' is not supported"):
+                llm.generate("x", wrong)
+
+    await asyncio.to_thread(generate)

@@ -1,0 +1,168 @@
+"""Constrained requests on a GPU: graphs and masks give the tokens of the CPU, two ranks those of
+one, and nothing is compiled while serving."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_settings import engine_settings
+from random_models import random_model
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.executor.inline import InlineExecutor
+from aioinfer.worker.gpu_runner import GpuModelRunner
+from tests.automata import Residues, accepts, constrain
+
+VOCAB_SIZE = 4001  # no multiple of 32, and no number of ranks divides it
+TOKENS = 40
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, VOCAB_SIZE) for _ in range(RNG.randint(1, 90))] for _ in range(40)]
+
+
+def params_of(number: int) -> SamplingParams:
+    """Returns parameters of all kinds; those of odd numbers, which are their seeds, are for
+    constrained requests. Greedy, so that roundings do not matter, or by seed."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 40},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 2},
+        {"temperature": 0.9, "logit_bias": {7: 2.0, 8: -50.0}},
+        {"temperature": 0.0, "presence_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 5},
+    ]
+    return SamplingParams(
+        ignore_eos=True, seed=number, max_tokens=TOKENS, **kinds[number // 2 % len(kinds)]
+    )
+
+
+PARAMS = [params_of(number) for number in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=256,
+        intermediate_size=512, num_hidden_layers=4, initializer_range=0.05, eos_token_id=None,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[LLM]:
+    merged = engine_settings(**{"parallel__executor": "inline"} | settings)
+    with LLM(str(folder), settings=merged, progress=False) as llm:
+        yield llm
+        llm.frontend.engines[0].scheduler.check_integrity()
+
+
+def generate(llm: LLM, every: int = 2) -> list[list[int]]:
+    """Returns the tokens of all requests, of which of every `every` one is constrained."""
+    undo = constrain(
+        llm.frontend,
+        lambda s: Residues(VOCAB_SIZE) if (s.output.params.seed or 0) % every == 1 else None,
+    )
+    try:
+        return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    finally:
+        undo()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    with running(folder, parallel__device="cpu") as llm:
+        tokens = generate(llm)
+    for number, each in enumerate(tokens):
+        assert accepts(each, VOCAB_SIZE) == (number % 2 == 1)
+    return tokens
+
+
+def differing(tokens: list[list[int]], expected: list[list[int]]) -> list[int]:
+    return [n for n, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"parallel__cuda_graphs": False},
+        {"parallel__executor": "multiprocess"},
+        {"cache__num_blocks": 12},
+        {"scheduler__max_num_seqs": 1},
+    ],
+    ids=["graphs", "no graphs", "a process", "preempted", "one at a time"],
+)
+def test_tokens_are_those_of_the_cpu(
+    folder: Path, expected: list[list[int]], settings: dict[str, Any]
+) -> None:
+    with running(folder, **settings) as llm:
+        tokens = generate(llm)
+        for number, each in enumerate(tokens):
+            assert len(each) == TOKENS
+            assert accepts(each, VOCAB_SIZE) == (number % 2 == 1)
+        # float32 sums are rounded differently, which a near tie may show
+        assert len(differing(tokens, expected)) <= 1, differing(tokens, expected)
+
+
+def test_plain_rows_beside_constrained_ones_are_undisturbed(folder: Path) -> None:
+    with running(folder) as llm:
+        plain = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+        mixed = generate(llm, every=40)
+    assert differing(mixed, plain) == [1]
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_sample_what_one_does(folder: Path, expected: list[list[int]]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with running(
+        folder, parallel__executor="multiprocess", parallel__tensor_parallel_size=2
+    ) as llm:  # fmt: skip
+        tokens = generate(llm)
+    assert len(differing(tokens, expected)) <= 1, differing(tokens, expected)
+    for number in range(1, len(tokens), 2):
+        assert accepts(tokens[number], VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("executor", ["inline", "multiprocess"])
+def test_nothing_is_compiled_while_serving(
+    folder: Path, executor: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the first constrained requests have; where a worker is a process, its log tells."""
+    with running(folder, parallel__executor=executor, model__dtype="bfloat16") as llm:
+        for every in (3, 2, 40):
+            generate(llm, every)
+        if executor == "inline":
+            inline = llm.frontend.engines[0]._executor
+            assert isinstance(inline, InlineExecutor)
+            assert isinstance(inline._worker._runner, GpuModelRunner)
+            watch = inline._worker.compilations
+            assert watch is not None
+            assert watch.names == [], watch.names
+            watch.stop()
+    assert "was compiled while serving" not in capfd.readouterr().err
+
+
+def test_masks_are_read_where_the_engine_writes_them(folder: Path) -> None:
+    """Shared memory is registered with CUDA at the first mask."""
+    from aioinfer.ipc.masks import MaskMemory
+    from aioinfer.worker.mask_uploads import MaskUploads
+
+    memory = MaskMemory()
+    memory.resize(64, VOCAB_SIZE)
+    buffers = memory.buffers(64, VOCAB_SIZE)
+    uploads, device = MaskUploads(torch.device("cuda")), torch.device("cuda")
+    for number in range(6):
+        masks = buffers[number % 3, : number + 1]
+        masks[:] = torch.randint(-(2**31), 2**31, masks.shape, dtype=torch.int32).numpy()
+        assert torch.equal(uploads.upload(masks).cpu(), torch.from_numpy(masks))
+    assert uploads._registered
+    address = buffers.ctypes.data
+    assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
+    assert torch.zeros(1, device=device).item() == 0
+    memory.close()

@@ -1,0 +1,45 @@
+"""scripts/bench_large_bodies.py: its bodies are what they are said to be, and a short run over a
+real server."""
+
+from __future__ import annotations
+
+import pytest
+
+import bench_large_bodies
+from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest
+from aioinfer.api.token_list import decode_large
+from aioinfer.config import ServerConfig
+from aioinfer.errors import RequestError
+from benchlib.large_bodies import CHAT, COMPLETIONS, LONG_TEXTS, MANY_VALUES, TOO_MANY, LargeBody
+
+KINDS: dict[str, type[Body]] = {
+    CHAT: ChatRequest,
+    COMPLETIONS: CompletionRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+@pytest.mark.parametrize("body", TOO_MANY, ids=lambda body: body.name)
+def test_bodies_with_too_many_values_are_declined(body: LargeBody) -> None:
+    with pytest.raises(RequestError, match="may hold at most"):
+        decode_large(body.make(), KINDS[body.path])
+
+
+@pytest.mark.parametrize("body", MANY_VALUES, ids=lambda body: body.name)
+def test_bodies_just_under_the_bound_are_decoded(body: LargeBody) -> None:
+    if "response_format" in body.name:
+        pytest.skip("what it may hold is checked as well")
+    decode_large(body.make(), KINDS[body.path])
+
+
+def test_long_texts_are_just_under_the_largest_body() -> None:
+    longest = max(len(body.make()) for body in LONG_TEXTS[:3])
+    assert 0.9 < longest / ServerConfig().max_body_bytes < 1
+
+
+def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_large_bodies.main(["--runs", "1", "--tail", "0", "--only", "7 000 tools"])
+    shown = capsys.readouterr()
+    assert "(idle)" in shown.out
+    assert "7 000 tools" in shown.out
+    assert "run 1: 7 000 tools: 200" in shown.err

@@ -1,0 +1,174 @@
+"""What makes rows wait for masks: the section of a plan, the notice behind it, the memory of the
+masks, and the worker's wait."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import multiprocessing
+
+from aioinfer.ipc.masks import (
+    NUM_MASK_BUFFERS,
+    ConstrainedRows,
+    MaskMemory,
+    MaskNotice,
+    buffer_of,
+    is_notice,
+    mask_words,
+)
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.ring import Ring
+from aioinfer.worker.masks import MaskedRows, await_masks, constrained_rows, mask_logits
+from aioinfer.worker.process import _EndOfPlansError, _Inbox
+from tests.automata import pack
+
+VOCAB = 77
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def make_plan(step_id: int, *constrained: int) -> StepPlan:
+    sections = [ConstrainedRows(ids(*constrained))] if constrained else []
+    four, none = [ids(0, 1, 2)] * 4, [ids()] * 5
+    return StepPlan(step_id, *four, *none, sections)
+
+
+def post(ring: Ring, message: StepPlan | MaskNotice) -> None:
+    ring.write(message.encode())
+
+
+def test_a_plan_lists_its_constrained_rows() -> None:
+    plan = StepPlan.decode(b"".join(make_plan(3, 0, 2).encode()))
+    assert constrained_rows(plan).tolist() == [0, 2]
+    assert constrained_rows(make_plan(3)) is None
+
+
+def test_a_notice_is_no_plan() -> None:
+    message = b"".join(MaskNotice(2**40, 2).encode())
+    assert is_notice(message)
+    assert MaskNotice.decode(message) == MaskNotice(2**40, 2)
+    plan = b"".join(make_plan(3).encode())
+    assert not is_notice(plan)
+    with pytest.raises(ValueError, match="a plan came where masks were due"):
+        MaskNotice.decode(plan)
+    with pytest.raises(ValueError, match="version -1"):
+        StepPlan.decode(message + bytes(64))
+
+
+def _write_masks(memory: MaskMemory) -> None:
+    memory.buffers(4, VOCAB)[1, 2] = [5, 6, 7]
+
+
+def test_masks_are_shared_and_untouched_ones_take_no_memory() -> None:
+    memory = MaskMemory()
+    memory.resize(4, VOCAB)
+    masks = memory.buffers(4, VOCAB)
+    assert masks.shape == (NUM_MASK_BUFFERS, 4, mask_words(VOCAB)) == (3, 4, 3)
+    assert stat.S_IMODE(os.fstat(memory._fd).st_mode) == 0o600
+    process = multiprocessing.get_context("spawn").Process(target=_write_masks, args=(memory,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert masks[1, 2].tolist() == [5, 6, 7]
+    assert masks.sum() == 18
+    large = MaskMemory()
+    large.resize(1024, 150_000)
+    large.buffers(1024, 150_000)[0, 0] = 1
+    assert os.fstat(large._fd).st_blocks * 512 <= 2**17
+    for each in (memory, large):
+        each.close()
+        each.close()
+
+
+class Inbox:
+    """A ring with its reader's inbox, and the other end of its control connection."""
+
+    def __init__(self) -> None:
+        self.ring, self.masks = Ring(1, num_slots=8), MaskMemory()
+        self.masks.resize(4, VOCAB)
+        self.parent, control = multiprocessing.Pipe()
+        config = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4))
+        self.control = control
+        spec: Any = SimpleNamespace(
+            rank=0, plans=self.ring, masks=self.masks, control=control, config=config
+        )
+        self.inbox = _Inbox(spec, VOCAB)
+
+    def close(self) -> None:
+        for each in (self.ring, self.masks, self.parent, self.control):
+            each.close()
+
+
+@pytest.fixture
+def box() -> Iterator[Inbox]:
+    box = Inbox()
+    yield box
+    box.close()
+
+
+def test_masks_come_between_two_plans(box: Inbox) -> None:
+    """More of them than the ring has room for: each message is given back in time."""
+    for step in range(0, 60, 2):
+        post(box.ring, make_plan(step, 1))
+        box.masks.buffers(4, VOCAB)[buffer_of(step), 0] = step
+        post(box.ring, MaskNotice(step, buffer_of(step)))
+        post(box.ring, make_plan(step + 1))
+        plan = box.inbox.next_plan()
+        masked, waited_ns = await_masks(plan, box.inbox.wait_for_masks)
+        assert masked is not None
+        assert (plan.step_id, masked.rows.tolist(), masked.masks.shape) == (step, [1], (1, 3))
+        assert (masked.masks == step).all()
+        assert waited_ns > 0
+        assert plan.slots.tolist() == [0, 1, 2], "the plan holds although it is released"
+        box.inbox.release_plan()
+        plan = box.inbox.next_plan()
+        assert plan.step_id == step + 1
+        assert await_masks(plan, box.inbox.wait_for_masks) == (None, 0)
+        box.inbox.release_plan()
+
+
+def test_who_waits_for_masks_notices_the_end(box: Inbox) -> None:
+    post(box.ring, make_plan(0, 1))
+    plan = box.inbox.next_plan()
+    timer = threading.Timer(0.1, box.parent.close)
+    timer.start()
+    with pytest.raises(_EndOfPlansError):
+        box.inbox.wait_for_masks(plan, 1)
+    timer.join()
+
+
+def test_masks_of_another_step_are_an_error(box: Inbox) -> None:
+    post(box.ring, make_plan(7, 1))
+    post(box.ring, MaskNotice(6, 0))
+    with pytest.raises(RuntimeError, match="step 7 was given the masks of 6"):
+        box.inbox.wait_for_masks(box.inbox.next_plan(), 1)
+    with pytest.raises(ValueError, match="no source of masks"):
+        await_masks(make_plan(1, 0), None)
+
+
+@pytest.mark.parametrize(("first", "size"), [(0, VOCAB), (31, 20), (40, 37), (64, 13), (77, 0)])
+def test_logits_of_a_shard_under_masks(first: int, size: int) -> None:
+    """Broken logits stay, and so do other rows."""
+    rng = np.random.default_rng(first)
+    allowed = rng.random((2, VOCAB)) < 0.5
+    logits = torch.randn(4, VOCAB)
+    logits[3, ::9], logits[3, 1::9] = torch.nan, torch.inf
+    shard = logits[:, first : first + size].clone()
+    mask_logits(shard, MaskedRows(ids(1, 3), np.stack([*map(pack, allowed)])), first)
+    there = slice(first, first + size)
+    assert torch.equal(shard[[0, 2]], logits[[0, 2], there])
+    for row, may in zip((1, 3), allowed[:, there], strict=True):
+        before, after = logits[row, there].numpy(), shard[row].numpy()
+        broken = ~(before < np.inf)
+        kept = np.where(may | broken, before, -np.inf)
+        np.testing.assert_array_equal(after, kept)
