@@ -205,7 +205,7 @@ async def test_wrong_method(served: Served, method: str, path: str, allow: str) 
 
 
 @pytest.mark.parametrize(
-    "path", ["/page/", "/v1", "/v1/embeddings", "/v1/completions/", "/%00", "/v1/models/"]
+    "path", ["/page/", "/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/models/"]
 )
 async def test_unknown_path(served: Served, path: str) -> None:
     async with served.http.get(path) as response:
