@@ -147,6 +147,23 @@ class ChatConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingConfig:
+    """Embeddings: how a prompt's hidden states are pooled."""
+
+    type: Literal["last", "mean", "cls"] | None = key(
+        "Which hidden states make an embedding: the last token's, the mean of all tokens', or the "
+        "first token's. Default: what the model's folder says (`1_Pooling/config.json`), else "
+        "`last`.",
+        None,
+    )
+    normalize: bool | None = key(
+        "Whether embeddings are normalised to length 1. Default: what the model's folder says "
+        "(`modules.json`), else true.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
 
@@ -506,6 +523,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

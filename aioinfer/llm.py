@@ -22,7 +22,11 @@ from rich.progress import Progress, TaskID
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import RequestOutput, TokenLogprob
+from aioinfer.engine.pooling import cosine_similarity
+from aioinfer.errors import GenerationError, RequestError
+from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.prompt_rows import PromptScores
 from aioinfer.startup import StartupDisplay
 
 T = TypeVar("T")
@@ -60,12 +64,16 @@ class Output:
         completions: n of them.
         num_cached_tokens: prompt tokens whose KV blocks were in the prefix cache.
         num_prefill_steps: the steps that it took to compute the prompt.
+        prompt_scores: the log-probabilities of the prompt's tokens, under `prompt_logprobs`.
+        pooled: the pooled hidden state of the prompt, under `pooling`.
     """
 
     prompt_token_ids: list[int]
     completions: list[Completion]
     num_cached_tokens: int
     num_prefill_steps: int
+    prompt_scores: PromptScores | None = None
+    pooled: F32 | None = None
 
     @property
     def text(self) -> str:
@@ -146,16 +154,10 @@ class LLM:
             RequestError: one of them is wrong; the others are aborted.
             EngineDeadError: a worker died.
         """
-        many = (
-            [prompts]
-            if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-            else list(prompts)
-        )
+        many = _as_list(prompts)
         given = params if params is not None else self.frontend.defaults.sampling_params()
         each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
-        return self._call(
-            self._generate(cast(list[Prompt], many), each, priorities or [0] * len(many))
-        )
+        return self._call(self._generate(many, each, priorities or [0] * len(many)))
 
     def chat(
         self,
@@ -177,6 +179,65 @@ class LLM:
             tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many
         ]
         return self.generate(encoded, params)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        pooling: str | None = None,
+    ) -> list[F32]:
+        """Returns the embedding of each text, float32 [dimensions], in the same order.
+
+        Args:
+            texts: one or many, each a text or token ids.
+            prompt_name: a prompt of the model's that stands before each text; the model's default
+                if missing.
+            dimensions: keep so many of the first values; all if missing.
+            normalize: whether an embedding's length is 1; as the model does it if missing.
+            pooling: "last", "mean" or "cls"; as the model does it if missing.
+
+        Raises:
+            RequestError: one of them is wrong; the others are aborted.
+            EngineDeadError: a worker died.
+        """
+        model = self.frontend.pooling
+        hidden_size, prompt = self.frontend.hidden_size, model.prompt(prompt_name)
+        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+            raise RequestError(
+                f"dimensions must be in [1, {hidden_size}], not {dimensions}", param="dimensions"
+            )
+        states = self._pooled(_as_list(texts), prompt, model.params(pooling))
+        return [model.embedding(state, dimensions, normalize) for state in states]
+
+    def score(self, queries: str | Sequence[str], documents: Sequence[str]) -> list[float]:
+        """Returns the similarity of each pair of texts, or of one query to each document: the
+        cosine of the angle between their embeddings.
+
+        Raises what `embed` does, and ValueError if there are as many of neither.
+        """
+        first = [queries] * len(documents) if isinstance(queries, str) else list(queries)
+        if len(first) != len(documents):
+            raise ValueError(f"{len(first)} queries and {len(documents)} documents")
+        model = self.frontend.pooling
+        unique = list(dict.fromkeys(first))
+        found = self._pooled(unique, model.prompt_of("query"), model.params())
+        of_query = dict(zip(unique, found, strict=True))
+        prompt = model.prompt_of("document", "passage")
+        states = self._pooled(list(documents), prompt, model.params())
+        return [cosine_similarity(of_query[q], s) for q, s in zip(first, states, strict=True)]
+
+    def _pooled(self, inputs: Sequence[Prompt], prompt: str, params: SamplingParams) -> list[F32]:
+        """Returns the pooled states of inputs, with `prompt` before those that are texts."""
+        texts = [prompt + each if isinstance(each, str) else each for each in inputs]
+        count = len(texts)
+        found = self._call(self._generate(texts, [params] * count, [0] * count))
+        states = [output.pooled for output in found if output.pooled is not None]
+        if len(states) < count:
+            raise GenerationError("a request was ended before all of it was computed")
+        return states
 
     async def _generate(
         self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]
@@ -233,6 +294,13 @@ class LLM:
         self.close()
 
 
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns one prompt or many as a list."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
 def _without_prefill_cap(config: Config) -> Config:
     """Lifts the cap on prefill tokens beside decodes unless the configuration sets one: the cap
     keeps streams smooth, and offline nobody reads a stream."""
@@ -269,6 +337,8 @@ async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> O
         completions,
         output.num_cached_tokens,
         requests[0].num_prefill_steps,
+        output.prompt_scores,
+        output.pooled,
     )
 
 

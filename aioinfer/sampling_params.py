@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args
 from aioinfer.errors import RequestError
 
 MAX_LOGPROBS = 20
+#: The ways to pool hidden states: the last token's, the mean of all tokens', the first token's.
+POOLINGS = ("last", "mean", "cls")
 MAX_N = 128
 #: Stop strings, and the characters of all of them: the automaton that finds them is built on the
 #: event loop, 1.5 µs a character.
@@ -213,6 +215,10 @@ class SamplingParams:
         include_stop: keep the matched stop string at the end of the text.
         logprobs: report the log-probabilities of each sampled token and of this many of the
             likeliest.
+        prompt_logprobs: the same for the tokens of the prompt, each given those before it.
+        prompt_only: generate nothing: only what is asked of the prompt comes back.
+        pooling: return the prompt's hidden states pooled in this way ("last", "mean" or "cls", the
+            first token's), after the model's last norm; nothing is generated.
         skip_special_tokens: leave special tokens out of the text.
         shown_token_ids: special tokens that are kept in it all the same, for a parser of messages.
         grammar: what the output has to follow, or None.
@@ -238,6 +244,9 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: int | None = integer(None, 0, MAX_LOGPROBS, crosses=True)
+    prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
+    prompt_only: bool = False
+    pooling: str | None = None
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
@@ -267,8 +276,20 @@ class SamplingParams:
             object.__setattr__(self, "stop_token_ids", ())
         if self.logit_bias:
             _check_logit_bias(self.logit_bias)
+        if self.pooling is not None:
+            self._check_pooling()
         if self.is_restricted:
             self._check_restrictions()
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise RequestError(
+                f"pooling must be one of {', '.join(POOLINGS)}, not {self.pooling!r}",
+                param="pooling",
+            )
+        if self.n != 1 or self.prompt_logprobs is not None:
+            raise RequestError("pooling goes with no n and no prompt_logprobs", param="pooling")
+        object.__setattr__(self, "prompt_only", True)
 
     def _check_restrictions(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):

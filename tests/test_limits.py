@@ -96,8 +96,10 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
 
 def output(prompt: int, *generated: int) -> RequestOutput:
     """An output of this many prompt tokens and as many tokens of each sequence."""
-    sequences = [SimpleNamespace(request=SimpleNamespace(num_output=n)) for n in generated]
-    return cast(RequestOutput, SimpleNamespace(prompt_token_ids=[0] * prompt, sequences=sequences))
+    return cast(
+        RequestOutput,
+        SimpleNamespace(prompt_token_ids=[0] * prompt, num_generated=sum(generated)),
+    )
 
 
 def test_tokens_are_reserved_and_settled() -> None:

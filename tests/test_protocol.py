@@ -133,7 +133,7 @@ class TestSampling:
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
             ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
             ({"cache_salt": ""}, "cache_salt"),
-            ({"echo": True, "logprobs": 1}, "echo"),
+            ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
             ({"priority": 2**63}, "priority"),
         ],
     )

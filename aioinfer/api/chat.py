@@ -22,6 +22,7 @@ from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, s
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import chat_logprobs
 from aioinfer.api.message_events import MessageEvents, finish_reason
+from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
@@ -76,6 +77,10 @@ async def _answer(
             choices = _stream_choices(frontend, names, envelope, turn, shown_ids)
             return await stream(request, envelope, outputs, [choices])
         reply = await collect(outputs)
+    scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
+    if num_top is not None and scores is not None:
+        found = await prompt_logprobs(names, scores, num_top)
+        of_prompt = {"prompt_logprobs": found}
     with_ids = {} if shown_ids is None else {"prompt_token_ids": shown_ids}
     return json_response(
         {
@@ -89,6 +94,7 @@ async def _answer(
             ],
             "usage": reply.usage,
         }
+        | of_prompt
         | with_ids
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from aioinfer.api.delivery import (
 )
 from aioinfer.api.errors import json_response
 from aioinfer.api.logprobs import completion_logprobs
+from aioinfer.api.prompt_logprobs import echoed_logprobs, prompt_logprobs
 from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
 from aioinfer.api.protocol import CompletionRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope
@@ -32,6 +33,7 @@ from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import RequestOutput
     from aioinfer.text.tokenizer import Tokenizer
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
@@ -62,7 +64,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
     names = None if body.return_tokens_as_token_ids else frontend.tokenizer
-    if body.max_tokens == 0:
+    of_prompts: Sequence[RequestOutput] = ()
+    if body.max_tokens == 0 and params.prompt_logprobs is None:
         reply = await _no_output(frontend, ids, n)
     else:
         async with submitted(
@@ -75,12 +78,22 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         ) as outputs:
             if body.stream:
                 choices = [
-                    _stream_choices(names, envelope, range(i * n, i * n + n), echo, prompt)
-                    for i, (prompt, echo) in enumerate(zip(shown_ids, echoes, strict=True))
-                ]
+                    _stream_choices(
+                        names, envelope, range(i * n, i * n + n), echo, prompt,
+                        _opening(names, body, output),
+                    )
+                    for i, (prompt, echo, output) in enumerate(
+                        zip(shown_ids, echoes, outputs, strict=True)
+                    )
+                ]  # fmt: skip
                 return await stream(request, envelope, outputs, choices)
-            reply = await collect(outputs)
+            reply, of_prompts = await collect(outputs), outputs
     found = _best(reply.choices, body.best_of or n, params)
+    logprobs = [
+        await _logprobs(names, body, of_prompts[i // n] if of_prompts else None, delta)
+        for i, delta in enumerate(found)
+    ]
+    more = [await _of_prompt(names, body, output) for output in of_prompts] or [{}] * len(prompts)
     return json_response(
         {
             "id": envelope.id,
@@ -88,7 +101,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                _choice(names, i, delta, echoes[i // n], shown_ids[i // n])
+                _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n]) | more[i // n]
                 for i, delta in enumerate(found)
             ],
             "usage": reply.usage,
@@ -101,10 +114,9 @@ async def _sampling_params(
 ) -> SamplingParams:
     """Returns the sampling parameters of a completion whose longest prompt has so many tokens."""
     fields = await with_token_ids(frontend, body.sampling_fields())
-    if "max_tokens" not in fields and frontend.defaults.max_tokens is None:
+    has_default = frontend.defaults.max_tokens is not None or "prompt_only" in fields
+    if "max_tokens" not in fields and not has_default:
         fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
-    if body.max_tokens == 0:  # nothing will be generated; the other fields are checked all the same
-        fields["max_tokens"] = 1
     if ends := ends_of_middle(frontend, body):
         fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ends]
     return frontend.defaults.sampling_params(**fields)
@@ -159,36 +171,82 @@ def _stream_choices(
     indices: range,
     echo: str,
     prompt_token_ids: list[int] | None,
+    echoed: Callable[[], Awaitable[Mapping[str, Any]]] | None,
 ) -> list[ChoiceEvents]:
     """Returns the events of a prompt's n choices, whose indices are given; they hold token ids
-    where those of the prompt are given. Without a tokenizer, log-probabilities name ids."""
+    where those of the prompt are given. Without a tokenizer, log-probabilities name ids.
+
+    `echoed` returns the log-probabilities of an echo.
+    """
     choices = []
     for index in indices:
         template = ChunkTemplate.for_completion(envelope, index)
         choices.append(
             ChoiceEvents(
                 template,
-                template.chunk(echo) if echo else b"",
+                template.chunk(echo) if echo and echoed is None else b"",
                 partial(completion_logprobs, tokenizer),
                 returns_token_ids=prompt_token_ids is not None,
                 prompt_token_ids=prompt_token_ids,
+                echo=echo,
+                echoed=echoed,
             )
         )
     return choices
 
 
-def _choice(
+def _opening(
+    tokenizer: Tokenizer | None, body: CompletionRequest, output: RequestOutput
+) -> Callable[[], Awaitable[Mapping[str, Any]]] | None:
+    """Returns what makes the log-probabilities of a stream's echo, once they are known; None if
+    none are wanted."""
+    if not body.echo or body.logprobs is None:
+        return None
+
+    async def make() -> Mapping[str, Any]:
+        scores = output.prompt_scores
+        assert scores is not None
+        return await echoed_logprobs(tokenizer, scores, body.logprobs or 0, ())
+
+    return make
+
+
+async def _logprobs(
     tokenizer: Tokenizer | None,
+    body: CompletionRequest,
+    output: RequestOutput | None,
+    delta: Delta,
+) -> Mapping[str, Any] | None:
+    """Returns the log-probabilities of a choice, those of its echo included."""
+    scores = None if output is None else output.prompt_scores
+    generated = delta.logprobs or ()
+    if body.logprobs is not None and body.echo and scores is not None:
+        return await echoed_logprobs(tokenizer, scores, body.logprobs, generated)
+    return completion_logprobs(tokenizer, generated, 0) if generated else None
+
+
+async def _of_prompt(
+    tokenizer: Tokenizer | None, body: CompletionRequest, output: RequestOutput
+) -> dict[str, Any]:
+    """Returns vLLM's `prompt_logprobs` as a field of a choice, if the request has it."""
+    scores, num_top = output.prompt_scores, body.prompt_logprobs
+    if num_top is None or scores is None:
+        return {}
+    return {"prompt_logprobs": await prompt_logprobs(tokenizer, scores, num_top)}
+
+
+def _choice(
     index: int,
     delta: Delta,
     echo: str,
+    logprobs: Mapping[str, Any] | None,
     prompt_token_ids: list[int] | None,
 ) -> dict[str, Any]:
     """Returns a choice of the reply; it holds token ids where those of the prompt are given."""
     choice = {
         "index": index,
         "text": echo + delta.text,
-        "logprobs": completion_logprobs(tokenizer, delta.logprobs, 0) if delta.logprobs else None,
+        "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -134,6 +134,8 @@ class ChoiceEvents:
         *,
         returns_token_ids: bool = False,
         prompt_token_ids: Sequence[int] | None = None,
+        echo: str = "",
+        echoed: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
     ):
         """Makes the events of one choice.
 
@@ -144,6 +146,8 @@ class ChoiceEvents:
             returns_token_ids: whether events hold the ids of their tokens.
             prompt_token_ids: the prompt as the first event returns it, under
                 `returns_token_ids`.
+            echo, echoed: the text that the choice begins with, and what returns its
+                log-probabilities, which are known with the first delta.
         """
         self.returns_token_ids = returns_token_ids
         self._prompt_token_ids = prompt_token_ids
@@ -151,6 +155,15 @@ class ChoiceEvents:
         self._opening = opening
         self._format_logprobs = format_logprobs
         self._text_offset = 0
+        self._echo, self._echoed = echo, echoed
+
+    async def open(self) -> None:
+        """Adds the echo with its log-probabilities to the opening, before the first delta's events
+        are made."""
+        if self._echoed is not None:
+            logprobs, self._echoed = await self._echoed(), None
+            self._opening += self._template.chunk_with_logprobs(self._echo, logprobs)
+            self._text_offset = len(self._echo)
 
     def events(self, delta: Delta) -> bytes:
         """Returns the events that a delta causes.
@@ -244,6 +257,8 @@ async def _send(
     lengths = [0] * len(choices)
     async for delta in output:
         num_tokens += len(delta.token_ids)
+        if delta.logprobs:
+            await choices[delta.index].open()
         events = choices[delta.index].events(delta)
         if continuous_usage:
             lengths[delta.index] += len(delta.token_ids)

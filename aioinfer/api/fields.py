@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "structural_tag": (),
     "thinking_token_budget": (),

@@ -113,9 +113,7 @@ class TokenCharge:
         """Charges what these outputs, of all prompts that were queued, have used, instead of what
         was reserved."""
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        generated = sum(
-            sequence.request.num_output for output in outputs for sequence in output.sequences
-        )
+        generated = sum(output.num_generated for output in outputs)
         self._account.num_prompt_tokens += prompt
         self._account.num_generated_tokens += generated
         if self._rate is not None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 #: JSON has no infinity: what is less likely than this is reported as this, as vLLM does.
-_LOWEST = -9999.0
+LOWEST = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -30,9 +30,14 @@ def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]
     return (f"token_id:{token_id}", b"") if tokenizer is None else tokenizer.token_text(token_id)
 
 
+def token_name(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """Returns a token's text, or its id where there is no tokenizer."""
+    return _token_text(tokenizer, token_id)[0]
+
+
 def _entry(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
     text, data = _token_text(tokenizer, token_id)
-    return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(data)}
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
 
 def completion_logprobs(
@@ -52,7 +57,7 @@ def completion_logprobs(
         offset += len(text)
     return {
         "text_offset": offsets,
-        "token_logprobs": [max(token.logprob, _LOWEST) for token in tokens],
+        "token_logprobs": [max(token.logprob, LOWEST) for token in tokens],
         "tokens": texts,
         "top_logprobs": [
             _by_text(tokenizer, token, text) for token, text in zip(tokens, texts, strict=True)
@@ -67,5 +72,5 @@ def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> dic
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:
         # tokens of the same text: the likeliest counts
-        found.setdefault(name, max(logprob, _LOWEST))
+        found.setdefault(name, max(logprob, LOWEST))
     return found

@@ -81,6 +81,7 @@ class SamplingBody(Body, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: Length | None = None
+    prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -124,6 +125,10 @@ class SamplingBody(Body, kw_only=True):
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         if self.max_tokens == 0:
             self.check_no_output()
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs are not available in a stream", param="prompt_logprobs"
+            )
         if self.truncate_prompt_tokens is not None and (
             self.truncate_prompt_tokens == 0 or self.truncate_prompt_tokens < -1
         ):
@@ -160,7 +165,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
     "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "allowed_token_ids", "bad_words",
+    "allowed_token_ids", "bad_words", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -180,10 +185,6 @@ class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
             _check_prompts(self.prompt)
         if self.best_of is not None:
             self._check_best_of(self.best_of, self.n or 1)
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo is not supported together with logprobs: prompts have none here", param="echo"
-            )
         if self.suffix:
             for name in ("echo", "truncate_prompt_tokens"):
                 if getattr(self, name):
@@ -203,14 +204,22 @@ class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
             )
 
     def check_no_output(self) -> None:
-        if not self.echo or self.stream:
+        if self.stream or not (self.echo or self.prompt_logprobs is not None):
             raise RequestError(
-                "max_tokens may be 0 only with echo, and without stream", param="max_tokens"
+                "max_tokens may be 0 only with echo or prompt_logprobs, and without stream",
+                param="max_tokens",
             )
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
-        return fields if self.logprobs is None else fields | {"logprobs": self.logprobs}
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+            if self.echo:
+                fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if fields.get("max_tokens") == 0:
+            del fields["max_tokens"]
+            fields["prompt_only"] = True
+        return fields
 
     def prompts(self) -> list[Any]:
         """Returns the prompts one by one: texts, or lists of token ids."""

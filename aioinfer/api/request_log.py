@@ -86,7 +86,7 @@ class RequestLog:
                 "model": self._model,
                 "prompt_tokens": sum(len(o.prompt_token_ids) for o in record.outputs),
                 "cached_tokens": sum(o.num_cached_tokens for o in record.outputs),
-                "output_tokens": sum(r.num_output for r in requests),
+                "output_tokens": sum(o.num_generated for o in record.outputs),
                 "ttft_ms": _ms(record.arrived, stages.first_token),
                 "queue_ms": _ms(stages.queued, stages.scheduled),
                 "prefill_ms": _ms(stages.scheduled, stages.first_token),

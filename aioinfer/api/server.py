@@ -23,6 +23,7 @@ from aioinfer.api import (
     ollama,
     openapi,
     page,
+    pooling,
     responses,
     tokenization,
 )
@@ -123,6 +124,14 @@ class HttpServer:
             ("/abort", admin.abort),
             ("/v1/batches", batches.create_batch),
             ("/v1/files", files.upload_file),
+            ("/v1/embeddings", pooling.create_embeddings),
+            ("/pooling", pooling.create_pooling),
+            ("/classify", pooling.classify),
+            ("/score", pooling.score),
+            ("/v1/score", pooling.score),
+            ("/rerank", pooling.rerank),
+            ("/v1/rerank", pooling.rerank),
+            ("/v2/rerank", pooling.rerank),
         ):
             app.router.add_post(path, handler, expect_handler=defer_continue)
         app.router.add_get("/api/tags", ollama.list_tags)

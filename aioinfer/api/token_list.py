@@ -19,6 +19,7 @@ import msgspec
 
 from aioinfer.api.decoding import as_request_error
 from aioinfer.api.json_members import Member, find_members
+from aioinfer.api.pooling_bodies import ClassifyRequest, EmbeddingRequest, PoolingRequest
 from aioinfer.api.protocol import (
     MAX_PROMPTS,
     MAX_VALUES,
@@ -37,11 +38,21 @@ MAX_TOKEN_IDS = 2**20
 
 B = TypeVar("B", bound=Body)
 
-_FIELDS: dict[type[Body], str] = {CompletionRequest: "prompt", DetokenizeRequest: "tokens"}
+_FIELDS: dict[type[Body], str] = {
+    CompletionRequest: "prompt",
+    DetokenizeRequest: "tokens",
+    EmbeddingRequest: "input",
+    PoolingRequest: "input",
+    ClassifyRequest: "input",
+}
 # as the fields are declared, so that errors are the same
 _decode_ids: dict[type[Body], Callable[[bytes], list[Any]]] = {
     CompletionRequest: msgspec.json.Decoder(list[str | TokenId | list[TokenId]]).decode,
     DetokenizeRequest: msgspec.json.Decoder(list[TokenId]).decode,
+    **dict.fromkeys(
+        (EmbeddingRequest, PoolingRequest, ClassifyRequest),
+        msgspec.json.Decoder(list[str | TokenId | list[TokenId]]).decode,
+    ),
 }
 _INDEX = re.compile(r"`\$\[(\d+)\]")
 _BYTE = re.compile(r"\(byte (\d+)\)")

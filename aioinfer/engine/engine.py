@@ -24,6 +24,7 @@ from aioinfer.engine.emission import Emission
 from aioinfer.engine.masking import Masking
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
+from aioinfer.engine.prompt_outputs import PromptOutputs
 from aioinfer.engine.record_check import RecordCheck
 from aioinfer.engine.recovery import EngineState, Recovery
 from aioinfer.errors import EngineDeadError
@@ -77,6 +78,7 @@ class Engine:
         self.number = number
         self.name = f"engine {number}: " if config.parallel.data_parallel_size > 1 else ""
         self.metrics = EngineMetrics()
+        self.prompt_outputs = PromptOutputs()
         self.masking = Masking(
             self.metrics,
             lambda request: self.scheduler.finish(request, "stop"),
@@ -324,6 +326,8 @@ class Engine:
         emission.is_whole = False
         with timer.update:
             output = self.scheduler.update(result)
+            if result.sections:
+                self.prompt_outputs.accept(result)
             self.masking.accept(output)
         self.masking.fill()
         emission.begin(output, result)
@@ -350,6 +354,9 @@ class Engine:
                 with timer.post:
                     self._executor.post(plan)
                 self.metrics.record_plan(plan, self.scheduler.running)
+                scored, pooled = self.scheduler.last_scored, self.scheduler.last_pooled
+                if scored or pooled:
+                    self.prompt_outputs.expect(plan.step_id, scored, pooled)
                 self.masking.plan(plan, self.scheduler.last_sampled, self._executor)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:

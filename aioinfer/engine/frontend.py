@@ -23,6 +23,7 @@ from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEnco
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import OutputSequence, RequestOutput
+from aioinfer.engine.pooling import Pooling
 from aioinfer.engine.recovery import EngineState, no_progress
 from aioinfer.engine.relocation import relocate
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
@@ -30,8 +31,10 @@ from aioinfer.engine.router import Router
 from aioinfer.errors import ConfigError, EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
+from aioinfer.ipc.prompt_rows import MAX_LOGPROB_BYTES, logprob_bytes
 from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores
 from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
 from aioinfer.text.constraints import CompiledConstraint
 from aioinfer.text.formats.registry import message_format
@@ -50,7 +53,8 @@ class Frontend:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
-        defaults, vocab_size: from the model's files.
+        defaults, vocab_size, hidden_size: from the model's files.
+        pooling: how the model pools hidden states.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
@@ -61,6 +65,8 @@ class Frontend:
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
+    hidden_size: int
+    pooling: Pooling
 
     def __init__(
         self,
@@ -176,9 +182,9 @@ class Frontend:
         self.defaults = GenerationDefaults.load(
             folder, self.tokenizer, self.config.sampling.given()
         )
-        self.vocab_size = load_model_config(
-            folder, trust_remote_code=self.config.model.trust_remote_code
-        ).vocab_size
+        model = load_model_config(folder, trust_remote_code=self.config.model.trust_remote_code)
+        self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
+        self.pooling = Pooling.load(folder, self.config.pooling)
         self._restrictions = RestrictionCompiler(
             self.tokenizer, self.vocab_size, self.defaults.eos_token_ids
         )
@@ -406,10 +412,18 @@ class Frontend:
             )
         if params.stop:
             self.require_tokenizer("stop")
+        if params.pooling is None and self.pooling.head is not None:
+            raise RequestError(
+                "this model has a classification head and cannot generate: use /classify, /score, "
+                "/rerank or /v1/embeddings"
+            )
         max_len = self._check_lengths(len(prompt.tokens), params)
+        prompt_rows = self._prompt_rows(prompt, params)
         self._check_token_ids(params)
         # no `await` from here on: the loads by which the request is routed are those that it meets
-        route = self._router.route(len(prompt.tokens), prompt.hashes, params.n)
+        may_hit = prompt_rows is None or prompt_rows.max_prefix() > 0
+        hashes = prompt.hashes if may_hit else []
+        route = self._router.route(len(prompt.tokens), hashes, params.n)
         engine = self.engines[route.engine]
         output = RequestOutput(
             request_id or f"request-{next(self._request_numbers)}",
@@ -418,6 +432,8 @@ class Frontend:
             engine.abort,
         )
         self._make_sequences(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
+        if prompt_rows is not None:
+            self._attach(prompt_rows, output)
         self._router.promise(route, output.sequences[0].request)
         engine.add(output, arrived)
         self.loop_lag.watch()
@@ -428,6 +444,8 @@ class Frontend:
 
         Raises `RequestError` if it could never fit.
         """
+        if params.prompt_only:
+            return prompt_len + 1  # ends with the first sampled token, which is dropped
         room = self.max_model_len - prompt_len
         max_tokens = params.max_tokens
         if max_tokens is None:  # a default must not cause the rejection of a request
@@ -448,6 +466,30 @@ class Frontend:
                 param="min_tokens",
             )
         return prompt_len + max_tokens
+
+    def _prompt_rows(self, prompt: PreparedPrompt, params: SamplingParams) -> PromptRows | None:
+        """Returns what is wanted of the rows of a prompt. Raises `RequestError` if the results of a
+        step could be too long."""
+        if params.pooling is not None:
+            return PromptPool(params.pooling, len(prompt.tokens), self.hidden_size)
+        if params.prompt_logprobs is None:
+            return None
+        budget = self.config.scheduler.max_num_batched_tokens
+        if budget * logprob_bytes(params.prompt_logprobs) > MAX_LOGPROB_BYTES:
+            raise RequestError(
+                f"prompt_logprobs is {params.prompt_logprobs}: too many for steps of {budget} "
+                "tokens (scheduler.max_num_batched_tokens)",
+                param="prompt_logprobs",
+            )
+        return PromptScores.of(prompt.tokens, min(params.prompt_logprobs, self.vocab_size))
+
+    @staticmethod
+    def _attach(prompt_rows: PromptRows, output: RequestOutput) -> None:
+        """Makes the first sequence of a request bring the outputs of the prompt's rows."""
+        first = output.sequences[0].request
+        first.prompt_rows = prompt_rows
+        if first.group is not None:
+            first.group.prompt_rows = prompt_rows
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name, ids in (
@@ -476,6 +518,8 @@ class Frontend:
         end_tokens = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids)
         )
+        if params.prompt_only:
+            end_tokens, tokenizer = frozenset(), None
         group = ForkGroup() if params.n > 1 else None
         for index in range(params.n):
             request = Request(

@@ -224,7 +224,8 @@ class EngineMetrics:
         if request.num_output > 1:
             self.time_per_output_token.add(decoding / (request.num_output - 1))
         self.request_prompt_tokens.add(request.prompt_len)
-        self.request_generation_tokens.add(request.num_output)
+        generated = 0 if request.params.prompt_only else request.num_output
+        self.request_generation_tokens.add(generated)
 
     def release(self, request: Request) -> None:
         """Records that a request goes on with another engine, which counts it from now on."""

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aioinfer.engine.metrics import RequestTimes
+from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
@@ -115,6 +117,27 @@ class RequestOutput:
         """Prompt tokens whose KV blocks were found in the prefix cache. Known with the first
         delta."""
         return max(0, self.sequences[0].request.num_cached)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated for the reader, of all sequences."""
+        if self.params.prompt_only:
+            return 0
+        return sum(sequence.request.num_output for sequence in self.sequences)
+
+    @property
+    def prompt_scores(self) -> PromptScores | None:
+        """The log-probabilities of the prompt's tokens, if they were requested. Complete with the
+        first delta."""
+        rows = self.sequences[0].request.prompt_rows
+        return rows if isinstance(rows, PromptScores) else None
+
+    @property
+    def pooled(self) -> F32 | None:
+        """The pooled hidden state of the prompt, float32 [hidden_size], if it was requested. Known
+        with the first delta."""
+        rows = self.sequences[0].request.prompt_rows
+        return rows.state if isinstance(rows, PromptPool) else None
 
     @property
     def is_finished(self) -> bool:
@@ -268,6 +291,9 @@ class OutputSequence:
         """Passes on the last token of a request that the scheduler has ended, or any token where
         there is no text."""
         request, detokenizer, stops = self.request, self._detokenizer, self._stops
+        if request.params.prompt_only:  # the token that ended it is nobody's
+            self.output.put(Delta(self.index, finish_reason=request.finish_reason))
+            return None
         if num_more:
             self.output.push(self.index, "", token, logprob, None, None)
             return None

@@ -19,6 +19,7 @@ from typing import Protocol
 from aioinfer.engine.emission import Emission, EmittingEngine
 from aioinfer.engine.masking import Masking
 from aioinfer.engine.output import OutputSequence
+from aioinfer.engine.prompt_outputs import PromptOutputs
 from aioinfer.errors import EngineDeadError, GenerationError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -93,6 +94,7 @@ class RecoverableEngine(EmittingEngine, Protocol):
     start_s: float
     emission: Emission
     masking: Masking
+    prompt_outputs: PromptOutputs
 
     async def start_workers(self, on_progress: ProgressCallback) -> WorkerReport: ...
 
@@ -209,6 +211,7 @@ class Recovery:
                 waiting.append(request)
         engine.scheduler.restart(engine.scheduler.limits, waiting)
         engine.masking.forget_step()
+        engine.prompt_outputs.clear()
         engine.metrics.steps.forget_posted()
         engine.emission.is_whole = True
         cause = reason.partition("\n")[0]  # without a traceback

@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
+from aioinfer.ipc.prompt_rows import PooledRows, PooledStates, PromptLogprobRows, PromptLogprobs
 from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
 from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
@@ -46,7 +47,9 @@ _NONE = np.empty(0, np.int32)
 S = TypeVar("S", bound=Section)
 
 #: The sections that a plan may have. A new one is entered here.
-PLAN_SECTIONS: tuple[type[Section], ...] = (Admissions, Vacated, ConstrainedRows, ForcedTokens)
+PLAN_SECTIONS: tuple[type[Section], ...] = (
+    Admissions, Vacated, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
+)  # fmt: skip
 
 
 def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:
@@ -177,7 +180,7 @@ class Logprobs(Section):
 
 
 #: The sections that a result may have. A new one is entered here.
-RESULT_SECTIONS: tuple[type[Section], ...] = (Logprobs,)
+RESULT_SECTIONS: tuple[type[Section], ...] = (Logprobs, PromptLogprobs, PooledStates)
 
 
 @dataclass(slots=True)

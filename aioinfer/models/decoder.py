@@ -40,11 +40,14 @@ class CausalLM(Protocol):
         hidden_size: of the residual stream.
         weights_bytes: of this rank's parameters, a tied one counted once.
         kv_specs: what each layer keeps in the KV cache; known once the model is loaded.
+        finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
+            `logits` can read.
     """
 
     backend: Backend
     vocabulary: Vocabulary
     hidden_size: int
+    finishes_with_hidden_states: bool
     weights_bytes: int
     kv_specs: Sequence[KVSpec]
 
@@ -120,6 +123,20 @@ class CausalLM(Protocol):
         """
         ...
 
+    def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
+        """Computes the last layer for all tokens of a step without sampled rows, where prompt rows
+        have outputs. Returns hidden states [T, hidden_size], which `logits_of` and `normed`
+        take."""
+        ...
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what `logits` does for hidden states of `finish_all`."""
+        ...
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns hidden states of `finish_all` after the model's last norm."""
+        ...
+
 
 def describe_attention(unsupported: Sequence[int], block_size: int) -> str:
     """Returns whether kernels compute the attention of a model on a GPU, given the head sizes that
@@ -168,6 +185,7 @@ class DecoderModel:
         head: LMHead | None = None,
     ):
         self._make = make
+        self.finishes_with_hidden_states = True
         self.backend = make.backend
         self.hidden_size = config.hidden_size
         self.embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
@@ -264,3 +282,15 @@ class DecoderModel:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
         return self.head(hidden, self.norm, out)
+
+    def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
+        """See `CausalLM.finish_all`."""
+        return self.finish(step, stream)
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.logits_of`."""
+        return self.logits(hidden)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.normed`."""
+        return self.norm(hidden)

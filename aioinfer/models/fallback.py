@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import AttentionInterface
 
 from aioinfer.errors import ConfigError
@@ -120,6 +121,7 @@ class FallbackModel:
     def __init__(self, config: FallbackConfig, backend: Backend, *, trust_remote_code: bool):
         config.check_tensor_parallel(backend.group.size)
         self.backend = backend
+        self.finishes_with_hidden_states = False
         self.hidden_size = config.hidden_size
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
@@ -254,6 +256,46 @@ class FallbackModel:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns what `finish` returned."""
         return hidden if self.backend.has_kernels else hidden.float()
+
+    def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
+        """Computes the model without its head. Returns hidden states [T, hidden_size] after its
+        last norm."""
+        inputs = step.inputs
+        for attention in self._attentions:
+            attention.step = step
+        return self._model.base_model(
+            input_ids=inputs.input_ids.long()[None],
+            position_ids=inputs.positions.long()[None],
+            use_cache=False,
+        ).last_hidden_state[0]
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.logits_of`. The model's own code computes them, with its scales and caps:
+        it is called with its decoder replaced by one that returns `hidden`."""
+        prefix = self._model.base_model_prefix
+        modules, decoder = self._model._modules, self._model.base_model
+        nothing = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        modules[prefix] = _GivenStates(hidden)
+        try:
+            logits = self._forward(nothing, nothing, None)
+        finally:
+            modules[prefix] = decoder
+        return logits if self.backend.has_kernels else logits.float()
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns what `finish_all` returned."""
+        return hidden
+
+
+class _GivenStates(nn.Module):
+    """Stands in for a decoder: returns hidden states [T, hidden_size] that are known."""
+
+    def __init__(self, states: torch.Tensor):
+        super().__init__()
+        self._states = states
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self._states[None])
 
 
 class PagedAttention:

@@ -16,6 +16,9 @@ from aioinfer.layers.shards import WeightShard
 
 #: Tensors that checkpoints carry and nobody needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)
+#: Tensors that not every model needs which may have them: a head that is tied, and a classification
+#: head (see `engine.pooling`).
+_OTHERS = ("lm_head.weight", "score.weight")
 
 
 def load_weights(
@@ -70,7 +73,7 @@ def _load_safetensors(
     unknown = [
         name
         for name in file_of
-        if name not in wanted and not name.endswith(_COMPUTED) and name != "lm_head.weight"
+        if name not in wanted and not name.endswith(_COMPUTED) and name not in _OTHERS
     ]
     if missing or unknown:
         listed = [
@@ -87,6 +90,15 @@ def _load_safetensors(
                     _copy_part(_slice_of(tensors, name, file), name, shard)
                     done += shard.destination.nbytes
                     on_progress(done, total)
+
+
+def read_tensor(folder: Path, name: str) -> torch.Tensor:
+    """Returns one tensor of a checkpoint, whole. Raises `ConfigError` if it is not there."""
+    file = _locate_tensors(folder).get(name)
+    if file is None:
+        raise ConfigError(f"{folder} does not hold the tensor {name}")
+    with _open(file) as tensors:
+        return _slice_of(tensors, name, file)[:]
 
 
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:

@@ -47,6 +47,9 @@ class ModelConfig(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_len(self) -> int: ...
 
     @property
@@ -64,7 +67,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Model
     Raises:
         ConfigError: it is missing, lacks a field, or the model is not supported.
     """
-    config = read_json(folder)
+    config = _read_decoder(folder)
     if config.get("quantization_config"):
         raise ConfigError(
             "quantized safetensors are not supported: use the model's bfloat16 or "
@@ -113,7 +116,7 @@ def build_model(
     Raises:
         ConfigError: as `load_model_config`, or the ranks do not divide the model.
     """
-    json = read_json(folder)
+    json = _read_decoder(folder)
     family = _find_family(json)
     if family is None:
         from aioinfer.models.fallback import FallbackConfig, FallbackModel
@@ -124,6 +127,19 @@ def build_model(
     config.check_tensor_parallel(backend.group.size)
     make = LayerMaker(backend, config.hidden_size, config.max_len, config.norm_eps, served_len)
     return _load_class(family.module, family.model)(config, make)
+
+
+def _read_decoder(folder: Path) -> dict[str, Any]:
+    """Returns the decoded `config.json`. One of a decoder with a classification head reads as that
+    of the decoder itself, with its embedding in the place of the head that it does not have."""
+    config = read_json(folder)
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return config
+    decoder = names[0].replace("ForSequenceClassification", "ForCausalLM")
+    if decoder == names[0] or decoder not in FAMILIES:
+        return config
+    return config | {"architectures": [decoder], "tie_word_embeddings": True}
 
 
 def _find_family(config: Mapping[str, Any]) -> Family | None:

@@ -334,13 +334,17 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> Prefix:
         """Returns the longest prefix of a request's known tokens that all groups have cached.
 
-        It leaves at least one token to compute, since that token's logits are needed.
+        It leaves at least one token to compute, since that token's logits are needed, and all
+        tokens whose rows have outputs of their own.
         """
         if not self.prefix_caching:
             return Prefix(0, 0, [[] for _ in self.groups], [])
         hashes = request.block_hashes
         extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
-        length = self._hit_length(hashes[: (request.total - 1) // self._block_size])
+        longest = request.total - 1
+        if request.prompt_rows is not None:
+            longest = min(longest, request.prompt_rows.max_prefix())
+        length = self._hit_length(hashes[: longest // self._block_size])
         blocks = []
         for group, pool in zip(self.groups, self.pools, strict=True):
             first = 0 if group.window is None else max(0, length - self._reach(group.window))

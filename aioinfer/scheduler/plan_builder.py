@@ -12,8 +12,10 @@ import numpy as np
 
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
+from aioinfer.ipc.prompt_rows import PooledRows, PromptLogprobRows
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
 from aioinfer.ipc.sections import Section
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 
 
@@ -26,6 +28,9 @@ class PlanBuilder:
         step_id: the plan's.
         budget_left: tokens that the step may still compute.
         admitted_bytes: what admissions take so far, the growth of their block tables included.
+        scored: of each row in `PromptLogprobRows`, whose it is, its first token, and how many
+            tokens are scored.
+        pooled: whose pooled states the step brings, in the order of its result.
     """
 
     def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
@@ -42,6 +47,10 @@ class PlanBuilder:
         self._copies: list[tuple[int, int, int]] = []
         self._forced: list[tuple[int, int, int, int]] = []
         self._packer = AdmissionPacker()
+        self.scored: list[tuple[PromptScores, int, int]] = []
+        self.pooled: list[PromptPool] = []
+        self._scored_rows: list[tuple[int, int, int]] = []
+        self._pooled_rows: list[tuple[int, int, int]] = []
         self._tokens_of_group: dict[ForkGroup, I32] = {}
 
     @property
@@ -79,6 +88,19 @@ class PlanBuilder:
         else:
             self._prefills.append(request)
             self._prefill_rows.append((start, length, int(samples)))
+
+    def add_prompt_row(self, request: Request, start: int, end: int) -> None:
+        """Notes that a row which was added has outputs of its own: see `Request.prompt_rows`."""
+        rows = request.prompt_rows
+        if isinstance(rows, PromptScores):
+            if (count := rows.count(start, end)) > 0:
+                self.scored.append((rows, start, count))
+                self._scored_rows.append((request.slot, count, rows.num_top))
+        elif rows is not None and rows.wants(end):
+            ends = end >= rows.prompt_len
+            self._pooled_rows.append((request.slot, rows.number, int(ends)))
+            if ends:
+                self.pooled.append(rows)
 
     def admission_bytes(self, request: Request, table_entries: int) -> int:
         """Returns the bytes that the admission of a request adds to the plan, whose block tables
@@ -163,6 +185,10 @@ class PlanBuilder:
             sections.append(ForcedTokens(*_columns(self._forced, 4)))
         if constrained:
             sections.append(ConstrainedRows(np.array(constrained, np.int32)))
+        if self._scored_rows:
+            sections.append(PromptLogprobRows(*_columns(self._scored_rows, 3)))
+        if self._pooled_rows:
+            sections.append(PooledRows(*_columns(self._pooled_rows, 3)))
         return sections
 
 

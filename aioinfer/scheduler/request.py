@@ -11,6 +11,7 @@ from typing import NamedTuple
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
 from aioinfer.scheduler.prefix_cache import root_hash
+from aioinfer.scheduler.prompt_rows import PromptRows
 
 #: Stands in a block table where no block is needed any more: all tokens that read it are computed.
 NULL_BLOCK = -1
@@ -45,10 +46,12 @@ ONE_FLOW = Flow()
 class ForkGroup:
     """The n sequences of one prompt.
 
-    The leader computes the prompt; the others share its blocks.
+    The leader computes the prompt; the others share its blocks. Where outputs of the prompt's rows
+    are wanted, `prompt_rows` are those of the first sequence, and the others wait for them.
     """
 
     leader: Request | None = None
+    prompt_rows: PromptRows | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +73,7 @@ class Request:
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
         blocked_on: what it waits for before it can be scheduled at all, such as "grammar", or None.
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
+        prompt_rows: what is wanted of the rows of its prompt, or None.
         plans_ahead: whether a step may be planned while the result of the former step is pending.
             Required if every row takes exactly one token; without it, rows may take any number.
         is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
@@ -111,6 +115,7 @@ class Request:
     group: ForkGroup | None = None
     num_expected: int = 0
     blocked_on: str | None = None
+    prompt_rows: PromptRows | None = None
     plans_ahead: bool = True
     flow: Flow = ONE_FLOW
     is_constrained: bool = False

@@ -41,11 +41,13 @@ from itertools import count, pairwise
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
+from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
@@ -100,6 +102,9 @@ class Scheduler:
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
+        # what the last plan will bring beside tokens: see `PlanBuilder`
+        self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
+        self.last_pooled: Sequence[PromptPool] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
 
@@ -119,6 +124,8 @@ class Scheduler:
         self._blocked: dict[Request, None] = {}
         self._num_prefill_tokens = 0  # of the running requests
         self._num_constrained = 0  # running requests whose rows wait for masks
+        # what running requests may add to a result beside their tokens
+        self._held_bytes = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
@@ -331,6 +338,7 @@ class Scheduler:
         self._posted.append((self._step_id, sampled))
         self._step_id += 1
         self.stats.steps += 1
+        self.last_scored, self.last_pooled = builder.scored, builder.pooled
         constrained: list[int] = []
         if self._num_constrained:
             constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
@@ -401,6 +409,8 @@ class Scheduler:
                 self._advanced.append(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
                 request.prefill_step = builder.step_id
+            if request.prompt_rows is not None:
+                builder.add_prompt_row(request, start, end)
         if samples:
             request.total += 1
 
@@ -422,7 +432,11 @@ class Scheduler:
             self._waiting.put_back(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
-        """Whether the plan has the bytes for a request; the first always fits (see `fits`)."""
+        """Whether the plan has the bytes for a request, and later results have them; the first
+        always fits (see `fits`)."""
+        rows = request.prompt_rows
+        if rows is not None and 0 < self._held_bytes > MAX_POOLED_BYTES - rows.held_bytes:
+            return False
         size = self._admission_bytes(builder, request)
         return not builder.admitted_bytes or builder.admitted_bytes + size <= MAX_ADMITTED_BYTES
 
@@ -432,7 +446,11 @@ class Scheduler:
 
     def _awaits_leader(self, request: Request, step_id: int) -> bool:
         """Whether a sibling is computing the prompt; this request then shares the blocks one step
-        later."""
+        later, or once the outputs of the prompt's rows have come."""
+        if request.group and request.prompt_rows is None:
+            rows = request.group.prompt_rows
+            if rows is not None and not rows.is_done:
+                return True
         leader = request.group.leader if request.group else None
         return (
             leader is not None
@@ -483,6 +501,8 @@ class Scheduler:
         request.num_computed = computed
         self._num_prefill_tokens += request.num_uncomputed
         self._num_constrained += request.is_constrained
+        if request.prompt_rows is not None:
+            self._held_bytes += request.prompt_rows.held_bytes
         if request.num_cached < 0:
             self._fair_queuing.admit(request)
             request.num_cached = computed
@@ -512,6 +532,8 @@ class Scheduler:
         self._num_constrained -= request.is_constrained
         if self._forced:  # if it is admitted anew, then with all of its tokens
             self._forced = [forced for forced in self._forced if forced[0] is not request]
+        if request.prompt_rows is not None:
+            self._held_bytes -= request.prompt_rows.held_bytes
         self.kv_cache.free(request)
         self._free_slots.append(request.slot)
         if request.params.has_penalties:

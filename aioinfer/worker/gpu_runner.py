@@ -40,6 +40,12 @@ from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
 from aioinfer.worker.masks import MaskSource, await_masks, constrained_rows
 from aioinfer.worker.plan_buffer import PlanBuffer
+from aioinfer.worker.prompt_rows import (
+    PendingSection,
+    PromptOutputs,
+    has_prompt_rows,
+    sections_of,
+)
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
 from aioinfer.worker.step_inputs import count_decodes
@@ -69,6 +75,7 @@ class PendingGpuResult:
         logprobs: float32 [S], int32 [S, K] and float32 [S, K] in pinned memory, or nothing.
         arrived: recorded behind the copy to the host.
         busy_ns: nanoseconds that the host spent on the step, less those spent waiting for masks.
+        prompt_outputs: of prompt rows that have outputs of their own; valid after `arrived`.
     """
 
     step_id: int
@@ -76,6 +83,7 @@ class PendingGpuResult:
     logprobs: tuple[torch.Tensor, ...]
     arrived: torch.cuda.Event
     busy_ns: int
+    prompt_outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result once it has reached the host."""
@@ -83,6 +91,8 @@ class PendingGpuResult:
         result = StepResult(self.step_id, self.tokens.numpy().copy(), busy_ns=self.busy_ns)
         if self.logprobs:
             result.sections = [Logprobs(*(part.numpy() for part in self.logprobs))]
+        if self.prompt_outputs:
+            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
         return result
 
 
@@ -141,6 +151,9 @@ class GpuModelRunner:
         self._mask_uploads = MaskUploads(device)
         dtype = model.backend.dtype
         self._logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
+        self._prompt_rows = PromptOutputs(model, slots)
+        # of the step that is being launched
+        self._prompt_outputs: Sequence[PendingSection] = ()
         self._copies = torch.cuda.Stream(device)
         self._decode_graphs = CudaGraphs()
         self._mixed_graphs = CudaGraphs()
@@ -165,7 +178,8 @@ class GpuModelRunner:
         tokens, logprobs, arrived = self._fetch(index, count, logprobs)
         self._staging.end(arrived)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns)
+        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
+        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, prompt_outputs)
 
     def _has_graph(self, plan: StepPlan) -> bool:
         """Whether the step does nothing but decode, and is captured."""
@@ -178,6 +192,7 @@ class GpuModelRunner:
             and len(plan.table_rows) <= self._plan.growth
             and plan.num_tokens == rows
             and bool(plan.samples.all())
+            and not (plan.sections and has_prompt_rows(plan))
         )
 
     def _replay(self, plan: StepPlan, index: int) -> _Launched:
@@ -283,19 +298,29 @@ class GpuModelRunner:
         if not self.model.supports_graphs:
             host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
         longest = int(plan.lengths.max())
-        return self._mix(
-            rows, plan.num_tokens, count_decodes(plan), places, longest=longest, host=host
-        )
+        has_outputs = bool(plan.sections) and has_prompt_rows(plan)
+        every = has_outputs and self._prompt_rows.needs_all_tokens(plan)
+        hidden = self._mix(
+            rows, plan.num_tokens, count_decodes(plan), places, longest=longest, host=host,
+            every_token=every,
+        )  # fmt: skip
+        if has_outputs:
+            self._prompt_outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        if not every:
+            return hidden
+        hidden = hidden.index_select(0, places[1])
+        return hidden if self.model.finishes_with_hidden_states else self.model.logits_of(hidden)
 
     def _mix(
         self, rows: Tensors, num_tokens: int, num_decodes: int, places: Tensors, *, longest: int,
-        host: HostRows | None = None,
+        host: HostRows | None = None, every_token: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Computes a step of any rows; see `_compute`. `longest`: at least the tokens of a row."""
+        """Computes a step of any rows; see `_compute`. `longest`: at least the tokens of a row;
+        `every_token`: return the hidden states of all tokens."""
         size = self._mixed_graphs.fit(num_tokens)
         self._prepare(rows, size or num_tokens, max_length=max(_MIN_MIXED_ROW, longest))
         inputs = self._views(num_tokens, len(rows[0]))
-        sampled = SampledRows.of(inputs, places[0], places[1])
+        sampled = None if every_token else SampledRows.of(inputs, places[0], places[1])
         step = Step(inputs, num_decodes, sampled, host)
         self.model.plan(step)
         if size:
@@ -303,7 +328,8 @@ class GpuModelRunner:
             stream = ResidualStream(self._stream[:num_tokens], self.model.backend)
         else:
             stream = self.model.begin(step)
-        return self.model.finish(step, stream)
+        finish = self.model.finish_all if every_token else self.model.finish
+        return finish(step, stream)
 
     def _views(self, num_tokens: int, rows: int) -> StepInputs:
         """Returns the beginnings of the buffers of a step's inputs."""

@@ -8,15 +8,23 @@ sampled.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
+from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.masks import MaskedRows, MaskSource, await_masks
+from aioinfer.worker.prompt_rows import (
+    PendingSection,
+    PromptOutputs,
+    has_prompt_rows,
+    sections_of,
+)
 from aioinfer.worker.sampler import Sampled, sample
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_inputs import prepare_step
@@ -30,11 +38,13 @@ class PendingResult:
         step_id: the plan's.
         sampled: what was sampled.
         busy_ns: nanoseconds that the step took, less those spent waiting for masks.
+        prompt_outputs: of prompt rows that have outputs of their own.
     """
 
     step_id: int
     sampled: Sampled
     busy_ns: int
+    prompt_outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result."""
@@ -43,6 +53,8 @@ class PendingResult:
         if len(sampled.logprobs):
             parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
             result.sections = [Logprobs(*(part.cpu().numpy() for part in parts))]
+        if self.prompt_outputs:
+            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
         return result
 
 
@@ -59,6 +71,9 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.slots = slots
+        self._prompt_rows = PromptOutputs(model, slots)
+        # of the step that is being computed
+        self._prompt_outputs: Sequence[PendingSection] = ()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingResult:
@@ -73,14 +88,34 @@ class ModelRunner:
         masked, waited_ns = await_masks(plan, masks)
         sampled = self._sample(plan, logits, masked)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        return PendingResult(plan.step_id, sampled, busy_ns)
+        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
+        return PendingResult(plan.step_id, sampled, busy_ns, prompt_outputs)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
         step = prepare_step(plan, self.slots)
+        if plan.sections and has_prompt_rows(plan):
+            return self._compute_prompt_rows(plan, step)
         self.model.plan(step)
         hidden = self.model.finish(step, self.model.begin(step))
         return self.model.logits(hidden) if plan.samples.any() else None
+
+    def _compute_prompt_rows(self, plan: StepPlan, step: Step) -> torch.Tensor | None:
+        """Computes a step in which prompt rows have outputs of their own. Returns the
+        logits of the sampled rows; None if there is none."""
+        model, every = self.model, self._prompt_rows.needs_all_tokens(plan)
+        if every:
+            step.sampled = None
+        model.plan(step)
+        finish = model.finish_all if every else model.finish
+        hidden = finish(step, model.begin(step))
+        self._prompt_outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        if not plan.samples.any():
+            return None
+        if not every:
+            return model.logits(hidden)
+        last = torch.from_numpy(np.cumsum(plan.lengths)[np.flatnonzero(plan.samples)] - 1)
+        return model.logits_of(hidden.index_select(0, last.to(hidden.device)))
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor | None, masked: MaskedRows | None

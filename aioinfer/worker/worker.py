@@ -21,6 +21,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, group_layers
 from aioinfer.ipc.masks import ConstrainedRows, mask_words
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
+from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
@@ -218,8 +219,10 @@ class Worker:
 
         with compile_only():
             self._run_warm_up_steps()
+            self._run_prompt_rows()
             runner.warm_up()
         self._run_warm_up_steps()
+        self._run_prompt_rows()
         runner.capture()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
@@ -244,6 +247,24 @@ class Worker:
             runner.step(plan, self._allow_all).wait()
         slots.reset()
         runner.kv.zero(rows)
+
+    def _run_prompt_rows(self) -> None:
+        """Executes a prefill step with log-probabilities of the prompt and one that pools, so that
+        their kernels are compiled, and forgets them."""
+        runner, slots = self._runner, self._runner.slots
+        prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
+        admission = _admission(0, prompt_len, SamplingParams(temperature=0))
+        one, count = np.ones(1, np.int32), np.full(1, prompt_len, np.int32)
+        slot, top = np.zeros(1, np.int32), np.full(1, MAX_LOGPROBS, np.int32)
+        scored, pooled = PromptLogprobRows(slot, count, top), PooledRows(slot, MEAN * one, one)
+        for section in (scored, pooled):
+            plan = _make_plan(
+                [prompt_len], 0, self.block_size, len(self._groups), len(slots.tokens), [admission]
+            )
+            plan.sections = [*plan.sections, section]
+            runner.step(plan).wait()
+        slots.reset()
+        runner.kv.zero(1)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
         """Starts a plan; the result can be waited for.

@@ -63,7 +63,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
     (COMPLETIONS, {"cache_salt": ""}, "cache_salt"),
     (COMPLETIONS, {"logit_bias": {"two words": 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds"),
     (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
     (COMPLETIONS, {"temprature": 1}, "temprature"),
     (CHAT, {"echo": True}, "echo"),
@@ -205,7 +205,7 @@ async def test_wrong_method(served: Served, method: str, path: str, allow: str) 
 
 
 @pytest.mark.parametrize(
-    "path", ["/page/", "/v1", "/v1/embeddings", "/v1/completions/", "/%00", "/v1/models/"]
+    "path", ["/page/", "/v1", "/v1/nothing", "/v1/completions/", "/%00", "/v1/models/"]
 )
 async def test_unknown_path(served: Served, path: str) -> None:
     async with served.http.get(path) as response:

@@ -394,5 +394,5 @@ class TestElsewhere:
 
     async def test_unknown_names_may_be_ignored(self, elsewhere: Served) -> None:
         await elsewhere.post(COMPLETIONS, prompt="x", max_tokens=1, temprature=1)
-        reply = await elsewhere.post(COMPLETIONS, 400, prompt="x", prompt_logprobs=1)
-        assert reply["error"]["param"] == "prompt_logprobs"
+        reply = await elsewhere.post(COMPLETIONS, 400, prompt="x", prompt_embeds="x")
+        assert reply["error"]["param"] == "prompt_embeds"

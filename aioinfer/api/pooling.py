@@ -1,0 +1,314 @@
+"""Endpoints of requests that pool: `/v1/embeddings`, `/pooling`, `/classify`, `/score` and
+`/rerank`. They are admitted, limited, scheduled and logged as completions are."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from aioinfer.api.access import request_id
+from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.errors import json_response
+from aioinfer.api.pooling_bodies import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingBody,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from aioinfer.engine.pooling import cosine_similarity
+from aioinfer.errors import GenerationError, RequestError
+from aioinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.ipc.sections import F32
+
+#: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
+_FEW_NUMBERS = 16_384
+#: Bytes of a reply that are joined and sent at once.
+_PIECE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """The pooled states of a request's prompts, float32 [hidden_size] each, and the tokens of all
+    prompts."""
+
+    states: list[F32]
+    num_tokens: int
+
+    def usage(self) -> dict[str, int]:
+        """Returns OpenAI's usage of embeddings."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+
+async def create_embeddings(request: web.Request) -> web.StreamResponse:
+    """Embeds each input."""
+    body = await read_body(request, EmbeddingRequest)
+    pooling = request.app[FRONTEND].pooling
+    pooled = await _pool_inputs(request, body, pooling.params(), "embd")
+    make = _encoder(request.app[FRONTEND], body, normalize=body.normalize)
+    head = {"object": "list", "model": _name(request), "usage": pooled.usage()}
+    return await _send(request, head, pooled.states, make, ("embedding", "embedding"))
+
+
+async def create_pooling(request: web.Request) -> web.StreamResponse:
+    """Returns the pooled hidden state of each input as it is, unless it asks for more."""
+    body = await read_body(request, PoolingRequest)
+    params = request.app[FRONTEND].pooling.params(body.pooling_type)
+    pooled = await _pool_inputs(request, body, params, "pool")
+    make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalize))
+    head = _head(request, "pool") | {"usage": pooled.usage()}
+    return await _send(request, head, pooled.states, make, ("pooling", "data"))
+
+
+async def classify(request: web.Request) -> web.StreamResponse:
+    """Returns the classes of each input, where the model has a classification head."""
+    frontend = request.app[FRONTEND]
+    body = await read_body(request, ClassifyRequest)
+    head = frontend.pooling.head
+    if head is None:
+        raise RequestError(
+            "this model has no classification head: /classify needs a checkpoint of an "
+            "architecture that ends in ForSequenceClassification",
+            param="model",
+        )
+    pooled = await _pool(request, body, await _encode(request, body, body.inputs()), "last", "cls")
+    data = []
+    for index, state in enumerate(pooled.states):
+        found = head.probabilities(state)
+        data.append(
+            {
+                "index": index,
+                "label": head.labels[int(found.argmax())],
+                "probs": found.tolist(),
+                "num_classes": len(found),
+            }
+        )
+    return json_response(_head(request, "classify") | {"data": data, "usage": pooled.usage()})
+
+
+async def score(request: web.Request) -> web.StreamResponse:
+    """Returns how similar the texts of each pair are."""
+    body = await read_body(request, ScoreRequest)
+    first, second = body.texts()
+    scores, num_tokens = await _similarities(request, body, first, second, "text_2")
+    data = [
+        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+    return json_response(_head(request, "score") | {"data": data, "usage": usage})
+
+
+async def rerank(request: web.Request) -> web.StreamResponse:
+    """Returns documents by falling relevance to a query, in Jina's shape and, under `/v2`, in
+    Cohere's."""
+    body = await read_body(request, RerankRequest)
+    texts = body.texts()
+    scores, num_tokens = await _similarities(request, body, [body.query], texts, "documents")
+    best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+    is_cohere = request.path.endswith("/v2/rerank")
+    shows = not is_cohere if body.return_documents is None else body.return_documents
+    results = []
+    for index in best:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        results.append(result | ({"document": {"text": texts[index]}} if shows else {}))
+    reply: dict[str, Any] = {"id": f"rerank-{request_id(request)}", "results": results}
+    if is_cohere:
+        tokens = {"input_tokens": num_tokens, "output_tokens": 0}
+        reply["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
+    else:
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        reply |= {"model": _name(request), "usage": usage}
+    return json_response(reply)
+
+
+# -------------------------------------------------------------------- pooling
+
+
+async def _pool_inputs(
+    request: web.Request, body: EmbeddingRequest, params: SamplingParams, prefix: str
+) -> Pooled:
+    frontend = request.app[FRONTEND]
+    if body.dimensions is not None and body.dimensions > frontend.hidden_size:
+        raise RequestError(
+            f"dimensions is {body.dimensions}, and this model's embeddings have "
+            f"{frontend.hidden_size}",
+            param="dimensions",
+        )
+    prompt = frontend.pooling.prompt(body.prompt_name)
+    inputs = [prompt + each if isinstance(each, str) else each for each in body.inputs()]
+    return await _pool(
+        request, body, await _encode(request, body, inputs), params.pooling or "last", prefix
+    )
+
+
+async def _encode(
+    request: web.Request, body: PoolingBody, inputs: Sequence[Any], param: str = "input"
+) -> list[list[int]]:
+    """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
+    full, and `RequestError` naming `param`."""
+    frontend = request.app[FRONTEND]
+    deadline_of(request).shorten(body.timeout_s)
+    request.app[ADMISSION].check(len(inputs), flow=sharer(request))
+    limit = body.truncate_prompt_tokens
+    found = []
+    try:
+        for each in inputs:
+            ids = each
+            if isinstance(each, str):
+                longest = None if limit is None else 2**20
+                special = body.add_special_tokens is not False
+                ids = await frontend.encode(each, special, max_tokens=longest)
+            if limit is not None:
+                room = frontend.max_model_len - 1
+                ids = ids[-min(room, limit if limit > 0 else room) :]
+            found.append(ids)
+    except RequestError as error:
+        error.param = param if error.param == "prompt" else error.param
+        raise
+    return found
+
+
+async def _pool(
+    request: web.Request,
+    body: PoolingBody,
+    prompts: Sequence[list[int]],
+    kind: str,
+    prefix: str,
+    param: str = "input",
+) -> Pooled:
+    """Returns the pooled states of prompts (token ids)."""
+    params = SamplingParams(temperature=0, pooling=kind)
+    name = f"{prefix}-{request_id(request)}"
+    try:
+        async with submitted(request, prompts, params, name=name, priority=body.priority) as found:
+            await collect(found)
+            states = [output.pooled for output in found]
+    except RequestError as error:
+        error.param = param if error.param == "prompt" else error.param
+        raise
+    whole = [state for state in states if state is not None]
+    if len(whole) < len(states):
+        raise GenerationError("the request was ended before all of it was computed")
+    return Pooled(whole, sum(map(len, prompts)))
+
+
+async def _similarities(
+    request: web.Request, body: PoolingBody, first: list[str], second: list[str], param: str
+) -> tuple[list[float], int]:
+    """Returns the score of each pair of texts, of which `first` may be one for all, and the tokens
+    that it took: by the classification head of a cross-encoder, else the cosine of the angle
+    between their embeddings."""
+    pooling = request.app[FRONTEND].pooling
+    head = pooling.head
+    if head is not None and len(head.labels) == 1:
+        beginnings = await _encode(request, body, first, param)
+        endings = await _encode(request, body, second, param)
+        beginnings *= len(endings) if len(beginnings) == 1 else 1
+        pairs = [one + other for one, other in zip(beginnings, endings, strict=True)]
+        pooled = await _pool(request, body, pairs, "last", "score", param)
+        return [float(head.probabilities(s)[0]) for s in pooled.states], pooled.num_tokens
+    kind = pooling.params().pooling or "last"
+    query, document = pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
+    texts = [query + text for text in first] + [document + text for text in second]
+    pooled = await _pool(
+        request, body, await _encode(request, body, texts, param), kind, "score", param
+    )
+    ones, others = pooled.states[: len(first)], pooled.states[len(first) :]
+    ones *= len(others) if len(ones) == 1 else 1
+    return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)], pooled.num_tokens
+
+
+# -------------------------------------------------------------------- replies
+
+
+def _name(request: web.Request) -> str:
+    return request.app[FRONTEND].config.served_model_names[0]
+
+
+def _head(request: web.Request, prefix: str) -> dict[str, Any]:
+    """Returns the fields that vLLM's replies of this kind have in common."""
+    return {
+        "id": f"{prefix}-{request_id(request)}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": _name(request),
+    }
+
+
+def _encoder(
+    frontend: Frontend, body: EmbeddingRequest, *, normalize: bool | None
+) -> Callable[[F32], bytes]:
+    """Returns what makes the JSON of an embedding: a list of numbers, or the text of the base64 of
+    its little-endian float32."""
+    pooling, dimensions = frontend.pooling, body.dimensions
+
+    def encode(state: F32) -> bytes:
+        found = np.ascontiguousarray(pooling.embedding(state, dimensions, normalize))
+        if body.encoding_format == "base64":
+            return b'"' + base64.b64encode(found.astype("<f4").tobytes()) + b'"'
+        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    return encode
+
+
+async def _send(
+    request: web.Request,
+    head: dict[str, Any],
+    states: Sequence[F32],
+    encode: Callable[[F32], bytes],
+    names: tuple[str, str],
+) -> web.StreamResponse:
+    """Sends a reply with an item for each state; a long one in pieces.
+
+    Args:
+        head: its other fields.
+        encode: makes the JSON of a state.
+        names: of the items' kind, and of the field that holds the state.
+    """
+
+    def make() -> list[bytes]:
+        parts = [orjson.dumps(head)[:-1] + b',"data":[']
+        for index, state in enumerate(states):
+            start = b',{"object":"%b","index":%d,"%b":'
+            item = start % (names[0].encode(), index, names[1].encode())
+            parts += [item[1:] if not index else item, encode(state), b"}"]
+        return _merged([*parts, b"]}"])
+
+    numbers = sum(map(len, states))
+    parts = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
+    if len(parts) == 1:
+        return web.Response(body=parts[0], content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = sum(map(len, parts))
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+    return response
+
+
+def _merged(parts: Sequence[bytes]) -> list[bytes]:
+    """Joins bytes to pieces of about `_PIECE_BYTES`."""
+    merged: list[bytes] = []
+    waiting: list[bytes] = []
+    length = 0
+    for part in parts:
+        waiting.append(part)
+        length += len(part)
+        if length >= _PIECE_BYTES:
+            merged.append(b"".join(waiting))
+            waiting, length = [], 0
+    return [*merged, b"".join(waiting)] if waiting else merged

@@ -1,0 +1,132 @@
+"""What a request asks of the rows of its prompt, beside or instead of new tokens, and what has come
+of it.
+
+The frontend gives it to the first sequence of such a request; the scheduler lists its rows in plans
+and leaves the prefix cache out where that would skip them; `engine.prompt_outputs` enters what the
+workers send back. A request without it has None there, and nothing of this module runs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aioinfer.ipc.prompt_rows import LAST, PooledStates, PromptLogprobs
+from aioinfer.ipc.sections import F32, I32
+from aioinfer.sampling_params import POOLINGS
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Wanted: the log-probabilities of the prompt's tokens, each given those before it.
+
+    Entry i of the arrays belongs to token i + 1 of the prompt.
+
+    Attributes:
+        tokens: int32, the prompt.
+        logprobs, ranks: float32 and int32 [P - 1], of the tokens.
+        top_tokens, top_logprobs: int32 and float32 [P - 1, K], the likeliest tokens in their place.
+        num_scored: how many entries, from the first one on, have come.
+    """
+
+    tokens: array[int]
+    logprobs: F32
+    ranks: I32
+    top_tokens: I32
+    top_logprobs: F32
+    num_scored: int = 0
+
+    #: Bytes of a result that the request holds while it runs.
+    held_bytes = 0
+
+    @classmethod
+    def of(cls, prompt: array[int], num_top: int) -> PromptScores:
+        """Returns empty arrays for a prompt, with `num_top` of the likeliest tokens."""
+        count = len(prompt) - 1
+        return cls(
+            prompt,
+            np.full(count, np.nan, np.float32),
+            np.zeros(count, np.int32),
+            np.full((count, num_top), -1, np.int32),
+            np.full((count, num_top), np.nan, np.float32),
+        )
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are wanted."""
+        return self.top_tokens.shape[1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has come."""
+        return self.num_scored >= len(self.logprobs)
+
+    def max_prefix(self) -> int:
+        """Returns how many tokens of the prompt may be taken from the cache: those whose rows are
+        not needed any more."""
+        return self.num_scored
+
+    def count(self, start: int, end: int) -> int:
+        """Returns how many tokens of a row from `start` to `end` are to be scored, from its first
+        one on."""
+        return 0 if end <= self.num_scored else min(end, len(self.logprobs)) - start
+
+    def take(self, start: int, found: PromptLogprobs, first: int, count: int) -> None:
+        """Enters what has come of a row that began at token `start`: entries `first` to `first +
+        count` of a result."""
+        rows, there = slice(start, start + count), slice(first, first + count)
+        self.logprobs[rows] = found.logprobs[there]
+        self.ranks[rows] = found.ranks[there]
+        self.top_tokens[rows] = found.top_tokens[there, : self.num_top]
+        self.top_logprobs[rows] = found.top_logprobs[there, : self.num_top]
+        if start <= self.num_scored:
+            self.num_scored = max(self.num_scored, start + count)
+
+
+@dataclass(slots=True)
+class PromptPool:
+    """Wanted: the pooled hidden state of the prompt.
+
+    Attributes:
+        pooling: how to pool, one of `POOLINGS`.
+        prompt_len: tokens of the prompt.
+        hidden_size: of the state.
+        state: float32 [hidden_size], once it has come.
+    """
+
+    pooling: str
+    prompt_len: int
+    hidden_size: int
+    state: F32 | None = None
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = POOLINGS.index(self.pooling)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a result that the request holds while it runs: any step may be its last."""
+        return 4 * self.hidden_size
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the state has come."""
+        return self.state is not None
+
+    def max_prefix(self) -> int:
+        """Returns how many tokens of the prompt may be taken from the cache."""
+        return self.prompt_len if self.number == LAST else 0
+
+    def wants(self, end: int) -> bool:
+        """Whether a row that ends before token `end` takes part."""
+        return self.number != LAST or end >= self.prompt_len
+
+    def take(self, found: PooledStates, row: int) -> None:
+        """Enters row `row` of what has come."""
+        self.state = found.states[row]
+
+
+#: What a request may ask for.
+PromptRows = PromptScores | PromptPool
