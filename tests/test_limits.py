@@ -274,7 +274,7 @@ async def test_what_is_beyond_a_limit_is_answered_429(tmp_path: Path) -> None:
     async with aiohttp.ClientSession(await server.start()) as http:
         for left in ("1", "0"):
             status, headers, _ = await post(http, "few")
-            assert status == 415, "the body is looked at"
+            assert status == 400, "the body is looked at"
             assert headers["x-ratelimit-limit-requests"] == "2"
             assert headers["x-ratelimit-remaining-requests"] == left
             assert headers["x-ratelimit-reset-requests"].endswith("s")
@@ -286,7 +286,7 @@ async def test_what_is_beyond_a_limit_is_answered_429(tmp_path: Path) -> None:
         assert body["error"].pop("message").startswith("the limit of 2 requests a minute")
         assert body["error"] == {"type": "requests", "param": None, "code": "rate_limit_exceeded"}
         status, headers, _ = await post(http, "many")
-        assert status == 415
+        assert status == 400
         assert not any(name.lower().startswith("x-ratelimit") for name in headers)
         async with http.get("/version", headers={"Authorization": "Bearer few"}) as response:
             assert response.status == 200, "GET requests do not count"
@@ -301,15 +301,15 @@ async def test_keys_are_read_again_and_a_broken_file_changes_nothing(
     file.write_text("old\n")
     server = make_server(api_key_file=str(file))
     async with aiohttp.ClientSession(await server.start()) as http:
-        assert (await post(http, "old"))[0] == 415
+        assert (await post(http, "old"))[0] == 400
         file.write_text("new\n[x]\nkey = sk-secret\n")
         await server.reload_keys()
-        assert (await post(http, "old"))[0] == 415
+        assert (await post(http, "old"))[0] == 400
         assert (await post(http, "new"))[0] == 401
         file.write_text("new\n")
         await server.reload_keys()
         assert (await post(http, "old"))[0] == 401
-        assert (await post(http, "new"))[0] == 415
+        assert (await post(http, "new"))[0] == 400
     await server.close()
     own = [record for record in caplog.records if record.name == "aioinfer.api.limits"]
     lines = [record.getMessage() for record in own]

@@ -92,6 +92,7 @@ def take_all(
                 Status.FINISHED,
                 "stop" if end_token is not None else "length",
             )
+            request.stop_reason = end_token
         stop = sequence.append(token, None)
         delta = output._queue.pop(0)
         shown += delta.text

@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, Struct
 from aioinfer.errors import ConfigError
 
 #: What the requests of a batch may ask for.
-BATCH_PATHS = ("/v1/chat/completions", "/v1/completions")
+BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 #: Faults of an input that are reported; there may be as many as it has lines.
 _MAX_FAULTS = 20
 #: Lines that `Requests.read` returns at most, and about how many bytes.

@@ -27,6 +27,13 @@ from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.file_store import FileObject
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.pooling_bodies import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from aioinfer.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -73,6 +80,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
+    ("POST", "/v1/embeddings"): Operation(EmbeddingRequest),
+    ("POST", "/pooling"): Operation(PoolingRequest),
+    ("POST", "/classify"): Operation(ClassifyRequest),
+    ("POST", "/score"): Operation(ScoreRequest),
+    ("POST", "/v1/score"): Operation(ScoreRequest),
+    ("POST", "/rerank"): Operation(RerankRequest),
+    ("POST", "/v1/rerank"): Operation(RerankRequest),
+    ("POST", "/v2/rerank"): Operation(RerankRequest),
     ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
     ("POST", "/detokenize"): Operation(DetokenizeRequest, replies.DetokenizeReply),
     ("GET", "/v1/models"): Operation(reply=replies.ModelList),

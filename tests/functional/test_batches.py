@@ -119,6 +119,21 @@ async def test_a_batch_is_answered_in_order(filed: Served, client: openai.AsyncO
         await client.files.retrieve(batch.input_file_id)
 
 
+async def test_a_batch_of_embeddings(filed: Served, client: openai.AsyncOpenAI) -> None:
+    url, body = "/v1/embeddings", {"input": ["a river", "a stream"]}
+    data = jsonl([{"custom_id": "1", "method": "POST", "url": url, "body": body}])
+    file = await client.files.create(file=data, purpose="batch")
+    created = await client.batches.create(
+        input_file_id=file.id, endpoint=url, completion_window="24h"
+    )
+    batch = await ended(client, created.id)
+    (result,) = parse((await client.files.content(batch.output_file_id)).content)
+    vectors = [each["embedding"] for each in result["response"]["body"]["data"]]
+    own = await filed.post(url, **body)
+    for vector, expected in zip(vectors, own["data"], strict=True):
+        assert vector == pytest.approx(expected["embedding"], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("data", "code", "place"),
     [

@@ -300,7 +300,7 @@ class TestErrors:
         async with served.http.post(COMPLETIONS, json=body) as response:
             await response.content.readuntil(b"\n\n")
             (sequence,) = served.engine._sequences.values()
-            served.engine._fail(sequence.output, GenerationError("the model's logits held NaN"))
+            served.engine.fail(sequence.output, GenerationError("the model's logits held NaN"))
             *_, error, done, rest = (await response.text()).split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "generation_failed"
         assert (done, rest) == ("data: [DONE]", "")

@@ -89,7 +89,7 @@ async def test_what_was_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture
         found = await lines(caplog, 2)
     assert [(line["key"], line["status"]) for line in found] == [
         ("alice", 404),
-        ("alice", 415),
+        ("alice", 400),
     ]
     assert len(found[0]["path"]) == 200
     assert "model" not in found[1]
