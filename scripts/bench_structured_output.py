@@ -4,9 +4,12 @@
 
 Starts `python -m aioinfer` with random weights at the true shape of the model in FOLDER, which
 holds config.json and a tokenizer, and sends streamed completions of 128 prompt tokens and 256
-output tokens, three a stream. Each round sends the load twice: plain, and with every request under
-a JSON schema, an array of objects that cannot end within 256 tokens. From 256 streams on it is sent
-once more with one request in each 256 under the schema, and all others plain.
+output tokens, three a stream. Each round sends the load several times: plain, with every request
+under a JSON schema (an array of objects that cannot end within 256 tokens), and with every request
+under the same schema with strings of at most 12 characters. That is a hard one: which tokens fit
+into what is left of a string takes a thread 1.5 ms, and 4 to 100 us where strings may be long. From
+256 streams on the load is sent once more with one request in each 256 under the first schema, and
+all others plain.
 
 Prompts are token ids, end tokens are ignored, the temperature is 0, the prefix cache is off. A
 round counts only if each request returned exactly its number of tokens. Printed are medians of the
@@ -21,6 +24,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -34,35 +38,46 @@ from benchlib.server_process import ServerProcess
 from benchlib.workload import Call, RequestShape
 
 PROMPT_LEN, OUTPUT_LEN, PER_STREAM = 128, 256, 3
-SCHEMA = {
-    "type": "array",
-    "minItems": 100_000,
-    "items": {
+
+
+def make_fields(max_length: int) -> dict[str, Any]:
+    """Returns the fields of a request under the schema, with strings of `max_length` characters at
+    most."""
+    properties = {
+        "name": {"type": "string", "maxLength": max_length},
+        "kind": {"enum": ["tool", "part", "person"]},
+        "count": {"type": "integer"},
+        "done": {"type": "boolean"},
+    }
+    item = {
         "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "kind": {"enum": ["tool", "part", "person"]},
-            "count": {"type": "integer"},
-            "done": {"type": "boolean"},
-        },
-        "required": ["name", "kind", "count", "done"],
+        "properties": properties,
+        "required": list(properties),
         "additionalProperties": False,
-    },
-}
-FIELDS = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    }
+    schema = {"type": "array", "minItems": 100_000, "items": item}
+    form = {"type": "json_schema", "json_schema": {"name": "things", "schema": schema}}
+    return {"response_format": form}
+
+
+#: By name of the load: the further fields of its requests, and every which of them has these.
+LOADS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 1),
+    "schema": (make_fields(100), 1),
+    "short strings": (make_fields(12), 1),
+    "one of 256": (make_fields(100), 256),
 }
 
 
 def make_calls(
-    shape: RequestShape, count: int, constrained_every: int, random: np.random.Generator
+    shape: RequestShape, count: int, load: str, random: np.random.Generator
 ) -> list[Call]:
-    """Returns `count` requests; each `constrained_every`-th is under the schema, none if 0."""
+    """Returns the `count` requests of a load."""
+    fields, every = LOADS[load]
     calls = []
     for number in range(count):
         prompt = random.integers(TOKEN_IDS.low, TOKEN_IDS.high, PROMPT_LEN).tolist()
-        constrained = constrained_every and number % constrained_every == 0
-        body = shape.body(prompt, OUTPUT_LEN, FIELDS if constrained else {})
+        body = shape.body(prompt, OUTPUT_LEN, {} if number % every else fields)
         calls.append(Call(body, OUTPUT_LEN))
     return calls
 
@@ -96,12 +111,12 @@ def measure(
     clients: ClientProcesses, url: str, shape: RequestShape, streams: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Returns the figures of the loads with so many streams, by the name of the load."""
-    loads = {"plain": 0, "schema": 1} | ({"one of 256": 256} if streams >= 256 else {})
+    loads = [name for name, (_, every) in LOADS.items() if streams >= every]
     random = np.random.default_rng(streams)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
     for number in range(-1, rounds):  # the first is a warm-up
-        for name, every in loads.items():
-            calls = make_calls(shape, PER_STREAM * streams, every, random)
+        for name in loads:
+            calls = make_calls(shape, PER_STREAM * streams, name, random)
             figures = summarize(clients.run_load(url, shape, calls, streams))
             if number >= 0:
                 found[name].append(figures)
