@@ -38,8 +38,9 @@ def test_long_texts_are_just_under_the_largest_body() -> None:
 
 
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_large_bodies.main(["--runs", "1", "--tail", "0", "--only", "7 000 tools"])
+    name = "49 900 values in an ignored field"
+    bench_large_bodies.main(["--runs", "1", "--tail", "0", "--only", name])
     shown = capsys.readouterr()
     assert "(idle)" in shown.out
-    assert "7 000 tools" in shown.out
-    assert "run 1: 7 000 tools: 200" in shown.err
+    assert name in shown.out
+    assert f"run 1: {name}: 200" in shown.err

@@ -81,13 +81,19 @@ async def begin_request(server: HttpServer, url: str) -> Connection:
 
 async def test_a_head_that_comes_byte_by_byte_is_ended_by_a_408() -> None:
     async with serve(header_timeout_s=0.3, keepalive_timeout_s=60) as (server, url):
-        connection = await connect(url)
-        sending = asyncio.ensure_future(dribble(connection, HEAD + b"X: yyy"))
-        status, error = await read_reply(connection)
+        for _ in range(5):
+            connection = await connect(url)
+            sending = asyncio.ensure_future(dribble(connection, HEAD + b"X: yyy"))
+            try:
+                status, error = await read_reply(connection)
+            except ConnectionResetError:  # a byte came between the reply and the end
+                status, error = 0, {}
+            await asyncio.wait_for(sending, 30)
+            await close(connection)
+            await until(server, open=0, receiving=0, idle=0)
+            if status:
+                break
         assert (status, error["code"]) == (408, "timeout")
-        await asyncio.wait_for(sending, 30)
-        await close(connection)
-        await until(server, open=0, receiving=0, idle=0)
 
 
 async def test_a_new_connection_without_a_request_is_closed_without_a_reply() -> None:

@@ -72,8 +72,9 @@ def _calls(count: int, arguments: Any) -> bytes:
 
 
 def _tools(count: int, size: int) -> bytes:
-    function = {"name": "f", "description": "d" * size, "parameters": {"type": "object"}}
-    return _chat(tools=[{"type": "function", "function": function}] * count)
+    function = {"description": "d" * size, "parameters": {"type": "object"}}
+    tools = ({"name": f"f{number}"} | function for number in range(count))
+    return _chat(tools=[{"type": "function", "function": tool} for tool in tools])
 
 
 def _parts(count: int, size: int) -> bytes:
@@ -122,7 +123,7 @@ LONG_TEXTS = [
     )),
     LargeBody("8 000 long messages, 15 MB", CHAT, lambda: _messages(8_000, BYTES // 8_200)),
     LargeBody("15 MB in 16 000 content parts", CHAT, lambda: _parts(16_000, BYTES // 16_800)),
-    LargeBody("15 MB in 1 000 tools", CHAT, lambda: _tools(1_000, BYTES // 1_010)),
+    LargeBody("15 MB in 128 tools", CHAT, lambda: _tools(128, BYTES // 130)),
     LargeBody("15 MB as JSON of arguments", CHAT, lambda: _calls(
         1, json.dumps({"a": _text("x", BYTES - 1000)})
     )),
@@ -134,7 +135,9 @@ LONG_TEXTS = [
     )),
     LargeBody("15 MB as stop", COMPLETIONS, lambda: _json(prompt="Hi", stop=_text())),
     LargeBody("15 MB as model", COMPLETIONS, lambda: _json(prompt="Hi", model=_text())),
-    LargeBody("15 MB in an unknown field", COMPLETIONS, lambda: _json(prompt="Hi", other=_text())),
+    LargeBody("15 MB in an ignored field", COMPLETIONS, lambda: _json(
+        prompt="Hi", metadata=_text()
+    )),
     LargeBody("/tokenize of 15 MB", TOKENIZE, lambda: _json(prompt=_text())),
     LargeBody("/tokenize of 4 MB", TOKENIZE, lambda: _json(prompt=_text(size=4 * 2**20))),
     LargeBody("/tokenize of 4 MB, with texts", TOKENIZE, lambda: _json(
@@ -154,7 +157,7 @@ MANY_VALUES = [
         1, json.dumps({"a": _nested(VALUES)})
     )),
     LargeBody("49 900 values in arguments", CHAT, lambda: _calls(1, {"a": _nested(VALUES - 20)})),
-    LargeBody("7 000 tools", CHAT, lambda: _tools(7_000, 1)),
+    LargeBody("128 short tools", CHAT, lambda: _tools(128, 1)),
     LargeBody("49 900 values in a tool", CHAT, lambda: _chat(
         tools=[{"type": "function", "function": {"name": "f", "parameters": _numbers(VALUES - 20)}}]
     )),
@@ -164,8 +167,8 @@ MANY_VALUES = [
     LargeBody("49 900 values in response_format", CHAT, lambda: _chat(
         response_format={"type": "json_schema", "json_schema": _numbers(VALUES)}
     )),
-    LargeBody("49 900 values in an unknown field", COMPLETIONS, lambda: _json(
-        prompt="Hi", other=_nested(VALUES)
+    LargeBody("49 900 values in an ignored field", COMPLETIONS, lambda: _json(
+        prompt="Hi", metadata=_nested(VALUES)
     )),
     LargeBody("49 900 stops", COMPLETIONS, lambda: _json(
         prompt="Hi", stop=[f"s{number}" for number in range(VALUES)]

@@ -119,7 +119,10 @@ class Page:
         """From now on answers requests for `path` in the server's place."""
         self.answers[path] = status, content_type, body
         await self.send(
-            "Fetch.enable", patterns=[{"urlPattern": f"*{part}*"} for part in self.answers]
+            "Fetch.enable",
+            patterns=[
+                {"urlPattern": f"*{part}{query}"} for part in self.answers for query in ("", "\\?*")
+            ],
         )
 
     async def open(self, url: str) -> None:

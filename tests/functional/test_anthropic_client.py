@@ -103,7 +103,7 @@ async def test_a_failure_ends_a_stream(client: anthropic.AsyncAnthropic, served:
     )
     assert (await anext(stream)).type == "message_start"
     (sequence,) = served.engine._sequences.values()
-    served.engine._fail(sequence.output, GenerationError("the logits held NaN"))
+    served.engine.fail(sequence.output, GenerationError("the logits held NaN"))
     with pytest.raises(anthropic.APIStatusError, match="the logits held NaN"):
         async for _ in stream:
             pass

@@ -95,7 +95,7 @@ async def test_a_failure_ends_a_stream(client: openai.AsyncOpenAI, served: Serve
     first = await anext(stream)
     assert first.type == "response.created"
     (sequence,) = served.engine._sequences.values()
-    served.engine._fail(sequence.output, GenerationError("the logits held NaN"))
+    served.engine.fail(sequence.output, GenerationError("the logits held NaN"))
     last = [event async for event in stream][-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
