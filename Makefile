@@ -1,5 +1,6 @@
 # make serve        installs what the server needs into .venv and serves SmolLM2-135M-Instruct on 127.0.0.1:8000
-# make test         installs what the tests need as well, checks the code and runs all tests (ten minutes on two cores)
+# make test         installs what the tests need as well, checks the code and runs the tests (ten to fifteen minutes on two
+#                   cores), all but those of make test-extended
 # make test-fast    checks the code and runs the tests without servers, worker processes, real models and kernels: for
 #                   daily work, under two minutes on two cores. tests/conftest.py (SLOW) lists what it leaves out.
 # make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`

@@ -32,7 +32,7 @@ os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
 TESTS = Path(__file__).parent
 KERNELS = TESTS / "kernels"
 #: Files that take longest, which begin first, so that none of them is left to one core at the end.
-LONGEST = ("test_equality.py", "test_multiprocess.py")
+LONGEST = ("test_equality.py", "test_request_path.py", "test_recovery.py", "test_multiprocess.py")
 #: Folders and files that are marked `slow`, which `make test-fast` leaves out: their tests start
 #: servers or worker processes, load real models, or compile. (It leaves out the kernels as well,
 #: which take a run of their own.)
@@ -57,29 +57,39 @@ SLOW = frozenset(
 )
 
 
-#: Tests that take ten seconds or more and repeat, over more processes or with more cases, what
-#: faster ones check: `make test-extended` runs them, `make test` and CI do not.
+#: Files and tests that `make test-extended` runs, and `make test` and CI do not, which have to end
+#: within twenty minutes on two cores: what they check over servers and clients is checked without
+#: in the files of the same names one folder up, or by the few tests of theirs in KEPT.
 EXTENDED = frozenset(
     [
-        "functional/test_admin.py::test_a_stream_pauses_and_goes_on_with_the_text_that_it_would_have_had",
-        "functional/test_batches.py::test_a_batch_goes_on_after_a_restart",
-        "functional/test_cli.py::test_a_batch_that_is_killed_goes_on",
-        "functional/test_cli.py::test_a_chat_with_an_engine_of_its_own",
-        "functional/test_masks.py::test_two_ranks_and_lost_workers",
-        "functional/test_python.py::test_an_application_with_engines_of_its_own_ends_them",
-        "functional/test_python.py::test_tasks_share_one_engine",
-        "functional/test_responses.py::test_the_oldest_responses_go",
-        "functional/test_structured_output.py::test_offline",
-        "functional/test_structured_output.py::test_random_schemas",
-        "functional/test_structured_output.py::test_restricted_and_plain_requests_together",
-        "functional/test_structured_output.py::test_streams_of_several_choices",
-        "functional/test_structured_output.py::test_without_a_tokenizer",
-        "functional/test_tools.py::test_a_thought_that_the_prompt_opens",
-        "functional/test_tracing.py::test_a_dead_collector_holds_nothing_up",
-        "functional/test_tracing.py::test_a_server_process_sends_the_last_spans_when_it_ends",
-        "functional/test_tracing.py::test_the_sender_decides_about_sampling",
+        "functional/test_admin.py",
+        "functional/test_api_page.py",
+        "functional/test_batches.py",
+        "functional/test_cli.py",
+        "functional/test_masks.py",
+        "functional/test_ollama.py",
+        "functional/test_prompt_rows.py",
+        "functional/test_python.py",
+        "functional/test_responses.py",
+        "functional/test_structured_output.py",
+        "functional/test_tools.py",
+        "functional/test_tracing.py",
         "test_bench_large_bodies.py::test_a_short_run",
         "test_schema.py::test_the_server_does_what_it_says",
+    ]
+)
+KEPT = frozenset(
+    [
+        "functional/test_admin.py::test_only_an_admin_key_opens_them",
+        "functional/test_api_page.py::test_every_endpoint_has_a_command",
+        "functional/test_api_page.py::test_every_field_is_named",
+        "functional/test_batches.py::test_a_batch_is_answered_in_order",
+        "functional/test_masks.py::test_tokens_are_the_same_however_they_are_planned",
+        "functional/test_prompt_rows.py::test_real_weights",
+        "functional/test_responses.py::test_a_text",
+        "functional/test_structured_output.py::test_a_schema",
+        "functional/test_structured_output.py::test_the_openai_client_parses",
+        "functional/test_tools.py::test_an_answer_by_a_schema_or_a_call",
     ]
 )
 
@@ -125,8 +135,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest first; the sort leaves the others, and the tests of each, in their order."""
     wanted, others = [], []
     for item in items:
-        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name.partition('[')[0]}"
-        is_wanted = (name in EXTENDED) == config.getoption("--extended")
+        file = item.path.relative_to(TESTS).as_posix()
+        name = f"{file}::{item.name.partition('[')[0]}"
+        is_extended = (file in EXTENDED or name in EXTENDED) and name not in KEPT
+        is_wanted = is_extended == config.getoption("--extended")
         (wanted if is_wanted else others).append(item)
     items[:] = wanted
     if others:

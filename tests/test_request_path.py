@@ -376,14 +376,14 @@ RUN = {
 }
 
 
-@settings(max_examples=60, **RUN)
+@settings(max_examples=20, **RUN)
 @given(BODIES)
 @example({"n": MAX_N, "logit_bias": LISTS["logit_bias"][8], "stream": True, "min_tokens": 1})
 def test_no_completion_ends_anything_but_itself(server: Server, fields: dict[str, Any]) -> None:
     event(str(check(server, "/v1/completions", {"prompt": "hello", "max_tokens": 2} | fields)))
 
 
-@settings(max_examples=30, **RUN)
+@settings(max_examples=15, **RUN)
 @given(CHATS)
 def test_no_chat_ends_anything_but_itself(server: Server, fields: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2} | fields
