@@ -75,6 +75,9 @@ EXTENDED = frozenset(
         "functional/test_structured_output.py",
         "functional/test_tools.py",
         "functional/test_tracing.py",
+        # with weights: make test-models ARGS=--extended
+        "models/test_structured_output.py",
+        "models/test_tools.py",
         "test_bench_large_bodies.py::test_a_short_run",
         "test_schema.py::test_the_server_does_what_it_says",
     ]
