@@ -376,7 +376,7 @@ RUN = {
 }
 
 
-@settings(max_examples=20, **RUN)
+@settings(max_examples=10, **RUN)
 @given(BODIES)
 @example({"n": MAX_N, "logit_bias": LISTS["logit_bias"][8], "stream": True, "min_tokens": 1})
 def test_no_completion_ends_anything_but_itself(server: Server, fields: dict[str, Any]) -> None:
