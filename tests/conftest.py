@@ -58,8 +58,8 @@ SLOW = frozenset(
 
 
 #: Files and tests that `make test-extended` runs, and `make test` and CI do not, which have to end
-#: within twenty minutes on two cores: what they check over servers and clients is checked without
-#: in the files of the same names one folder up, or by the few tests of theirs in KEPT.
+#: within twenty minutes on two cores. Of these files CI runs the tests in KEPT alone; nothing there
+#: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
         "functional/test_admin.py",

@@ -1,8 +1,8 @@
 """What follows when the decoder rejects a body: a second look at it, and an error in the terms of
 JSON.
 
-The decoder is told the types and the names of all fields, so a body that is right in its first look
-costs nothing more. What other servers take and the decoder does not is repaired here: an integer
+The decoder knows the types and the names of all fields, so a valid body is decoded once and costs
+nothing more. What other servers take and the decoder does not is repaired here: an integer
 that is written `3.0`, and fields without effect (see `fields`). `protocol.decode` is the caller.
 """
 

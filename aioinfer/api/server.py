@@ -110,41 +110,7 @@ class HttpServer:
         app[HEAP] = Heap()
         app[STARTED] = int(time.time())
         app[FILES] = self._files
-        for path, handler in (
-            ("/v1/completions", completions.create_completion),
-            ("/v1/chat/completions", chat.create_chat_completion),
-            ("/v1/responses", responses.create_response),
-            ("/v1/messages", anthropic.create_message),
-            ("/v1/messages/count_tokens", anthropic.count_tokens),
-            ("/api/chat", ollama.chat),
-            ("/api/generate", ollama.generate),
-            ("/api/show", ollama.show),
-            ("/tokenize", tokenization.tokenize),
-            ("/detokenize", tokenization.detokenize),
-            ("/abort", admin.abort),
-            ("/v1/batches", batches.create_batch),
-            ("/v1/files", files.upload_file),
-            ("/v1/embeddings", pooling.create_embeddings),
-            ("/pooling", pooling.create_pooling),
-            ("/classify", pooling.classify),
-            ("/score", pooling.score),
-            ("/v1/score", pooling.score),
-            ("/rerank", pooling.rerank),
-            ("/v1/rerank", pooling.rerank),
-            ("/v2/rerank", pooling.rerank),
-        ):
-            app.router.add_post(path, handler, expect_handler=defer_continue)
-        app.router.add_get("/api/tags", ollama.list_tags)
-        app.router.add_get("/api/version", ollama.version)
-        app.router.add_get("/v1/responses/{id}", responses.get_response)
-        app.router.add_delete("/v1/responses/{id}", responses.delete_response)
-        app.router.add_get("/v1/models", info.list_models)
-        app.router.add_get("/v1/models/{id:.+}", info.get_model)
-        app.router.add_get("/health", info.health)
-        app.router.add_get("/health/live", info.live)
-        app.router.add_get("/health/ready", info.ready)
-        app.router.add_get("/metrics", metrics.show_metrics)
-        app.router.add_get("/version", info.version)
+        _add_models(app)
         _add_administration(app)
         files.add_routes(app)
         batches.add_batches(app)
@@ -311,6 +277,45 @@ class HttpServer:
 
     def _make_connections(self) -> ConnectionServer:
         return ConnectionServer(self._handle, self._make_request, self._config)
+
+
+def _add_models(app: web.Application) -> None:
+    """Adds what uses the model, and what reports on it."""
+    for path, handler in (
+        ("/v1/completions", completions.create_completion),
+        ("/v1/chat/completions", chat.create_chat_completion),
+        ("/v1/responses", responses.create_response),
+        ("/v1/messages", anthropic.create_message),
+        ("/v1/messages/count_tokens", anthropic.count_tokens),
+        ("/api/chat", ollama.chat),
+        ("/api/generate", ollama.generate),
+        ("/api/show", ollama.show),
+        ("/tokenize", tokenization.tokenize),
+        ("/detokenize", tokenization.detokenize),
+        ("/abort", admin.abort),
+        ("/v1/batches", batches.create_batch),
+        ("/v1/files", files.upload_file),
+        ("/v1/embeddings", pooling.create_embeddings),
+        ("/pooling", pooling.create_pooling),
+        ("/classify", pooling.classify),
+        ("/score", pooling.score),
+        ("/v1/score", pooling.score),
+        ("/rerank", pooling.rerank),
+        ("/v1/rerank", pooling.rerank),
+        ("/v2/rerank", pooling.rerank),
+    ):
+        app.router.add_post(path, handler, expect_handler=defer_continue)
+    app.router.add_get("/api/tags", ollama.list_tags)
+    app.router.add_get("/api/version", ollama.version)
+    app.router.add_get("/v1/responses/{id}", responses.get_response)
+    app.router.add_delete("/v1/responses/{id}", responses.delete_response)
+    app.router.add_get("/v1/models", info.list_models)
+    app.router.add_get("/v1/models/{id:.+}", info.get_model)
+    app.router.add_get("/health", info.health)
+    app.router.add_get("/health/live", info.live)
+    app.router.add_get("/health/ready", info.ready)
+    app.router.add_get("/metrics", metrics.show_metrics)
+    app.router.add_get("/version", info.version)
 
 
 def _add_administration(app: web.Application) -> None:
