@@ -7,10 +7,11 @@ import argparse
 import sys
 
 from aioinfer import __version__
-from aioinfer.cli.commands import COMMANDS
+from aioinfer.cli.commands import COMMANDS, report
 from aioinfer.cli.commands import run as run_command
+from aioinfer.cli.model_options import add_model_options
 from aioinfer.config import describe_keys, load_config
-from aioinfer.errors import AioinferError, ConfigError
+from aioinfer.errors import AioinferError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,14 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="Subcommands, each with a --help of its own: "
         + "; ".join(f"{name} ({doc})" for name, doc in COMMANDS.items()),
     )
-    parser.add_argument("--config", metavar="FILE", help="the TOML file, such as configs/qwen.toml")
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="lay a value over the file's (repeatable)",
-    )
+    add_model_options(parser, positional=False)
     parser.add_argument(
         "--keys", action="store_true", help="list every key of the configuration and exit"
     )
@@ -50,13 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         from aioinfer.api.app import run
 
         return run(config)
-    except ConfigError as error:
-        # messages of libraries, which some errors quote, may have several lines
-        sys.stderr.write(f"aioinfer: {' '.join(str(error).split())}\n")
-        return 2
     except AioinferError as error:
-        sys.stderr.write(f"aioinfer: {error}\n")
-        return 2
+        return report(error)
 
 
 if __name__ == "__main__":

@@ -38,12 +38,17 @@ def run(arguments: list[str]) -> int:
         options = make_parser().parse_args(arguments)
     try:
         return int(import_module(f"aioinfer.cli.{options.command}").run(options))
-    except ConfigError as error:
-        # messages of libraries, which some errors quote, may have several lines
-        sys.stderr.write(f"aioinfer: {' '.join(str(error).split())}\n")
-        return 2
     except AioinferError as error:
-        sys.stderr.write(f"aioinfer: {error}\n")
-        return 2
+        return report(error)
     except KeyboardInterrupt:
         return 130
+
+
+def report(error: AioinferError) -> int:
+    """Writes an error to stderr. Returns the exit status of a start that cannot succeed."""
+    text = str(error)
+    if isinstance(error, ConfigError):
+        # messages of libraries, which some errors quote, may have several lines
+        text = " ".join(text.split())
+    sys.stderr.write(f"aioinfer: {text}\n")
+    return 2
