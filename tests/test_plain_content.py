@@ -191,6 +191,20 @@ def test_slices_find_every_special_token(
     assert marked == {"a": [text]}
 
 
+def test_placeholders_are_none_of_the_characters_of_shields(
+    tokenizer_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few private-use characters most are in shields already."""
+    monkeypatch.setattr(plain_content, "_PRIVATE", range(0xF0000, 0xF0020))
+    folder = smollm2_folder(tokenizer_cache)
+    for _ in range(20):
+        tokenizer = Tokenizer.load(folder)
+        messages = [{"role": "user", "content": "one"}]
+        expected = tokenizer.encode_chat(messages, add_generation_prompt=False)
+        beside = tokenizer.encode_chat([*messages, {"role": "user", "content": "<|im_start|>"}])
+        assert beside[: len(expected)] == expected
+
+
 def test_a_vocabulary_that_finds_special_tokens_in_text() -> None:
     """Its words are looked up whole, special tokens among them."""
     vocabulary = {"<s>": 0, "<": 1, "s": 2, ">": 3, "s>": 4, "a": 5, "gap": 30}

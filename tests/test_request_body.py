@@ -139,3 +139,12 @@ async def test_an_unknown_expectation_is_refused_on_any_path() -> None:
             )
             assert await read_reply(connection) == (417, "unknown_expectation")
             await close(connection)
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"2.0"])
+async def test_other_versions_of_http_are_refused(version: bytes) -> None:
+    async with serve() as (_, url):
+        connection = await connect(url)
+        connection[1].write(b"GET /health HTTP/%s\r\nHost: localhost\r\n\r\n" % version)
+        assert await read_reply(connection) == (505, "unsupported_http_version")
+        await close(connection)

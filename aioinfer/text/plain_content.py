@@ -33,6 +33,8 @@ from aioinfer.text.pieces import TextPieces
 _SEARCHED = 64 * 1024
 #: The supplementary private-use area A, without its noncharacters: 65 534 characters.
 _PRIVATE = range(0xF0000, 0xFFFFE)
+#: Random characters at the beginning of each shield.
+_SECRET_LENGTH = 8
 #: Random characters that are tried as placeholders.
 _TRIED = 64
 
@@ -69,7 +71,7 @@ class PlainContent:
         self._plain = tokenizers.Tokenizer(backend.model)
         self._plain.normalizer = backend.normalizer
         self._plain.pre_tokenizer = backend.pre_tokenizer
-        secret = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(8))
+        secret = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(_SECRET_LENGTH))
         self._shields: dict[str, str] = {}
         own_ids: dict[str, int] = {}
         self._skip_used_ids(secret, len(added))
@@ -119,7 +121,9 @@ class PlainContent:
             found = sorted({match for text in texts for match in self._special_texts_in(text)})
             if not found:
                 return value, {}
-            marks = dict(zip(_free_characters(texts, len(found)), found, strict=True))
+            # A placeholder that occurs in a shield would be replaced within the shield.
+            used = [*texts, *self._shields.values()]
+            marks = dict(zip(_free_characters(used, len(found)), found, strict=True))
             return self._replace(value, {text: mark for mark, text in marks.items()}), marks
         except RecursionError as error:
             raise RequestError("the messages are nested too deeply", param="messages") from error

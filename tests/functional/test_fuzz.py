@@ -28,7 +28,7 @@ SEED = int(os.environ.get("FUZZ_SEED", str(random.SystemRandom().randrange(10**6
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "4"))
 #: What the server may answer. A proxy's own errors are not among them, nor is 500.
 STATUSES = {
-    100, 200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 421, 426, 429, 431, 503,
+    100, 200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 421, 426, 429, 431, 503, 505,
 }  # fmt: skip
 #: For a reply to a request that is not complete, which may never come.
 REPLY_TIMEOUT_S = 0.3
