@@ -70,6 +70,11 @@ class ModelConfig:
         "Data type of weights and arithmetic. `auto`: the checkpoint's on a GPU, float32 on a CPU.",
         "auto",
     )
+    quantization: Literal["auto", "fp8", "int8"] = key(
+        "`auto`: linear layers are quantized as the checkpoint says. `fp8`, `int8`: weights of 16 "
+        "or 32 bits are quantized while they are loaded, with a scale for each output feature.",
+        "auto",
+    )
     max_model_len: int | None = key(
         "Maximum length of a request in tokens, prompt and output together. Default: the model's "
         "own, or what fits into the KV cache.",

@@ -248,7 +248,7 @@ def test_biases(tmp_path: Path, family: str, biases: tuple[bool, bool, bool]):
         ),
         ({"architectures": None}, "None is none of .* cannot read"),
         ({"hidden_act": "relu6"}, "'relu6' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported.*gptq"),
         ({"dtype": "int3"}, "'int3'"),
         ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
         ({"family": "Gemma3", "use_bidirectional_attention": True}, "only causal models"),

@@ -182,7 +182,11 @@ class Frontend:
         self.defaults = GenerationDefaults.load(
             folder, self.tokenizer, self.config.sampling.given()
         )
-        model = load_model_config(folder, trust_remote_code=self.config.model.trust_remote_code)
+        model = load_model_config(
+            folder,
+            trust_remote_code=self.config.model.trust_remote_code,
+            quantization=self.config.model.quantization,
+        )
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.pooling = Pooling.load(folder, self.config.pooling)
         self._restrictions = RestrictionCompiler(
@@ -578,7 +582,10 @@ def _find_model(config: Config) -> Path:
     """Returns the model's folder, after a check that costs nothing yet: whether the workers can
     share the model."""
     folder = resolve_model(config.model)
-    load_model_config(
-        folder, trust_remote_code=config.model.trust_remote_code
-    ).check_tensor_parallel(config.parallel.tensor_parallel_size)
+    model = load_model_config(
+        folder,
+        trust_remote_code=config.model.trust_remote_code,
+        quantization=config.model.quantization,
+    )
+    model.check_tensor_parallel(config.parallel.tensor_parallel_size)
     return folder

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from aioinfer.layers.attention import Attention, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.dense import make_dense
+from aioinfer.layers.formats.make import make_weight
+from aioinfer.layers.formats.schemes import Quantization
 from aioinfer.layers.kv_cache import AttentionShape
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
@@ -32,6 +33,7 @@ class LayerMaker:
     Attributes:
         backend: what the layers compute with.
         hidden_size: of the residual stream.
+        quantization: which linear layers are quantized, and how.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class LayerMaker:
         max_len: int,
         norm_eps: float,
         served_len: int | None = None,
+        quantization: Quantization | None = None,
     ):
         """
         Args:
@@ -49,11 +52,13 @@ class LayerMaker:
             max_len: the maximum number of positions of a sequence.
             norm_eps: of every RMSNorm.
             served_len: the longest sequence that is served; `max_len` by default.
+            quantization: which linear layers are quantized, and how.
         """
         self.backend = backend
         self.hidden_size = hidden_size
         self._max_len, self._served_len = max_len, served_len
         self._norm_eps = norm_eps
+        self.quantization = quantization
         self._layers: list[Loadable] = []
         self._to_prepare: list[Any] = []
         self._tables: dict[Any, RotaryTable] = {}
@@ -238,12 +243,13 @@ class LayerMaker:
         ]
 
     def _column(self, sources: list[Source], *, bias: bool) -> ColumnParallelLinear:
-        weight = make_dense(sources, Shard.whole(self.hidden_size), self.backend)
+        whole = Shard.whole(self.hidden_size)
+        weight = make_weight(sources, whole, self.backend, self.quantization)
         return self._keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
 
     def _row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
         source = Source(name, Shard.whole(self.hidden_size))
-        weight = make_dense([source], columns, self.backend)
+        weight = make_weight([source], columns, self.backend, self.quantization)
         linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)
         return self._keep(linear)
 

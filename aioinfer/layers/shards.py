@@ -6,7 +6,7 @@ Layers and weight formats describe their weights in these terms, and the loader 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,12 @@ class Source:
     rows: Shard
 
 
+def sharded_part(rows: Shard, columns: Shard) -> tuple[int, Shard]:
+    """Returns the dimension of a weight [rows, columns] of which a rank has a part, and the part:
+    of the columns if it does not have all of them, else of the rows."""
+    return (1, columns) if columns.size < columns.total else (0, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShard:
     """Where a part of a checkpoint tensor goes.
@@ -59,12 +65,20 @@ class WeightShard:
         start: where the part begins; it is as long as the destination.
         total: the length of the checkpoint tensor in that dimension, or None where the destination
             takes all of it.
+        store: puts a part, as the checkpoint has it, into the destination, where more is to be done
+            than to copy it; the part has the destination's shape.
+        is_scale: the tensor holds scales of quantized weights: it may have dimensions of length 1
+            more or fewer than the destination, and one number alone stands for all.
+        dummy: what each element is in a model with random weights; by default random.
     """
 
     destination: torch.Tensor
     dim: int = 0
     start: int = 0
     total: int | None = None
+    store: Callable[[torch.Tensor], None] | None = None
+    is_scale: bool = False
+    dummy: float | None = None
 
     @property
     def checkpoint_shape(self) -> list[int]:

@@ -211,7 +211,10 @@ class DecoderModel:
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
     ) -> None:
         """See `CausalLM.load`."""
-        load_weights(list(self.weight_shards()), folder, load_format, seed, on_progress)
+        quantization = self._make.quantization
+        unused = () if quantization is None else quantization.unused
+        shards = list(self.weight_shards())
+        load_weights(shards, folder, load_format, seed, on_progress, unused)
         self.finalize()
 
     def bind(

@@ -19,6 +19,16 @@ _COMPUTED = ("rotary_emb.inv_freq",)
 #: Tensors that not every model needs which may have them: a head that is tied, and a classification
 #: head (see `engine.pooling`).
 _OTHERS = ("lm_head.weight", "score.weight")
+_COMPUTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: The types of tensors that are taken as they are, by their names in safetensors files.
+_STORED_DTYPES: dict[torch.dtype | None, Sequence[str]] = {
+    torch.float8_e4m3fn: ("F8_E4M3",),
+    torch.int8: ("I8",),
+    torch.uint8: ("U8",),
+    torch.int32: ("I32",),
+}
+#: Standard deviations of random weights, and of float8 values behind a scale.
+WEIGHT_DEVIATION, FLOAT8_DEVIATION = 0.02, 64.0
 
 
 def load_weights(
@@ -27,6 +37,7 @@ def load_weights(
     load_format: str,
     seed: int,
     on_progress: Callable[[int, int], None],
+    unused: Sequence[str] = (),
 ) -> None:
     """Fills every parameter.
 
@@ -36,29 +47,51 @@ def load_weights(
         load_format: "dummy" for random weights, else safetensors.
         seed: of random weights.
         on_progress: called with the bytes that are done and that there are.
+        unused: ends of the names of tensors that may be there and are not read.
 
     Raises:
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
     """
     total = sum(shard.destination.nbytes for _, shard in shards)
     if load_format == "dummy":
-        _fill_at_random([shard.destination for _, shard in shards], seed, on_progress, total)
+        _fill_at_random([shard for _, shard in shards], seed, on_progress, total)
     else:
-        _load_safetensors(shards, folder, on_progress, total)
+        _load_safetensors(shards, folder, on_progress, total, (*_COMPUTED, *unused))
 
 
 def _fill_at_random(
-    parameters: list[torch.Tensor], seed: int, on_progress: Callable[[int, int], None], total: int
+    shards: list[WeightShard], seed: int, on_progress: Callable[[int, int], None], total: int
 ) -> None:
-    """Normal with a deviation of 0.02, as models are initialised; norms (one dimension) stay as
-    they are."""
+    """Weights are normal with a deviation of 0.02, as models are initialised, and packed integers
+    uniform; norms (one dimension) stay as they are."""
     done = 0
-    generator = torch.Generator(parameters[0].device).manual_seed(seed)
-    for parameter in parameters:
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, 0.02, generator=generator)
-        done += parameter.nbytes
+    generator = torch.Generator(shards[0].destination.device).manual_seed(seed)
+    for shard in shards:
+        destination = shard.destination
+        if shard.dummy is not None:
+            destination.fill_(shard.dummy)
+        elif not destination.is_floating_point():
+            bounds = torch.iinfo(destination.dtype)
+            destination.random_(bounds.min, bounds.max, generator=generator)
+        elif destination.ndim > 1:
+            _fill_normally(shard, generator)
+        done += destination.nbytes
         on_progress(done, total)
+
+
+def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:
+    """Float8 values are normal with a deviation of `FLOAT8_DEVIATION`: their scale is theirs."""
+    destination = shard.destination
+    if destination.dtype in _COMPUTED_DTYPES and shard.store is None:
+        destination.normal_(0.0, WEIGHT_DEVIATION, generator=generator)
+        return
+    like = destination.new_empty(destination.shape, dtype=torch.bfloat16)
+    deviation = WEIGHT_DEVIATION if shard.store is not None else FLOAT8_DEVIATION
+    like.normal_(0.0, deviation, generator=generator)
+    if shard.store is None:
+        destination.copy_(like)
+    else:
+        shard.store(like)
 
 
 def _load_safetensors(
@@ -66,6 +99,7 @@ def _load_safetensors(
     folder: Path,
     on_progress: Callable[[int, int], None],
     total: int,
+    unused: tuple[str, ...],
 ) -> None:
     file_of = _locate_tensors(folder)
     missing = [name for name, _ in shards if name not in file_of]
@@ -73,7 +107,7 @@ def _load_safetensors(
     unknown = [
         name
         for name in file_of
-        if name not in wanted and not name.endswith(_COMPUTED) and name not in _OTHERS
+        if name not in wanted and not name.endswith(unused) and name not in _OTHERS
     ]
     if missing or unknown:
         listed = [
@@ -87,7 +121,7 @@ def _load_safetensors(
         with _open(file) as tensors:
             for name, shard in shards:
                 if file_of[name] == file:
-                    _copy_part(_slice_of(tensors, name, file), name, shard)
+                    _copy_part(_slice_of(tensors, name, file, shard), name, shard)
                     done += shard.destination.nbytes
                     on_progress(done, total)
 
@@ -104,25 +138,54 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor:
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
     """Copies the part of a stored tensor that a shard needs, converting its dtype."""
     shape = list(stored.get_shape())
-    if shape != shard.checkpoint_shape:
-        raise ConfigError(
-            f"the tensor {name} has the shape {shape}; by config.json it should be "
-            f"{shard.checkpoint_shape}"
-        )
+    expected = shard.checkpoint_shape
+    if shape != expected:
+        if not shard.is_scale or not _are_scales(shape, expected):
+            raise ConfigError(
+                f"the tensor {name} has the shape {shape}; by config.json it should be {expected}"
+            )
+        # scalars cannot be sliced; what is squeezed here is small
+        whole = stored[:] if shape else stored[...]
+        stored = whole.reshape(()).expand(expected) if whole.numel() == 1 else whole.view(expected)
     part = slice(shard.start, shard.start + shard.destination.shape[shard.dim])
-    shard.destination.copy_(stored[part] if shard.dim == 0 else stored[:, part])
+    found = stored[part] if shard.dim == 0 else stored[:, part]
+    if shard.store is None:
+        shard.destination.copy_(found)
+    else:
+        shard.store(found)
 
 
-def _slice_of(tensors: Any, name: str, file: Path) -> Any:
-    """Returns a tensor of an open file, to be read in part. Raises `ConfigError` if it is not there
-    or holds no floating-point numbers."""
+def _are_scales(shape: list[int], expected: list[int]) -> bool:
+    """Whether a tensor of a shape is one number, or differs from the expected one by dimensions of
+    length 1."""
+    squeezed = [length for length in shape if length != 1]
+    return not squeezed or squeezed == [length for length in expected if length != 1]
+
+
+def _slice_of(tensors: Any, name: str, file: Path, shard: WeightShard | None = None) -> Any:
+    """Returns a tensor of an open file, to be read in part.
+
+    Raises `ConfigError` if it is not there, or of another type than the shard takes: floating-point
+    numbers are converted to one another, float8 and integers must be what they are.
+    """
     try:
         stored = tensors.get_slice(name)
     except SafetensorError as error:
         raise ConfigError(f"{file} does not hold {name}, which the index locates there") from error
-    if not stored.get_dtype().startswith(("F", "BF")):
-        raise ConfigError(f"the tensor {name} of {file} is of the type {stored.get_dtype()}")
+    found = stored.get_dtype()
+    expected = _stored_dtypes(shard)
+    if found not in expected:
+        raise ConfigError(
+            f"the tensor {name} of {file} is of the type {found}; it should be one of "
+            f"{', '.join(expected)}"
+        )
     return stored
+
+
+def _stored_dtypes(shard: WeightShard | None) -> Sequence[str]:
+    """Returns the types, by their names in safetensors files, that a shard takes."""
+    dtype = None if shard is None or shard.store is not None else shard.destination.dtype
+    return _STORED_DTYPES.get(dtype, ("F16", "BF16", "F32", "F64"))
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:

@@ -15,6 +15,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_json
 from aioinfer.models.decoder import CausalLM
+from aioinfer.models.quantization import read_quantization
 
 
 class Family(NamedTuple):
@@ -58,23 +59,27 @@ class ModelConfig(Protocol):
     def check_tensor_parallel(self, size: int) -> None: ...
 
 
-def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
+def load_model_config(
+    folder: Path, *, trust_remote_code: bool = False, quantization: str = "auto"
+) -> ModelConfig:
     """Reads `config.json` of a model folder.
 
     Args:
         trust_remote_code: whether code that the checkpoint brings may run.
+        quantization: `model.quantization`; see `read_quantization`.
 
     Raises:
         ConfigError: it is missing, lacks a field, or the model is not supported.
     """
     config = _read_decoder(folder)
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "quantized safetensors are not supported: use the model's bfloat16 or "
-            "float16 weights, or a GGUF file"
-        )
+    quantized = read_quantization(config, quantization)
     family = _find_family(config)
     if family is None:
+        if quantized is not None:
+            raise ConfigError(
+                f"{config.get('architectures')}: quantized weights are supported for "
+                f"{', '.join(FAMILIES)} alone"
+            )
         from aioinfer.models.fallback import FallbackConfig
 
         try:
@@ -103,6 +108,7 @@ def build_model(
     *,
     served_len: int | None = None,
     trust_remote_code: bool = False,
+    quantization: str = "auto",
 ) -> CausalLM:
     """Returns this rank's part of the model in a folder, its weights unset.
 
@@ -112,6 +118,7 @@ def build_model(
         served_len: the longest sequence that is served, if that is not the model's own limit; some
             variants of RoPE depend on it.
         trust_remote_code: whether code that the checkpoint brings may run.
+        quantization: `model.quantization`; see `read_quantization`.
 
     Raises:
         ConfigError: as `load_model_config`, or the ranks do not divide the model.
@@ -125,7 +132,14 @@ def build_model(
         return FallbackModel(own, backend, trust_remote_code=trust_remote_code)
     config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size)
-    make = LayerMaker(backend, config.hidden_size, config.max_len, config.norm_eps, served_len)
+    make = LayerMaker(
+        backend,
+        config.hidden_size,
+        config.max_len,
+        config.norm_eps,
+        served_len,
+        read_quantization(json, quantization),
+    )
     return _load_class(family.module, family.model)(config, make)
 
 

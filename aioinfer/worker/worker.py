@@ -126,8 +126,10 @@ class Worker:
         """
         config = self._config
         device_name = self._set_up_device()
-        trusted = config.model.trust_remote_code
-        model_config = load_model_config(self._folder, trust_remote_code=trusted)
+        trusted, quantization = config.model.trust_remote_code, config.model.quantization
+        model_config = load_model_config(
+            self._folder, trust_remote_code=trusted, quantization=quantization
+        )
         self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(self.device, dtype, self._group)
@@ -137,6 +139,7 @@ class Worker:
                 self._backend,
                 served_len=config.model.max_model_len,
                 trust_remote_code=trusted,
+                quantization=quantization,
             )
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         self._groups = group_layers(self._model.kv_specs)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm
-from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and those serve prefill as well.
@@ -32,15 +32,22 @@ class DenseWeight:
         sources: whose rows it holds, one after the other.
         columns: the input features that this rank has.
         backend: of the rank.
+        weight: [out, in], for a weight that is loaded in another format; by default a new tensor.
     """
 
-    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        columns: Shard,
+        backend: Backend,
+        weight: torch.Tensor | None = None,
+    ):
         self._sources = sources
         self._columns = columns
         rows = sum(source.rows.size for source in sources)
-        self.weight: torch.Tensor | None = torch.empty(
-            rows, columns.size, dtype=backend.dtype, device=backend.device
-        )
+        if weight is None:
+            weight = torch.empty(rows, columns.size, dtype=backend.dtype, device=backend.device)
+        self.weight: torch.Tensor | None = weight
         self._packed: PackedWeight | None = None
 
     def weight_shards(self) -> NamedShards:
@@ -50,11 +57,8 @@ class DenseWeight:
         for source in self._sources:
             part = self.weight[first : first + source.rows.size]
             first += source.rows.size
-            if self._columns.size < self._columns.total:
-                shard = WeightShard(part, 1, self._columns.start, self._columns.total)
-            else:
-                shard = WeightShard(part, 0, source.rows.start, source.rows.total)
-            yield f"{source.name}.weight", shard
+            dim, shard = sharded_part(source.rows, self._columns)
+            yield f"{source.name}.weight", WeightShard(part, dim, shard.start, shard.total)
 
     def reorder_rows(self, order: torch.Tensor) -> None:
         """See `WeightFormat.reorder_rows`."""
@@ -103,8 +107,14 @@ class DenseWeight:
 class KernelDenseWeight(DenseWeight):
     """A weight computed with by our kernels and cuBLAS."""
 
-    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
-        super().__init__(sources, columns, backend)
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        columns: Shard,
+        backend: Backend,
+        weight: torch.Tensor | None = None,
+    ):
+        super().__init__(sources, columns, backend, weight)
         from aioinfer.kernels.activation import gated_activation
         from aioinfer.kernels.gated_product import gated_product, supports, use_fused
         from aioinfer.kernels.linear import skinny_linear
@@ -178,10 +188,15 @@ class KernelDenseWeight(DenseWeight):
             total.addmm_(x, self._loaded.t())
 
 
-def make_dense(sources: Sequence[Source], columns: Shard, backend: Backend) -> DenseWeight:
-    """Returns the dense weight for the backend."""
+def make_dense(
+    sources: Sequence[Source],
+    columns: Shard,
+    backend: Backend,
+    weight: torch.Tensor | None = None,
+) -> DenseWeight:
+    """Returns the dense weight for the backend; arguments as in `DenseWeight`."""
     kind = KernelDenseWeight if backend.has_kernels else DenseWeight
-    return kind(sources, columns, backend)
+    return kind(sources, columns, backend, weight)
 
 
 class PackedWeight:

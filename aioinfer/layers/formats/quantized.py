@@ -1,0 +1,93 @@
+"""What the formats of quantized weights have in common: products with the dequantized weight.
+
+A format with kernels of its own overrides the products. Without them, on CPUs and for shapes that
+kernels do not take, the weight is dequantized once, when it is loaded, and computed with as a dense
+one: as exact, and no smaller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.dense import DenseWeight, make_dense
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.shards import NamedShards, Shard, Source
+
+
+class QuantizedWeight(ABC):
+    """Implements `WeightFormat` with the dequantized weight.
+
+    Args:
+        sources: whose rows it holds, one after the other.
+        columns: the input features that this rank has.
+        backend: of the rank.
+    """
+
+    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+        self._sources, self._columns, self._backend = sources, columns, backend
+        self._out = sum(source.rows.size for source in sources)
+        #: the place in checkpoint order of each output feature, or None for the same order
+        self._row_order: torch.Tensor | None = None
+        self._dense: DenseWeight | None = None
+
+    @abstractmethod
+    def weight_shards(self) -> NamedShards:
+        """See `WeightFormat.weight_shards`."""
+
+    @abstractmethod
+    def dequantized(self) -> torch.Tensor:
+        """Returns the loaded weight in float32 [out, in], its rows in checkpoint order."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drops what was loaded: `finalize` has prepared what is computed with."""
+
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        """See `WeightFormat.reorder_rows`. The rows are moved in `finalize`."""
+        self._row_order = order if self._row_order is None else self._row_order[order]
+
+    def finalize(self) -> None:
+        """Dequantizes the weight, in the backend's dtype."""
+        weight = self.dequantized().to(self._backend.dtype)
+        if self._row_order is not None:
+            weight = weight[self._row_order.to(weight.device)]
+        self.release()
+        self._dense = make_dense(self._sources, self._columns, self._backend, weight)
+        self._dense.finalize()
+
+    @property
+    def _product(self) -> DenseWeight:
+        assert self._dense is not None, "finalize was not called"
+        return self._dense
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        return self._product.multiply(x, bias, out)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """See `WeightFormat.fuses_norm`."""
+        return self._product.fuses_norm(rows)
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply_normed`."""
+        return self._product.multiply_normed(x, norm, out)
+
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """See `WeightFormat.multiply_gated`."""
+        return self._product.multiply_gated(x, norm)
+
+    def warm_up_gated(self) -> None:
+        """See `WeightFormat.warm_up_gated`."""
+        self._product.warm_up_gated()
+
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """See `WeightFormat.add_product`."""
+        self._product.add_product(x, total)

@@ -1,0 +1,113 @@
+"""How the weights of linear layers are stored in quantized checkpoints, as data.
+
+`models.quantization` reads these from `config.json`; the weight formats beside this module load and
+multiply what they describe (`make.make_weight` picks the format).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from aioinfer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledScheme:
+    """Weights of one byte with float32 scales: weight = stored value * scale.
+
+    Attributes:
+        kind: "fp8" (e4m3fn) or "int8".
+        block: output and input features that share a scale, or None for a scale per output feature.
+            (A scale per tensor is read as the same for each of its output features.)
+        scales: the name that the scales have in the checkpoint: "weight_scale" or
+            "weight_scale_inv". Weights are multiplied with either.
+        inputs: how activations are quantized: "dynamic", with a scale per token that is computed
+            from them (with `block`, per token and `block[1]` input features); "static", with the
+            scale `input_scale` of the checkpoint; or "none": they keep their dtype.
+        is_online: the checkpoint holds weights of 16 or 32 bits, which are quantized while they are
+            loaded.
+    """
+
+    kind: Literal["fp8", "int8"]
+    block: tuple[int, int] | None = None
+    scales: str = "weight_scale"
+    inputs: Literal["dynamic", "static", "none"] = "dynamic"
+    is_online: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScheme:
+    """Weights in 4 or 8 bits, of which neighbouring inputs share a scale; activations keep their
+    dtype. weight = (stored integer - zero point) * scale.
+
+    Attributes:
+        layout: how integers are packed: "gptq" (zero points are stored less 1), "gptq_v2" (as they
+            are), "awq", or "packed" (compressed-tensors' pack-quantized).
+        bits: of an integer, 4 or 8.
+        group_size: inputs that share a scale, or None for all inputs of a row.
+        has_zeros: each group has a zero point; otherwise it is 2 ** (bits - 1).
+        has_order: groups are of inputs in another order, which the tensor `g_idx` (or
+            `weight_g_idx`) gives: that of falling activations (GPTQ's `desc_act`).
+    """
+
+    layout: Literal["gptq", "gptq_v2", "awq", "packed"]
+    bits: int
+    group_size: int | None
+    has_zeros: bool
+    has_order: bool = False
+
+
+Scheme = ScaledScheme | GroupScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which linear layers of a model are quantized, and how.
+
+    Attributes:
+        name: for people, such as "compressed-tensors" or "fp8".
+        groups: pairs of patterns and the scheme of the modules that one of them matches; the first
+            group that matches holds.
+        ignored: patterns of modules that are not quantized.
+        unused: ends of the names of tensors that such checkpoints have and nobody needs.
+    """
+
+    name: str
+    groups: Sequence[tuple[Sequence[str], Scheme]]
+    ignored: Sequence[str] = ()
+    unused: Sequence[str] = ()
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Returns the scheme of a linear layer, by its name in the checkpoint, such as
+        "model.layers.0.mlp.down_proj"; None if it is not quantized."""
+        if any(_matches(pattern, module) for pattern in self.ignored):
+            return None
+        for patterns, scheme in self.groups:
+            if any(pattern == "Linear" or _matches(pattern, module) for pattern in patterns):
+                return scheme
+        return None
+
+    def scheme_of_all(self, modules: Sequence[str]) -> Scheme | None:
+        """Returns the scheme of modules that are computed as one.
+
+        Raises:
+            ConfigError: they have different ones.
+        """
+        schemes = [self.scheme_of(module) for module in modules]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise ConfigError(
+                f"{', '.join(modules)} are computed as one product, but quantization_config gives "
+                "them different schemes"
+            )
+        return schemes[0]
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module, or one that it lies in: "re:" and a regular expression, or
+    consecutive parts of its name, such as "lm_head", "model.layers.0" or "mlp.gate"."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return f".{pattern}." in f".{module}."
