@@ -112,6 +112,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": False,
         },
     ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe without groups": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True},
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral window, all experts": ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 4}),
+    "olmoe": ("olmoe", {}),
+    "olmoe normalized": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 8}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe dense layer": ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe dense layer": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "norm_topk_prob": True, "num_experts_per_tok": 1},
+    ),
     "linear": ("llama", rope("linear")),
     "llama3": (
         "llama",
@@ -194,9 +210,9 @@ def test_decodes_alone(case: Case):
 
 
 def test_bytes_of_the_weights(case: Case):
-    assert case.ours.weights_bytes == sum(
-        parameter.nbytes for parameter in case.theirs.parameters()
-    )
+    biases = [b for name, b in case.theirs.named_buffers() if "correction_bias" in name]
+    parameters = [*case.theirs.parameters(), *biases]
+    assert case.ours.weights_bytes == sum(parameter.nbytes for parameter in parameters)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])

@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import perplexity
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import perplexity
 from tests.real_tokenizers import smollm2_folder
 from tests.tiny_models import tiny_model
 

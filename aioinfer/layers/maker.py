@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from aioinfer.layers.attention import Attention, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
+from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, SharedExpert
+from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.schemes import Quantization
 from aioinfer.layers.kv_cache import AttentionShape
@@ -25,6 +27,19 @@ class Loadable(Protocol):
     def weight_shards(self) -> NamedShards: ...
 
     def finalize(self) -> None: ...
+
+
+class MixtureConfig(Protocol):
+    """What `LayerMaker.mixture_or_mlp` reads of a model's configuration."""
+
+    @property
+    def mixture(self) -> MixtureShape | None: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def activation(self) -> str: ...
 
 
 class LayerMaker:
@@ -201,7 +216,70 @@ class LayerMaker:
         self._to_prepare.append(mlp)
         return mlp
 
+    def mixture_or_mlp(
+        self,
+        name: str,
+        number: int,
+        config: MixtureConfig,
+        norm: RMSNorm,
+        *,
+        shared: str = "shared_expert",
+    ) -> MixtureMLP | GatedMLP:
+        """Returns the mixture of experts of layer `number`, or its gated MLP if it has no experts;
+        arguments as in `mixture`."""
+        shape = config.mixture
+        if shape is None or number in shape.dense_layers:
+            size, activation = config.intermediate_size, config.activation
+            return self.gated_mlp(name, size, norm=norm, activation=activation)
+        return self.mixture(name, shape, norm=norm, activation=config.activation, shared=shared)
+
+    def mixture(
+        self,
+        name: str,
+        shape: MixtureShape,
+        *,
+        norm: RMSNorm,
+        activation: str = "silu",
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        shared: str = "shared_expert",
+    ) -> MixtureMLP:
+        """Returns the mixture of experts of the checkpoint module `name`.
+
+        Args:
+            shape: of all ranks together.
+            norm: of the residual stream before it.
+            activation: of the gates; see `mlp.ACTIVATIONS`.
+            projections: the modules of an expert: gate, up and down.
+            shared: the module of the expert that all tokens take; with `_gate` behind it, that of
+                its gate.
+        """
+
+        def expert(module: str, channels: int) -> Expert:
+            shard = row_shard(channels, self.backend)
+            gate, up, down = (f"{name}.{module}.{projection}" for projection in projections)
+            weights = (
+                self._weight([Source(gate, shard), Source(up, shard)], whole),
+                self._weight([Source(down, whole)], shard),
+            )
+            return Expert(*weights, activation)
+
+        whole = Shard.whole(self.hidden_size)
+        routing = shape.routing
+        router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
+        experts = [
+            expert(f"experts.{number}", shape.expert_size) for number in range(routing.num_experts)
+        ]
+        of_all = None
+        if shape.shared_size:
+            gate = f"{name}.{shared}_gate" if shape.is_shared_gated else None
+            whole_expert = expert(shared, shape.shared_size)
+            of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
+        return self._keep(MixtureMLP(router, experts, of_all, norm, self.backend))
+
     # ---------------------------------------------------------------- parts
+
+    def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
+        return make_weight(sources, columns, self.backend, self.quantization)
 
     def _keep(self, layer: Any) -> Any:
         self._layers.append(layer)
@@ -243,13 +321,12 @@ class LayerMaker:
         ]
 
     def _column(self, sources: list[Source], *, bias: bool) -> ColumnParallelLinear:
-        whole = Shard.whole(self.hidden_size)
-        weight = make_weight(sources, whole, self.backend, self.quantization)
+        weight = self._weight(sources, Shard.whole(self.hidden_size))
         return self._keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
 
     def _row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
         source = Source(name, Shard.whole(self.hidden_size))
-        weight = make_weight([source], columns, self.backend, self.quantization)
+        weight = self._weight([source], columns)
         linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)
         return self._keep(linear)
 

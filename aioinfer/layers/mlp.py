@@ -34,7 +34,12 @@ class GatedMLP:
         activation: of `ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
         backend: of the rank.
+
+    Attributes:
+        supports_graphs: whether a CUDA graph can hold it.
     """
+
+    supports_graphs = True
 
     def __init__(
         self,

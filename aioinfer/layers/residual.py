@@ -65,6 +65,14 @@ class ResidualStream:
         assert self._partial is None
         self._partial = partial
 
+    def add_over_ranks(self, part: torch.Tensor) -> None:
+        """Adds the sum of the ranks' `part` [T, hidden_size], which may be written to."""
+        all_reduce = self._backend.all_reduce
+        if all_reduce is not None:
+            self.add_partial(all_reduce.partial[: len(part)].copy_(part))
+        else:
+            self.hidden.add_(self._backend.group.all_reduce(part))
+
     def select(self, rows: torch.Tensor) -> None:
         """Keeps the tokens `rows` (int32 [S]) alone."""
         self._hidden = self.hidden.index_select(0, rows)

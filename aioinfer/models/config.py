@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.experts import MixtureShape
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.fields import check_fields, check_shape
@@ -46,6 +47,8 @@ class DecoderConfig:
         windows: of each layer, the sliding window in tokens, or None.
         max_len: the longest sequence that the model was made for.
         dtype: of the checkpoint.
+        mixture: the experts of layers that have them.
+        unused_layers: how many layers behind the last one checkpoints have.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
@@ -64,6 +67,8 @@ class DecoderConfig:
     rope: RopeConfig
     windows: tuple[int | None, ...]
     dtype: torch.dtype
+    mixture: MixtureShape | None = None
+    unused_layers: int = 0
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -141,13 +146,17 @@ class DecoderConfig:
         if not self._divides(size):
             sizes = range(1, self.num_heads + 1)
             fitting = ", ".join(str(number) for number in sizes if self._divides(number))
+            mixture = self.mixture
+            experts = "" if mixture is None else f", experts of {mixture.expert_size} channels"
             raise ConfigError(
                 f"parallel.tensor_parallel_size = {size} does not divide this model "
                 f"({self.num_heads} heads, {self.num_kv_heads} KV heads, intermediate size "
-                f"{self.intermediate_size}); these do: {fitting}"
+                f"{self.intermediate_size}{experts}); these do: {fitting}"
             )
 
     def _divides(self, size: int) -> bool:
+        if self.mixture is not None and not self.mixture.divides(size):
+            return False
         kv_fit = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
         return self.num_heads % size == 0 and kv_fit and self.intermediate_size % size == 0
 
@@ -197,6 +206,20 @@ def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = 
             )
     rotary_size = int(_head_size(config) * rotated) if rotated and rotated != 1 else None
     return RopeConfig(float(theta), kind, scaling, rotary_size)
+
+
+def read_num_experts(config: Mapping[str, Any]) -> int:
+    """Returns how many experts a layer has, of which transformers 5 writes the number under another
+    name than families' own. Raises KeyError if it is missing, `ConfigError` if a token would take
+    more."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((config[name] for name in names if config.get(name) is not None), None)
+    if count is None:
+        raise KeyError(names[0])
+    for name in ("num_experts_per_tok", "n_group"):
+        if (config.get(name) or 1) > count:
+            raise ConfigError(f"{name} = {config[name]} exceeds the {count} experts")
+    return cast(int, count)
 
 
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

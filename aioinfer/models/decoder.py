@@ -17,6 +17,7 @@ from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
+from aioinfer.layers.experts import MixtureMLP
 from aioinfer.layers.kv_cache import KVCache
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mlp import GatedMLP
@@ -155,7 +156,7 @@ class DecoderLayer:
     """One layer: attention and MLP, each with its norms and its sum into the residual stream."""
 
     attention: Attention
-    mlp: GatedMLP
+    mlp: GatedMLP | MixtureMLP
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """Adds the layer's results to the stream; see `Attention` for `is_last`."""
@@ -185,6 +186,7 @@ class DecoderModel:
         head: LMHead | None = None,
     ):
         self._make = make
+        self._unused_layers = config.unused_layers
         self.finishes_with_hidden_states = True
         self.backend = make.backend
         self.hidden_size = config.hidden_size
@@ -211,11 +213,17 @@ class DecoderModel:
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
     ) -> None:
         """See `CausalLM.load`."""
-        quantization = self._make.quantization
-        unused = () if quantization is None else quantization.unused
         shards = list(self.weight_shards())
-        load_weights(shards, folder, load_format, seed, on_progress, unused)
+        load_weights(shards, folder, load_format, seed, on_progress, self._is_unused)
         self.finalize()
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether a checkpoint may have a tensor that the model does not need."""
+        quantization, first = self._make.quantization, len(self.layers)
+        layers = range(first, first + self._unused_layers)
+        return name.endswith(() if quantization is None else tuple(quantization.unused)) or any(
+            name.startswith(f"model.layers.{number}.") for number in layers
+        )
 
     def bind(
         self,
@@ -259,7 +267,7 @@ class DecoderModel:
     @property
     def supports_graphs(self) -> bool:
         """See `CausalLM.supports_graphs`."""
-        return self._plans is not None
+        return self._plans is not None and all(layer.mlp.supports_graphs for layer in self.layers)
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`."""

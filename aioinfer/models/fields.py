@@ -17,6 +17,7 @@ _INT32_MAX = 2**31 - 1
 #: Far beyond any published model; each layer costs memory before its weights are looked for.
 _MAX_LAYERS = 4096
 _MAX_HEADS = 2**16
+_MAX_EXPERTS = 2**16
 
 
 class _Number(NamedTuple):
@@ -41,6 +42,18 @@ _COUNTS = {
     "sliding_window": _Number(0, _INT32_MAX),
     "sliding_window_pattern": _Number(1, _INT32_MAX),
     "max_window_layers": _Number(0, _INT32_MAX),
+    "num_experts": _Number(1, _MAX_EXPERTS),
+    "num_local_experts": _Number(1, _MAX_EXPERTS),
+    "n_routed_experts": _Number(1, _MAX_EXPERTS),
+    "num_experts_per_tok": _Number(1, _MAX_EXPERTS),
+    "n_group": _Number(1, _MAX_EXPERTS),
+    "topk_group": _Number(1, _MAX_EXPERTS),
+    "num_nextn_predict_layers": _Number(0, _MAX_LAYERS),
+    "n_shared_experts": _Number(0, _MAX_EXPERTS),
+    "moe_intermediate_size": _Number(1, _INT32_MAX),
+    "shared_expert_intermediate_size": _Number(0, _INT32_MAX),
+    "decoder_sparse_step": _Number(1, _MAX_LAYERS),
+    "first_k_dense_replace": _Number(0, _MAX_LAYERS),
 }
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
@@ -54,10 +67,11 @@ _FLOATS = {
     "residual_multiplier": _Number(-math.inf),
     "attention_multiplier": _Number(-math.inf),
     "logits_scaling": _Number(0, is_open=True),
+    "routed_scaling_factor": _Number(0, is_open=True),
 }
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
-    "use_bidirectional_attention",
+    "use_bidirectional_attention", "norm_topk_prob", "qkv_bias", "use_qk_norm",
 )  # fmt: skip
 _TEXTS = ("hidden_act", "hidden_activation", "dtype", "torch_dtype")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -102,6 +116,10 @@ def check_fields(config: Mapping[str, Any]) -> None:
             _check_type(name, value, str, "a text")
         elif name == "layer_types":
             _check_layer_types(value)
+        elif name == "mlp_only_layers":
+            _check_type(name, value, list, "a list of numbers")
+            for number in value:
+                _check_number(name, number, _Number(0, _MAX_LAYERS), whole=True)
         elif name in _ROPES:
             _check_rope(name, value)
 

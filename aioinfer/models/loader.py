@@ -37,7 +37,7 @@ def load_weights(
     load_format: str,
     seed: int,
     on_progress: Callable[[int, int], None],
-    unused: Sequence[str] = (),
+    is_unused: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Fills every parameter.
 
@@ -47,7 +47,7 @@ def load_weights(
         load_format: "dummy" for random weights, else safetensors.
         seed: of random weights.
         on_progress: called with the bytes that are done and that there are.
-        unused: ends of the names of tensors that may be there and are not read.
+        is_unused: whether a tensor of a name may be there that no parameter needs.
 
     Raises:
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
@@ -56,7 +56,7 @@ def load_weights(
     if load_format == "dummy":
         _fill_at_random([shard for _, shard in shards], seed, on_progress, total)
     else:
-        _load_safetensors(shards, folder, on_progress, total, (*_COMPUTED, *unused))
+        _load_safetensors(shards, folder, on_progress, total, is_unused)
 
 
 def _fill_at_random(
@@ -99,7 +99,7 @@ def _load_safetensors(
     folder: Path,
     on_progress: Callable[[int, int], None],
     total: int,
-    unused: tuple[str, ...],
+    is_unused: Callable[[str], bool],
 ) -> None:
     file_of = _locate_tensors(folder)
     missing = [name for name, _ in shards if name not in file_of]
@@ -107,7 +107,10 @@ def _load_safetensors(
     unknown = [
         name
         for name in file_of
-        if name not in wanted and not name.endswith(unused) and name not in _OTHERS
+        if name not in wanted
+        and not name.endswith(_COMPUTED)
+        and name not in _OTHERS
+        and not is_unused(name)
     ]
     if missing or unknown:
         listed = [

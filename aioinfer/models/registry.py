@@ -31,13 +31,18 @@ FAMILIES = {
     "Gemma2ForCausalLM": Family("gemma2", "Gemma2Config", "Gemma2Model"),
     "Gemma3ForCausalLM": Family("gemma3", "Gemma3Config", "Gemma3Model"),
     "Glm4ForCausalLM": Family("glm4", "Glm4Config", "Glm4Model"),
+    "Glm4MoeForCausalLM": Family("glm4_moe", "Glm4MoeConfig", "Glm4MoeModel"),
     "GraniteForCausalLM": Family("granite", "GraniteConfig", "GraniteModel"),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaModel"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaModel"),
+    "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralModel"),
     "Olmo2ForCausalLM": Family("olmo2", "Olmo2Config", "Olmo2Model"),
+    "OlmoeForCausalLM": Family("olmoe", "OlmoeConfig", "OlmoeModel"),
     "Phi3ForCausalLM": Family("phi3", "Phi3Config", "Phi3Model"),
     "Qwen2ForCausalLM": Family("qwen", "Qwen2Config", "QwenModel"),
+    "Qwen2MoeForCausalLM": Family("qwen_moe", "Qwen2MoeConfig", "QwenMoeModel"),
     "Qwen3ForCausalLM": Family("qwen", "Qwen3Config", "QwenModel"),
+    "Qwen3MoeForCausalLM": Family("qwen_moe", "Qwen3MoeConfig", "QwenMoeModel"),
 }
 
 

@@ -1,0 +1,260 @@
+"""Mixtures of experts: an MLP of which each token takes a few of many (Shazeer et al. 2017).
+
+The router scores the experts for each token; the outputs of the best are summed, weighted by their
+scores. Tensor-parallel ranks have some channels of every expert each, and all of the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.mlp import ACTIVATIONS
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import NamedShards, WeightShard
+from aioinfer.layers.step import Step
+
+#: Keeps the sum of scores from being zero, as DeepSeek-V3's published code does.
+_SMALLEST = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How the experts of a token are selected.
+
+    Attributes:
+        num_experts: how many there are.
+        top_k: how many a token takes.
+        scores: "softmax" over all experts, or "sigmoid" of each.
+        is_normalized: whether the scores of a token's experts are divided by their sum.
+        scale: multiplied with the scores that remain.
+        has_bias: a bias is added to the scores for the selection alone (DeepSeek-V3, DeepSeek-AI
+            2024), and experts are taken from the best groups alone.
+        num_groups, top_groups: how many groups of experts there are, and how many of them a token's
+            experts may come from; a group's score is the sum of its two best.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalized: bool = True
+    scale: float = 1.0
+    has_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """A mixture of experts.
+
+    Attributes:
+        routing: how experts are selected.
+        expert_size: channels of each expert, of all ranks together.
+        shared_size: channels of the expert that every token takes, 0 for none.
+        is_shared_gated: whether the output of that expert is multiplied with a sigmoid of the
+            token's own (Qwen2-MoE).
+        dense_layers: numbers of the layers that have a dense MLP instead.
+    """
+
+    routing: Routing
+    expert_size: int
+    shared_size: int = 0
+    is_shared_gated: bool = False
+    dense_layers: frozenset[int] = frozenset()
+
+    def divides(self, size: int) -> bool:
+        """Whether `size` tensor-parallel ranks can have equal parts of each expert."""
+        return self.expert_size % size == 0 and self.shared_size % size == 0
+
+
+class Router:
+    """Selects the experts of each token, in float32; the same on every rank.
+
+    Args:
+        name: of the checkpoint module.
+        routing: how.
+        hidden_size: of the tokens.
+        backend: of the rank.
+    """
+
+    def __init__(self, name: str, routing: Routing, hidden_size: int, backend: Backend):
+        self.routing = routing
+        self._name = name
+        shape = routing.num_experts, hidden_size
+        self.weight = torch.zeros(shape, dtype=torch.float32, device=backend.device)
+        self.bias: torch.Tensor | None = None
+        if routing.has_bias:
+            self.bias = torch.zeros(routing.num_experts, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where the checkpoint's tensors go."""
+        yield f"{self._name}.weight", WeightShard(self.weight)
+        if self.bias is not None:
+            yield f"{self._name}.e_score_correction_bias", WeightShard(self.bias)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (weights float32 [T, top_k], experts int64 [T, top_k]) for x [T, hidden_size]."""
+        routing = self.routing
+        logits = F.linear(x.float(), self.weight)
+        scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+        preferred = scores if self.bias is None else scores + self.bias
+        if routing.top_groups < routing.num_groups:
+            preferred = self._of_best_groups(preferred)
+        experts = preferred.topk(routing.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if routing.is_normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST)
+        return weights * routing.scale, experts
+
+    def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns scores [T, num_experts] with those of experts out of the best groups -inf."""
+        groups = scores.unflatten(1, (self.routing.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.routing.top_groups, dim=-1).indices
+        is_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
+        is_out.scatter_(1, best, False)
+        return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+class Expert:
+    """A gated MLP without norms and sums: this rank's channels of one expert.
+
+    Args:
+        gate_up: the channels of the gate, then of up.
+        down: the second projection, for these channels.
+        activation: of `ACTIVATIONS`.
+    """
+
+    def __init__(self, gate_up: WeightFormat, down: WeightFormat, activation: str):
+        self.gate_up, self.down = gate_up, down
+        self._activation = ACTIVATIONS[activation]
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's parts of the checkpoint's tensors go."""
+        yield from self.gate_up.weight_shards()
+        yield from self.down.weight_shards()
+
+    def finalize(self) -> None:
+        """Prepares the loaded weights for the device."""
+        self.gate_up.finalize()
+        self.down.finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the output [T, hidden_size], to be summed over the ranks, for
+        x [T, hidden_size]."""
+        gate, up = self.gate_up.multiply(x).chunk(2, dim=-1)
+        return self.down.multiply(self._activation(gate).mul_(up))
+
+
+class SharedExpert:
+    """The expert that every token takes.
+
+    Args:
+        expert: the MLP.
+        gate: name of the checkpoint module of the sigmoid that is multiplied with its output, or
+            None.
+        hidden_size: of the tokens.
+        backend: of the rank.
+    """
+
+    def __init__(self, expert: Expert, gate: str | None, hidden_size: int, backend: Backend):
+        self._expert = expert
+        self._gate_name = gate
+        self._gate: torch.Tensor | None = None
+        if gate is not None:
+            self._gate = torch.zeros(1, hidden_size, dtype=backend.dtype, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's parts of the checkpoint's tensors go."""
+        yield from self._expert.weight_shards()
+        if self._gate is not None:
+            yield f"{self._gate_name}.weight", WeightShard(self._gate)
+
+    def finalize(self) -> None:
+        """Prepares the loaded weights for the device."""
+        self._expert.finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the output [T, hidden_size] for x [T, hidden_size]."""
+        output = self._expert(x)
+        return output if self._gate is None else output * F.linear(x, self._gate).sigmoid()
+
+
+class MixtureMLP:
+    """The experts of one layer on one rank, with their norm and their sum into the residual stream.
+    Made by `LayerMaker.mixture`.
+
+    Each expert that has tokens is multiplied with in turn, which asks the device how many tokens
+    each has: no graph can hold that.
+
+    Args:
+        router: selects experts.
+        experts: all of them.
+        shared: the expert of all tokens, or None.
+        norm: of the residual stream before router and experts.
+        backend: of the rank.
+    """
+
+    supports_graphs = False
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Sequence[Expert],
+        shared: SharedExpert | None,
+        norm: RMSNorm,
+        backend: Backend,
+    ):
+        self.router, self.experts, self._shared = router, experts, shared
+        self._norm = norm
+        self._backend = backend
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's parts of the checkpoint's tensors go."""
+        yield from self.router.weight_shards()
+        for expert in self.experts:
+            yield from expert.weight_shards()
+        if self._shared is not None:
+            yield from self._shared.weight_shards()
+
+    def finalize(self) -> None:
+        """Prepares the loaded weights for the device."""
+        for expert in self.experts:
+            expert.finalize()
+        if self._shared is not None:
+            self._shared.finalize()
+
+    def warm_up(self) -> None:
+        """Does nothing: there are no configurations to select among."""
+
+    def __call__(self, stream: ResidualStream, step: Step) -> None:
+        """Adds the mixture of the stream's tokens to the stream."""
+        x = stream.normed(self._norm)
+        output = self._mix(x)
+        if self._shared is not None:
+            output += self._shared(x)
+        stream.add_over_ranks(output)
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]."""
+        weights, chosen = self.router(x)
+        order = chosen.flatten().argsort(stable=True)
+        tokens = order // chosen.shape[1]
+        weights = weights.flatten()[order].unsqueeze(1)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        total = torch.zeros_like(x)
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                here = slice(first, first + count)
+                output = expert(x[tokens[here]]) * weights[here].to(x.dtype)
+                total.index_add_(0, tokens[here], output)
+                first += count
+        return total

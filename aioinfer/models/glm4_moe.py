@@ -1,0 +1,74 @@
+"""GLM-4-MoE (GLM-4.5, Zeng et al. 2025): DeepSeek-V3's routing behind attention with RoPE over half
+of the channels; the first layers have a dense MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from aioinfer.layers.experts import MixtureShape, Routing
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.config import DecoderConfig, read_num_experts
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4MoeConfig(DecoderConfig):
+    """`attention_bias` is of queries, keys and values, `head_norms` of queries and keys."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+
+    mixture: MixtureShape
+    attention_bias: bool = False
+    head_norms: bool = False
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the experts, biases and norms. Checkpoints have a layer more than the model, which
+        predicts further tokens and is not computed."""
+        return {
+            "mixture": read_deepseek_mixture(config),
+            "attention_bias": bool(config.get("attention_bias", False)),
+            "head_norms": bool(config.get("use_qk_norm", False)),
+            "unused_layers": config.get("num_nextn_predict_layers") or 0,
+        }
+
+
+def read_deepseek_mixture(config: Mapping[str, Any]) -> MixtureShape:
+    """Returns experts that are routed as in DeepSeek-V3: sigmoid scores with a bias for the
+    selection, groups, shared experts, which are computed as one, and first layers without."""
+    routing = Routing(
+        read_num_experts(config),
+        config["num_experts_per_tok"],
+        scores="sigmoid",
+        is_normalized=bool(config.get("norm_topk_prob", True)),
+        scale=config.get("routed_scaling_factor") or 1.0,
+        has_bias=True,
+        num_groups=config.get("n_group") or 1,
+        top_groups=config.get("topk_group") or 1,
+    )
+    size, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
+    first = config.get("first_k_dense_replace") or 0
+    return MixtureShape(routing, size, size * shared, dense_layers=frozenset(range(first)))
+
+
+class Glm4MoeModel(DecoderModel):
+    """Pre-normed attention, and experts in the place of the MLP in all but the first layers."""
+
+    def __init__(self, config: Glm4MoeConfig, make: LayerMaker):
+        def layer(number: int) -> DecoderLayer:
+            prefix = f"model.layers.{number}"
+            attention = make.attention(
+                f"{prefix}.self_attn",
+                **config.attention_shape(number),
+                norm=make.norm(f"{prefix}.input_layernorm"),
+                bias=config.attention_bias,
+                head_norms=config.head_norms,
+            )
+            norm = make.norm(f"{prefix}.post_attention_layernorm")
+            name = f"{prefix}.mlp"
+            mlp = make.mixture_or_mlp(name, number, config, norm, shared="shared_experts")
+            return DecoderLayer(attention, mlp)
+
+        super().__init__(config, make, layer)

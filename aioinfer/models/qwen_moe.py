@@ -1,0 +1,79 @@
+"""Qwen2-MoE, with an expert that every token takes, and Qwen3-MoE, which norms queries and keys by
+head and has no such expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from aioinfer.layers.experts import MixtureShape, Routing
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.config import read_num_experts
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.qwen import Qwen2Config, Qwen3Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2MoeConfig(Qwen2Config):
+    """The experts, beside what Qwen2 has."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"shared_expert_intermediate_size": 5632}
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the experts and the biases."""
+        shared = config["shared_expert_intermediate_size"]
+        own = {"mixture": _read_mixture(config, shared)}
+        return {**Qwen2Config.own_fields(config), **own, "qkv_bias": config.get("qkv_bias", True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig(Qwen3Config):
+    """The experts, beside what Qwen3 has."""
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the experts."""
+        return {**Qwen3Config.own_fields(config), "mixture": _read_mixture(config, 0)}
+
+
+def _read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
+    """Returns the experts. Layers in `mlp_only_layers` have none, and of the others only every
+    `decoder_sparse_step`-th has."""
+    step, layers = config.get("decoder_sparse_step") or 1, range(config["num_hidden_layers"])
+    dense = set(config.get("mlp_only_layers") or ())
+    dense.update(number for number in layers if (number + 1) % step)
+    routing = Routing(
+        read_num_experts(config),
+        config["num_experts_per_tok"],
+        is_normalized=bool(config.get("norm_topk_prob", False)),
+    )
+    return MixtureShape(
+        routing,
+        config["moe_intermediate_size"],
+        shared_size,
+        is_shared_gated=shared_size > 0,
+        dense_layers=frozenset(dense),
+    )
+
+
+class QwenMoeModel(DecoderModel):
+    """Qwen's attention, and experts in the place of the MLP in most layers."""
+
+    def __init__(self, config: Qwen2Config, make: LayerMaker):
+        def layer(number: int) -> DecoderLayer:
+            prefix = f"model.layers.{number}"
+            attention = make.attention(
+                f"{prefix}.self_attn",
+                **config.attention_shape(number),
+                norm=make.norm(f"{prefix}.input_layernorm"),
+                bias=config.qkv_bias,
+                output_bias=config.output_bias,
+                head_norms=config.head_norms,
+            )
+            norm = make.norm(f"{prefix}.post_attention_layernorm")
+            mlp = make.mixture_or_mlp(f"{prefix}.mlp", number, config, norm)
+            return DecoderLayer(attention, mlp)
+
+        super().__init__(config, make, layer)
