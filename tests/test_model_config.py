@@ -71,12 +71,13 @@ def test_both_styles(tmp_path: Path, family: str, style: str):
     assert getattr(config, "head_norms", False) == (family == "Qwen3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# OLMoE's heads are as wide as the hidden size over their number, 8 here
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "olmoe"])
 def test_what_transformers_writes(tmp_path: Path, family: str):
     config = load_model_config(
         tiny_model(family, tmp_path, tie_word_embeddings=True, dtype=torch.float16)
     )
-    assert type(config).__name__.lower() == f"{family}config"
+    assert type(config).__name__.lower() == f"{family.replace('_', '')}config"
     assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (
         512,
         64,

@@ -34,6 +34,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"sliding_window": 6}),
+    "glm4_moe": ("glm4_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
 }
 
 

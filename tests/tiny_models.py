@@ -88,13 +88,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "head_dim": 8,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
     "qwen2_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,

@@ -1,0 +1,168 @@
+"""Routing, and the weighted sum of experts, against a loop over tokens in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.experts import MixtureMLP, MixtureShape, Router, Routing
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.registry import build_model, load_model_config
+from tests.paged_model import CPU, PagedModel, load_model
+from tests.tiny_models import tiny_model
+
+HIDDEN, CHANNELS = 16, 24
+SINGLE = ParallelGroup.single()
+
+
+def random_mixture(shape: MixtureShape) -> MixtureMLP:
+    """Returns a mixture of random weights, not yet finalized."""
+    backend = Backend(CPU, torch.float32, SINGLE)
+    make = LayerMaker(backend, HIDDEN, 64, 1e-6)
+    mixture = make.mixture("m", shape, norm=RMSNorm("n", HIDDEN, 1e-6, backend))
+    torch.manual_seed(0)
+    for _, shard in mixture.weight_shards():
+        shard.destination.normal_()
+    return mixture
+
+
+def by_token(mixture: MixtureMLP, x: torch.Tensor) -> torch.Tensor:
+    """Returns the sum over each token's experts, one after the other, in float64."""
+    weights = {name: shard.destination.double() for name, shard in mixture.weight_shards()}
+    scores, chosen = mixture.router(x)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (row, experts) in enumerate(zip(scores.double(), chosen.tolist(), strict=True)):
+        for weight, expert in zip(row, experts, strict=True):
+            gate, up, down = (
+                weights[f"m.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
+            )
+            inputs = x[token].double()
+            total[token] += weight * (down @ (F.silu(gate @ inputs) * (up @ inputs)))
+    return total
+
+
+def router(routing: Routing, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Router:
+    found = Router("r", routing, weight.shape[1], Backend(CPU, torch.float32, SINGLE))
+    found.weight.copy_(weight)
+    if bias is not None:
+        assert found.bias is not None
+        found.bias.copy_(bias)
+    return found
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(top_k: int, tokens: int) -> None:
+    mixture = random_mixture(MixtureShape(Routing(6, top_k), CHANNELS))
+    x = torch.randn(tokens, HIDDEN)
+    expected = by_token(mixture, x)
+    mixture.finalize()
+    torch.testing.assert_close(mixture._mix(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("favoured", [[2], [2, 5]])
+def test_experts_that_get_every_token_and_those_that_get_none(favoured: list[int]) -> None:
+    shape = MixtureShape(Routing(6, len(favoured), "sigmoid", has_bias=True), CHANNELS)
+    mixture = random_mixture(shape)
+    assert mixture.router.bias is not None
+    mixture.router.bias.zero_()
+    mixture.router.bias[favoured] = 10.0
+    x = torch.randn(9, HIDDEN)
+    _, chosen = mixture.router(x)
+    assert set(chosen.flatten().tolist()) == set(favoured)
+    expected = by_token(mixture, x)
+    mixture.finalize()
+    torch.testing.assert_close(mixture._mix(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ties_take_as_many_experts_as_ever() -> None:
+    scores, chosen = router(Routing(8, 3), torch.zeros(8, 4))(torch.randn(5, 4))
+    assert all(len(set(row)) == 3 for row in chosen.tolist())
+    torch.testing.assert_close(scores, torch.full((5, 3), 1 / 3))
+
+
+def test_a_bias_selects_and_does_not_weigh() -> None:
+    weight = torch.eye(4)
+    x = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    routing = Routing(4, 2, "sigmoid", is_normalized=False, scale=2.5, has_bias=True)
+    scores, chosen = router(routing, weight, torch.tensor([0.0, 0.0, 0.0, 1.0]))(x)
+    assert sorted(chosen[0].tolist()) == [0, 3]
+    expected = 2.5 * x[0, chosen[0]].sigmoid()
+    torch.testing.assert_close(scores[0], expected)
+
+
+def test_experts_come_from_the_best_groups() -> None:
+    """The second best expert is in a group whose two best are worse than another's."""
+    preferred = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.5, 0.0, 0.0]])
+    weight = torch.eye(8)
+    routing = Routing(8, 2, "sigmoid", has_bias=True, num_groups=4, top_groups=2)
+    chosen = router(routing, weight, torch.zeros(8))(preferred.logit(eps=1e-6))[1]
+    assert set(chosen[0].tolist()) <= {2, 3, 4, 5}
+    assert 4 in chosen[0].tolist()
+
+
+def test_quantized_experts(tmp_path: Path) -> None:
+    """Experts in float8 are those of a model with their dequantized weights."""
+    folder = tiny_model("qwen3_moe", tmp_path / "model")
+    texts = {0: list(range(3, 40))}
+    model = build_model(folder, Backend(CPU, torch.float32, SINGLE), quantization="fp8")
+    model.load(folder, "auto", 0, lambda done, total: None)
+    quantized = PagedModel(model, 16).step(texts)[0]
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            scale = tensor.abs().amax(1, keepdim=True) / 448
+            tensors[name] = (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+    save_file(tensors, folder / "model.safetensors")
+    expected = PagedModel(load_model(folder, SINGLE), 16).step(texts)[0]
+    assert (quantized - expected).abs().max() < 1e-3 * expected.std()
+
+
+def test_layers_behind_the_last_one_are_not_read(tmp_path: Path) -> None:
+    """GLM's checkpoints have a layer that predicts further tokens."""
+    folder = tiny_model("glm4_moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.enorm.weight"] = torch.ones(64)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    for count, message in ((1, None), (0, r"1 unknown \(model\.layers\.2\.enorm\.weight\)")):
+        config["num_nextn_predict_layers"] = count
+        (folder / "config.json").write_text(json.dumps(config))
+        model = build_model(folder, Backend(CPU, torch.float32, SINGLE))
+        if message is None:
+            model.load(folder, "auto", 0, lambda done, total: None)
+        else:
+            with pytest.raises(ConfigError, match=message):
+                model.load(folder, "auto", 0, lambda done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds the 8 experts"),
+        ({"num_local_experts": None}, "lacks 'num_experts'"),
+        ({"num_local_experts": 0}, "num_local_experts must be at least 1"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers must be at least 0"),
+    ],
+)
+def test_configurations_that_are_refused(tmp_path: Path, fields: dict, message: str) -> None:
+    folder = tiny_model("qwen3_moe", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(folder)
+
+
+def test_ranks_have_to_divide_the_experts(tmp_path: Path) -> None:
+    folder = tiny_model("qwen3_moe", tmp_path, moe_intermediate_size=30)
+    with pytest.raises(ConfigError, match=r"experts of 30 channels.*these do: 1, 2$"):
+        build_model(folder, Backend(CPU, torch.float32, ParallelGroup(0, 4)))
