@@ -19,7 +19,7 @@ from blockbuster import blockbuster_ctx
 from yarl import URL
 
 import aioinfer
-from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.page import _FILES, PAGE_PATHS
 from aioinfer.api.server import HttpServer
 from aioinfer.engine.frontend import Frontend
 from bench_loop import make_frontend
@@ -84,18 +84,25 @@ async def test_every_file_is_served_under_a_strict_policy() -> None:
     contents = await asyncio.to_thread(
         lambda: {file.relative_to(FOLDER).as_posix(): file.read_bytes() for file in FILES}
     )
-    assert {name for name, _ in PAGE_FILES.values()} == contents.keys()
+    parts = {"head.html", "page.html", "docs.html"}
+    assert {name for name, _ in _FILES.values()} == contents.keys() - parts
+    expected = {path: (contents[name], kind) for path, (name, kind) in _FILES.items()}
+    for path, name, title in (("/", "page", "aioinfer"), ("/docs", "docs", "aioinfer: endpoints")):
+        head = contents["head.html"].decode().replace("$name", name).replace("$title", title)
+        page = head.encode() + contents[f"{name}.html"]
+        expected[path] = page, "text/html; charset=utf-8"
+    assert {*expected, ""} == PAGE_PATHS
     with blockbuster_ctx():  # reading a file must not block the event loop
-        await check_files(await server.start(), contents)
+        await check_files(await server.start(), expected)
     await server.close()
 
 
-async def check_files(url: str, contents: dict[str, bytes]) -> None:
+async def check_files(url: str, expected: dict[str, tuple[bytes, str]]) -> None:
     async with aiohttp.ClientSession(url) as http:
-        for path, (name, content_type) in PAGE_FILES.items():
+        for path, (content, content_type) in expected.items():
             async with http.get(path) as response:
                 assert response.status == 200
-                assert await response.read() == contents[name]
+                assert await response.read() == content
                 assert response.headers["Content-Type"] == content_type
                 assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
                 policy = response.headers["Content-Security-Policy"].split("; ")
@@ -113,12 +120,13 @@ async def check_files(url: str, contents: dict[str, bytes]) -> None:
     [
         "/page",
         "/page/",
-        "/page/index.html",
+        "/page/page.html",
+        "/page/head.html",
         "/page/../config.py",
         "/page/..%2fconfig.py",
         "/page/nothing.js",
         "/page/vendor/",
-        "/page/vendor/../index.html",
+        "/page/vendor/../page.html",
     ],
 )
 async def test_nothing_else_is_served(path: str) -> None:
@@ -168,7 +176,7 @@ def test_no_script_makes_markup_or_code_of_text(file: Path) -> None:
 
 async def test_the_files_need_no_key_and_the_rest_does() -> None:
     async with serve(server__api_keys=["key"]) as (_, _, url), aiohttp.ClientSession(url) as http:
-        for path in PAGE_FILES:
+        for path in PAGE_PATHS - {""}:
             async with http.get(path) as response:
                 assert response.status == 200, path
         for path in ("/page/live", "/page/info", "/page/", "/page/nothing"):

@@ -30,7 +30,7 @@ from aioinfer.api import (
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
-from aioinfer.api.context import FRONTEND, PREFIX, STARTED
+from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.file_store import FILES, FileStore
 from aioinfer.api.heap import HEAP, Heap
@@ -39,6 +39,7 @@ from aioinfer.api.info import READINESS, Readiness
 from aioinfer.api.keys import ApiKeys
 from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
+from aioinfer.api.paths import PREFIX
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
@@ -125,6 +126,8 @@ class HttpServer:
         application."""
         try:
             self._check_head(request)
+            if self._root_path and request.path == self._root_path and request.method == "GET":
+                return await page.add_slash(request)
             # one that came before the application was there is not of its kind
             if self._application is not None and isinstance(request, web.Request):
                 return await self._application.handle(request)
@@ -170,10 +173,9 @@ class HttpServer:
     def _below_root(self, message: Any) -> Any:
         """Returns the head of a request without `server.root_path` at the beginning of its path."""
         rest = message.path.removeprefix(self._root_path)
-        if rest == message.path or rest[:1] not in ("/", "?", ""):
+        if rest == message.path or not rest.startswith("/"):
             return message
-        path = rest if rest.startswith("/") else f"/{rest}"
-        return message._replace(path=path, url=URL(path, encoded=True))
+        return message._replace(path=rest, url=URL(rest, encoded=True))
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
