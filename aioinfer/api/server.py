@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,6 +51,8 @@ from aioinfer.errors import NotReadyError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
+
+_log = logging.getLogger(__name__)
 
 #: Handlers get this long to send their last events once the engine has ended their requests.
 _LAST_EVENTS_S = 0.5
@@ -249,10 +252,19 @@ class HttpServer:
         await self._accounts.reload(self._whole_config)
 
     async def drain(self) -> None:
-        """Stops listening, and returns when the requests that have come are answered."""
+        """Stops listening, and returns when the requests that have come are answered.
+
+        A pause ends: from now on nobody could end it by `/resume`, and a server that is to end is
+        expected to answer first what it has accepted. Whoever does not want that sends a second
+        signal, which ends the requests with an error.
+        """
         self.leave()
         self._draining = True
         if self._application is not None:
+            frontend = self._application.app[FRONTEND]
+            if frontend.is_paused:
+                _log.warning("the pause ends: the server is shutting down, and answers what waits")
+                frontend.resume()
             await page.end_live_streams(self._application.app)
             await batches.stop(self._application.app)
         if self._listener is not None:
