@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -57,6 +58,17 @@ def _code_of(status: int) -> str:
         return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
     except ValueError:  # a status that has no name
         return "error"
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name the fields of a body of another API: `names` has them by the names that the
+    engine knows."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def shorten(text: str) -> str:
