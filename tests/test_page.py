@@ -15,10 +15,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from blockbuster import blockbuster_ctx
 from yarl import URL
 
 import aioinfer
+from aioinfer.api.embedded import create_app
 from aioinfer.api.page import _FILES, PAGE_PATHS
 from aioinfer.api.server import HttpServer
 from aioinfer.engine.frontend import Frontend
@@ -188,6 +191,36 @@ async def test_the_files_need_no_key_and_the_rest_does() -> None:
         async for state in watch(http, headers=bearer):
             assert state["running"] == 0
             break
+
+
+@pytest.mark.parametrize("takes_it_off", [False, True])
+async def test_a_proxy_shows_the_pages_below_a_path(takes_it_off: bool) -> None:
+    base = "" if takes_it_off else "/llm"
+    async with serve(server__root_path="llm") as (_, _, url), aiohttp.ClientSession(url) as http:
+        async with http.get("/llm?x=1", allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (308, "llm/")
+        for path in ("/", "/docs", "/page/page.js"):
+            async with http.get(base + path) as response:
+                assert response.status == 200
+        async with http.get(f"{base}/openapi.json") as response:
+            document = await response.json()
+        assert document["servers"] == [{"url": "/llm"}]
+        assert "/v1/completions" in document["paths"]
+
+
+async def test_errors_of_an_application_below_a_path() -> None:
+    """They have the shape of their API, and name the right path."""
+    frontend = await make_frontend(4, 0.005, {})
+    outer = web.Application()
+    outer.add_subapp("/a/b", await create_app(frontend.config, frontend))
+    async with TestServer(outer) as server, aiohttp.ClientSession(server.make_url("/")) as http:
+        async with http.post("/a/b/v1/messages", json={}) as response:
+            assert (await response.json())["type"] == "error"
+        async with http.get("/a/b/models") as response:
+            assert response.status == 404
+            message = (await response.json())["error"]["message"]
+            assert message.endswith("/a/b/models; did you mean /a/b/v1/models?")
+    await frontend.close()
 
 
 # ---------------------------------------------------------------- info

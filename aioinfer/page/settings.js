@@ -26,6 +26,7 @@ const EXAMPLES = {
       population: { type: "integer", minimum: 0, maximum: 50000000 },
     },
     required: ["city", "country", "population"],
+    additionalProperties: false,
   },
 };
 
