@@ -198,7 +198,7 @@ async def test_a_proxy_shows_the_pages_below_a_path(takes_it_off: bool) -> None:
     base = "" if takes_it_off else "/llm"
     async with serve(server__root_path="llm") as (_, _, url), aiohttp.ClientSession(url) as http:
         async with http.get("/llm?x=1", allow_redirects=False) as response:
-            assert (response.status, response.headers["Location"]) == (308, "llm/")
+            assert (response.status, response.headers["Location"]) == (308, "./llm/")
         for path in ("/", "/docs", "/page/page.js"):
             async with http.get(base + path) as response:
                 assert response.status == 200

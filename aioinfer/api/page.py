@@ -128,7 +128,7 @@ def _page_handler(name: str, title: str) -> Callable[[web.Request], Awaitable[we
 async def add_slash(request: web.BaseRequest) -> web.Response:
     """Redirects `/llm` to `/llm/`: relative URLs of the page begin there."""
     last = request.rel_url.raw_path.rpartition("/")[2]
-    return web.Response(status=308, headers={"Location": f"{last}/"})
+    return web.Response(status=308, headers={"Location": f"./{last}/"})
 
 
 async def show_info(request: web.Request) -> web.Response:

@@ -110,7 +110,10 @@ export class Chat {
 
   #begin(answer) {
     this.#answer = answer;
-    if ($("log").contains(document.activeElement)) $("prompt").focus(); // from a result
+    if ($("log").contains(document.activeElement)) {
+      if (hasKeyboard()) $("prompt").focus();
+      else document.activeElement.blur(); // a result is written no more
+    }
     this.#calls?.close(true);
     $("hint").hidden = true;
     $("log").append(answer.turn);
