@@ -15,8 +15,10 @@ from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from aioinfer.api import app
+from aioinfer.api.embedded import create_app
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError
@@ -222,6 +224,29 @@ async def test_a_signal_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert '"finish_reason":"length"' in text
                 assert text.endswith("data: [DONE]\n\n")
         assert await task == 0
+
+
+async def test_the_end_of_an_outer_application_ends_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frontend = await make_frontend(1, 0.005, {"server.admin_key": "admin"})
+    monkeypatch.setattr(Frontend, "launch", AsyncMock(return_value=frontend))
+    outer = web.Application()
+    outer.add_subapp("/llm", await create_app(frontend.config))
+    runner = web.AppRunner(outer, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/llm/"
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "stream": True}
+    async with aiohttp.ClientSession(url) as http, asyncio.timeout(20):
+        async with http.post("v1/completions", json=body) as stream:
+            await stream.content.readline()
+            admin = {"Authorization": "Bearer admin"}
+            async with http.post("pause", headers=admin) as response:
+                assert response.status == 200
+            ending = asyncio.ensure_future(runner.cleanup())
+            assert '"finish_reason":"length"' in await stream.text()
+        await ending
 
 
 async def test_death_during_the_delay_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ async def create_app(config: Config, frontend: Frontend | None = None) -> web.Ap
         server.enter()
 
     async def end_pause(_: web.Application) -> None:
-        if launched is not None:  # those of a caller are the caller's to resume
+        # engines of a caller are the caller's to resume
+        if launched is not None and launched.is_paused:
             launched.resume()
 
     async def end(_: web.Application) -> None:
