@@ -1,35 +1,25 @@
-"""Entry point for offline use: the same engine as the server's, called like a function.
-
-The engine lives on an event loop of its own in a background thread, so that `LLM` works in scripts,
-in notebooks and inside other event loops alike.
-"""
+"""Entry point for offline use: the same engine as the server's, called like a function, with lists
+of prompts."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-import weakref
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from rich.progress import Progress, TaskID
 
-from aioinfer.config import Config, load_config
-from aioinfer.engine.frontend import Frontend
+from aioinfer.background import BackgroundModel
 from aioinfer.engine.output import RequestOutput, TokenLogprob
 from aioinfer.engine.pooling import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptScores
-from aioinfer.startup import StartupDisplay
 
-T = TypeVar("T")
 Prompt = str | Sequence[int]
 #: Prompts that are encoded concurrently and then admitted at once: enough to fill the first step.
 _BATCH = 64
@@ -86,55 +76,8 @@ class Output:
         return self.completions[0].token_ids
 
 
-class LLM:
-    """A model for offline use. Close it, or use it as a context manager, to end its workers.
-
-    Args:
-        model: what `model.path` may be: a folder, a GGUF file, a hub id, or `package:NAME/FILE`.
-        config: a TOML file to start from.
-        settings: further configuration by dotted key, such as `{"cache.block_size": 32}`.
-        progress: show progress bars and the start-up table (on stderr).
-    """
-
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        config: str | Path | None = None,
-        settings: Mapping[str, Any] | None = None,
-        progress: bool = True,
-    ):
-        overrides = dict(settings or {})
-        if model is not None:
-            overrides["model.path"] = str(model)
-        self._launch(_without_prefill_cap(load_config(config, overrides)), progress)
-
-    @classmethod
-    def of(cls, config: Config, *, progress: bool = True) -> LLM:
-        """Returns a model with a whole configuration as it is. Raises as `LLM` does."""
-        llm = cls.__new__(cls)
-        llm._launch(config, progress)
-        return llm
-
-    def _launch(self, config: Config, progress: bool) -> None:
-        self.config = config
-        self._progress = progress
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="aioinfer", daemon=True)
-        self._thread.start()
-        try:
-            with StartupDisplay(quiet=not progress) as display:
-                self.frontend: Frontend = self._call(
-                    Frontend.launch(self.config, display.on_progress)
-                )
-        except BaseException:
-            _stop_loop(self._loop, self._thread)
-            raise
-        if progress:
-            display.show(
-                [engine.report for engine in self.frontend.engines], self.config.served_model_names
-            )
-        self._close = weakref.finalize(self, _close, self.frontend, self._loop, self._thread)
+class LLM(BackgroundModel):
+    """A model for offline use; see `BackgroundModel` for its arguments."""
 
     def generate(
         self,
@@ -157,7 +100,7 @@ class LLM:
         many = _as_list(prompts)
         given = params if params is not None else self.frontend.defaults.sampling_params()
         each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
-        return self._call(self._generate(many, each, priorities or [0] * len(many)))
+        return self.run(self._generate(many, each, priorities or [0] * len(many)))
 
     def chat(
         self,
@@ -233,7 +176,7 @@ class LLM:
         """Returns the pooled states of inputs, with `prompt` before those that are texts."""
         texts = [prompt + each if isinstance(each, str) else each for each in inputs]
         count = len(texts)
-        found = self._call(self._generate(texts, [params] * count, [0] * count))
+        found = self.run(self._generate(texts, [params] * count, [0] * count))
         states = [output.pooled for output in found if output.pooled is not None]
         if len(states) < count:
             raise GenerationError("a request was ended before all of it was computed")
@@ -262,54 +205,12 @@ class LLM:
                         tasks.append(group.create_task(_collect(output, progress, task)))
         return [t.result() for t in tasks]
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's loop; an interrupt here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
-        except BaseException:
-            future.cancel()
-            raise
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's event loop, for what is built on `frontend`, and returns
-        its result. Raises what it raises."""
-        return self._call(work)
-
-    def close(self) -> None:
-        """Ends the workers. Safe to call twice."""
-        self._close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or many as a list."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
-
-
-def _without_prefill_cap(config: Config) -> Config:
-    """Lifts the cap on prefill tokens beside decodes unless the configuration sets one: the cap
-    keeps streams smooth, and offline nobody reads a stream."""
-    if config.scheduler.max_prefill_tokens_beside_decode is not None:
-        return config
-    scheduler = replace(
-        config.scheduler, max_prefill_tokens_beside_decode=config.scheduler.max_num_batched_tokens
-    )
-    return replace(config, scheduler=scheduler)
 
 
 async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> Output:
@@ -340,14 +241,3 @@ async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> O
         output.prompt_scores,
         output.pooled,
     )
-
-
-def _close(frontend: Frontend, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(frontend.close(), loop).result()
-    _stop_loop(loop, thread)
-
-
-def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()

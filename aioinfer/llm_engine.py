@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from aioinfer.async_llm import AsyncLLM, RequestStream, StreamedOutput
-from aioinfer.llm import LLM, Prompt
+from aioinfer.background import BackgroundModel
+from aioinfer.config import Config
+from aioinfer.llm import Prompt
 from aioinfer.sampling_params import SamplingParams
 
 
-class LLMEngine:
-    """A model for synchronous programs. Its methods are called by one thread at a time. Close it,
-    or use it as a context manager, to end its workers.
+class LLMEngine(BackgroundModel):
+    """A model for synchronous programs; see `BackgroundModel` for its arguments. Its methods are
+    called by one thread at a time."""
 
-    Args:
-        model, config, settings, progress: as for `LLM`.
-    """
-
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        config: str | Path | None = None,
-        settings: Mapping[str, Any] | None = None,
-        progress: bool = True,
-    ):
-        self._llm = LLM(model, config=config, settings=settings, progress=progress)
-        self._engine = AsyncLLM(self._llm.frontend)
+    def _launch(self, config: Config, progress: bool) -> None:
+        super()._launch(config, progress)
+        self._engine = AsyncLLM(self.frontend)
         self._is_open = True
         # these belong to the engine's event loop
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -58,7 +47,7 @@ class LLMEngine:
             )
             self._followers[request_id] = asyncio.create_task(self._follow(stream))
 
-        self._llm.run(add())
+        self.run(add())
 
     def add_chat(
         self,
@@ -70,7 +59,7 @@ class LLMEngine:
         **options: Any,
     ) -> None:
         """Queues a conversation to be answered; `options` are those of `Tokenizer.encode_chat`."""
-        prompt = self._llm.run(self._llm.frontend.encode_chat(messages, **options))
+        prompt = self.run(self.frontend.encode_chat(messages, **options))
         self.add_request(request_id, prompt, params, priority=priority)
 
     async def _follow(self, stream: RequestStream) -> None:
@@ -91,7 +80,7 @@ class LLMEngine:
     def step(self) -> list[StreamedOutput]:
         """Returns the outputs, all so far, of the requests that have new tokens or have ended since
         the last call. Waits until there are any; returns none if no request is left."""
-        return self._llm.run(self._take())
+        return self.run(self._take())
 
     async def _take(self) -> list[StreamedOutput]:
         while not self._changed and self._followers:
@@ -107,7 +96,7 @@ class LLMEngine:
         async def check() -> bool:
             return bool(self._followers or self._changed)
 
-        return self._llm.run(check())
+        return self.run(check())
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Ends requests; `step` returns them once more, with what was generated and "abort" as the
@@ -118,7 +107,7 @@ class LLMEngine:
             for name in names:
                 self._engine.abort(name)
 
-        self._llm.run(abort())
+        self.run(abort())
 
     def pause(self) -> None:
         """Lets all requests wait until `resume`."""
@@ -126,7 +115,7 @@ class LLMEngine:
         async def pause() -> None:
             self._engine.pause()
 
-        self._llm.run(pause())
+        self.run(pause())
 
     def resume(self) -> None:
         """Goes on with all requests."""
@@ -134,28 +123,17 @@ class LLMEngine:
         async def resume() -> None:
             self._engine.resume()
 
-        self._llm.run(resume())
+        self.run(resume())
 
     def close(self) -> None:
         """Ends the requests and the workers. Safe to call twice."""
         if self._is_open:
             self._is_open = False
-            self._llm.run(self._end_followers())
-            self._llm.close()
+            self.run(self._end_followers())
+            super().close()
 
     async def _end_followers(self) -> None:
         followers = list(self._followers.values())
         for follower in followers:
             follower.cancel()
         await asyncio.gather(*followers, return_exceptions=True)
-
-    def __enter__(self) -> LLMEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

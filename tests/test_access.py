@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from multidict import CIMultiDictProxy
 
-from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.page import PAGE_PATHS
 from tests.test_server import make_server
 
 PAGE = "https://page.example"
@@ -102,7 +102,7 @@ async def test_health_needs_no_key() -> None:
 async def test_only_monitoring_and_the_page_need_no_key() -> None:
     """Every route of the application is requested without a key."""
     monitoring = {"/health", "/health/live", "/health/ready", "/metrics", "/ping"}
-    open_paths = {*monitoring, "/openapi.json", *PAGE_FILES}
+    open_paths = {*monitoring, "/openapi.json", *PAGE_PATHS} - {""}
     server = make_server(api_keys=["key"], admin_key="admin")
     async with aiohttp.ClientSession(await server.start()) as http:
         assert server._application is not None

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from aioinfer.api import app
+from aioinfer.api.embedded import create_app
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError
+from bench_loop import make_frontend
 
 CONFIG = load_config(None, {"model.path": "nowhere", "server.port": 0})
 
@@ -78,7 +83,7 @@ class Loading:
     async def launch(self, *_: Any) -> Any:
         await self.may_end.wait()
         return SimpleNamespace(
-            config=self.config, tokenizer=None, engines=[], dead_reason=None,
+            config=self.config, tokenizer=None, engines=[], dead_reason=None, is_paused=False,
             is_healthy=lambda: not self.dead.is_set(), is_ready=lambda: not self.dead.is_set(),
             wait_dead=self.dead.wait, close=self.close,
         )  # fmt: skip
@@ -187,6 +192,61 @@ async def test_a_second_signal_ends_the_delay(monkeypatch: pytest.MonkeyPatch) -
         assert not task.done()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(task, 10) == 0
+
+
+async def test_a_signal_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that runs and one that waits, both paused, are answered before the server ends."""
+    settings = {"server.port": 0, "server.admin_key": "admin"}
+    frontend = await make_frontend(1, 0.005, settings)
+    monkeypatch.setattr(Frontend, "launch", AsyncMock(return_value=frontend))
+    monkeypatch.setattr(app, "settle_process", lambda: None)
+    monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(app.serve(frontend.config, ready.set_result))
+    (url,) = re.findall(r"ready at (\S+)", await asyncio.wait_for(ready, 10))
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "stream": True}
+    async with aiohttp.ClientSession(url) as http, asyncio.timeout(20):
+        async with (
+            http.post("/v1/completions", json=body) as first,
+            http.post("/v1/completions", json=body) as second,
+        ):
+            await first.content.readline()
+            admin = {"Authorization": "Bearer admin"}
+            async with http.post("/pause", headers=admin) as response:
+                assert response.status == 200
+            scheduler = frontend.engines[0].scheduler
+            while scheduler.num_in_flight:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0.001)
+            assert (len(scheduler.running), scheduler.num_waiting) == (1, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            for response in (first, second):
+                text = await response.text()
+                assert '"finish_reason":"length"' in text
+                assert text.endswith("data: [DONE]\n\n")
+        assert await task == 0
+
+
+async def test_the_end_of_an_outer_application_ends_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frontend = await make_frontend(1, 0.005, {"server.admin_key": "admin"})
+    monkeypatch.setattr(Frontend, "launch", AsyncMock(return_value=frontend))
+    outer = web.Application()
+    outer.add_subapp("/llm", await create_app(frontend.config))
+    runner = web.AppRunner(outer, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/llm/"
+    body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "stream": True}
+    async with aiohttp.ClientSession(url) as http, asyncio.timeout(20):
+        async with http.post("v1/completions", json=body) as stream:
+            await stream.content.readline()
+            admin = {"Authorization": "Bearer admin"}
+            async with http.post("pause", headers=admin) as response:
+                assert response.status == 200
+            ending = asyncio.ensure_future(runner.cleanup())
+            assert '"finish_reason":"length"' in await stream.text()
+        await ending
 
 
 async def test_death_during_the_delay_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ ORDER = (
     ("llm_engine",),
     ("async_llm",),
     ("api", "llm"),
+    ("background",),
     ("startup",),
     ("engine",),
     ("checkpoint",),

@@ -15,11 +15,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from blockbuster import blockbuster_ctx
 from yarl import URL
 
 import aioinfer
-from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.embedded import create_app
+from aioinfer.api.page import _FILES, PAGE_PATHS
 from aioinfer.api.server import HttpServer
 from aioinfer.engine.frontend import Frontend
 from bench_loop import make_frontend
@@ -84,18 +87,25 @@ async def test_every_file_is_served_under_a_strict_policy() -> None:
     contents = await asyncio.to_thread(
         lambda: {file.relative_to(FOLDER).as_posix(): file.read_bytes() for file in FILES}
     )
-    assert {name for name, _ in PAGE_FILES.values()} == contents.keys()
+    parts = {"head.html", "page.html", "docs.html"}
+    assert {name for name, _ in _FILES.values()} == contents.keys() - parts
+    expected = {path: (contents[name], kind) for path, (name, kind) in _FILES.items()}
+    for path, name, title in (("/", "page", "aioinfer"), ("/docs", "docs", "aioinfer: endpoints")):
+        head = contents["head.html"].decode().replace("$name", name).replace("$title", title)
+        page = head.encode() + contents[f"{name}.html"]
+        expected[path] = page, "text/html; charset=utf-8"
+    assert {*expected, ""} == PAGE_PATHS
     with blockbuster_ctx():  # reading a file must not block the event loop
-        await check_files(await server.start(), contents)
+        await check_files(await server.start(), expected)
     await server.close()
 
 
-async def check_files(url: str, contents: dict[str, bytes]) -> None:
+async def check_files(url: str, expected: dict[str, tuple[bytes, str]]) -> None:
     async with aiohttp.ClientSession(url) as http:
-        for path, (name, content_type) in PAGE_FILES.items():
+        for path, (content, content_type) in expected.items():
             async with http.get(path) as response:
                 assert response.status == 200
-                assert await response.read() == contents[name]
+                assert await response.read() == content
                 assert response.headers["Content-Type"] == content_type
                 assert response.headers["Content-Security-Policy"].startswith("default-src 'self';")
                 policy = response.headers["Content-Security-Policy"].split("; ")
@@ -113,12 +123,13 @@ async def check_files(url: str, contents: dict[str, bytes]) -> None:
     [
         "/page",
         "/page/",
-        "/page/index.html",
+        "/page/page.html",
+        "/page/head.html",
         "/page/../config.py",
         "/page/..%2fconfig.py",
         "/page/nothing.js",
         "/page/vendor/",
-        "/page/vendor/../index.html",
+        "/page/vendor/../page.html",
     ],
 )
 async def test_nothing_else_is_served(path: str) -> None:
@@ -168,7 +179,7 @@ def test_no_script_makes_markup_or_code_of_text(file: Path) -> None:
 
 async def test_the_files_need_no_key_and_the_rest_does() -> None:
     async with serve(server__api_keys=["key"]) as (_, _, url), aiohttp.ClientSession(url) as http:
-        for path in PAGE_FILES:
+        for path in PAGE_PATHS - {""}:
             async with http.get(path) as response:
                 assert response.status == 200, path
         for path in ("/page/live", "/page/info", "/page/", "/page/nothing"):
@@ -180,6 +191,36 @@ async def test_the_files_need_no_key_and_the_rest_does() -> None:
         async for state in watch(http, headers=bearer):
             assert state["running"] == 0
             break
+
+
+@pytest.mark.parametrize("takes_it_off", [False, True])
+async def test_a_proxy_shows_the_pages_below_a_path(takes_it_off: bool) -> None:
+    base = "" if takes_it_off else "/llm"
+    async with serve(server__root_path="llm") as (_, _, url), aiohttp.ClientSession(url) as http:
+        async with http.get("/llm?x=1", allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (308, "./llm/")
+        for path in ("/", "/docs", "/page/page.js"):
+            async with http.get(base + path) as response:
+                assert response.status == 200
+        async with http.get(f"{base}/openapi.json") as response:
+            document = await response.json()
+        assert document["servers"] == [{"url": "/llm"}]
+        assert "/v1/completions" in document["paths"]
+
+
+async def test_errors_of_an_application_below_a_path() -> None:
+    """They have the shape of their API, and name the right path."""
+    frontend = await make_frontend(4, 0.005, {})
+    outer = web.Application()
+    outer.add_subapp("/a/b", await create_app(frontend.config, frontend))
+    async with TestServer(outer) as server, aiohttp.ClientSession(server.make_url("/")) as http:
+        async with http.post("/a/b/v1/messages", json={}) as response:
+            assert (await response.json())["type"] == "error"
+        async with http.get("/a/b/models") as response:
+            assert response.status == 404
+            message = (await response.json())["error"]["message"]
+            assert message.endswith("/a/b/models; did you mean /a/b/v1/models?")
+    await frontend.close()
 
 
 # ---------------------------------------------------------------- info

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.fields import IGNORED, REFUSED
+from aioinfer.api.fields import REFUSED
 from aioinfer.api.protocol import (
+    IGNORED,
     MAX_PROMPTS,
     Body,
     ChatRequest,
@@ -197,7 +198,14 @@ class TestUndeclaredFields:
         # as it stands, at the end, and with a number that has to be repaired beside it
         body = completion(**{name: {"deep": [1, {"x": None}]}, "max_tokens": 3.0, "user": "me"})
         assert body.sampling_fields() == {"max_tokens": 3}
-        assert chat(**{name: "text"}).sampling_fields() == {}
+        for value in ("text", [1, {"x": [None]}], 1, 0.5, True, None, {}):
+            assert chat(**{name: value}).sampling_fields() == {}
+
+    def test_what_is_ignored_does_not_have_a_body_decoded_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("aioinfer.api.protocol.decode_again", None)
+        chat(store=False, metadata={"a": "b"}, service_tier="auto", cache_prompt=True)
 
     @pytest.mark.parametrize("name", sorted(REFUSED))
     def test_what_would_change_the_answer_is_refused(self, name: str) -> None:

@@ -32,6 +32,7 @@ def make_server(**settings: Any) -> HttpServer:
             SimpleNamespace(
                 config=config,
                 engines=[],
+                is_paused=False,
                 is_healthy=lambda: True,
                 is_ready=lambda: True,
                 loop_lag=LoopLag(lambda: False),

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 
-from aioinfer.api.context import local_path
 from aioinfer.api.errors import SERVER_NAME, Handler
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS, Account
-from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.page import PAGE_PATHS
+from aioinfer.api.paths import local_path
 from aioinfer.errors import RequestError
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -26,7 +26,7 @@ _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
 OPEN_PATHS = frozenset(
-    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_FILES)
+    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_PATHS)
 )
 #: Paths that act on the whole server: they need an admin key.
 ADMIN_PATHS = frozenset(("/abort", "/pause", "/reset_prefix_cache", "/resume"))

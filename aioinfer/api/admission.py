@@ -143,6 +143,17 @@ def sharer(request: web.Request) -> str | None:
 ADMISSION = web.AppKey("admission", Admission)
 
 
+def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None:
+    """Takes in a request whose body has been read, before its prompts are encoded: a rejection must
+    be cheap.
+
+    Shortens its deadline to `timeout_s` seconds. Raises `OverloadedError` unless its `count`
+    prompts may join the queue.
+    """
+    deadline_of(request).shorten(timeout_s)
+    request.app[ADMISSION].check(count, flow=sharer(request))
+
+
 class Deadline:
     """When a request must have been answered. Until it is submitted, its handler is cancelled at
     that time; after that, its sequences are aborted instead."""

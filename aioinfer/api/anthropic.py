@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.access import request_id
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.admission import admit
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.blocks import Block, BlockKind
 from aioinfer.api.chat_turn import call_input, encode_turn, make_parser, make_turn, new_call_id
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import anthropic_error, describe, json_response
+from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
 from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
-from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -32,15 +31,10 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
     body = await read_body(request, MessagesRequest)
-    deadline_of(request).shorten(body.timeout_s)
-    # before it is encoded: a rejection must be cheap
-    request.app[ADMISSION].check(1, flow=sharer(request))
+    admit(request, body.timeout_s)
     prompt = await _encode(frontend, body)
-    try:
+    with renamed({"stop": "stop_sequences"}):
         turn = await make_turn(frontend, prompt, body.sampling_fields(), body.tool_use())
-    except RequestError as error:
-        error.param = {"stop": "stop_sequences"}.get(error.param or "", error.param)
-        raise
     name = f"msg_{request_id(request)}"
     async with submitted(
         request, [prompt], turn.params, name=name, priority=body.priority

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.admission import admit
 from aioinfer.api.chat_turn import (
     Call,
     Turn,
@@ -19,14 +19,13 @@ from aioinfer.api.chat_turn import (
 )
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
-from aioinfer.api.errors import json_response
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.logprobs import chat_logprobs
 from aioinfer.api.message_events import MessageEvents, finish_reason
 from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
-from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -42,14 +41,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
-    deadline_of(request).shorten(body.timeout_s)
-    # before it is encoded: a rejection must be cheap
-    request.app[ADMISSION].check(1, flow=sharer(request))
-    try:
+    admit(request, body.timeout_s)
+    with renamed(_names_of_fields(body)):
         return await _answer(request, frontend, body)
-    except RequestError as error:
-        error.param = _name_of_field(body, error.param)
-        raise
 
 
 async def _answer(
@@ -107,11 +101,10 @@ async def _turn(frontend: Frontend, body: ChatRequest) -> Turn:
     return await make_turn(frontend, prompt, fields, use, shows_thoughts=shows_thoughts)
 
 
-def _name_of_field(body: ChatRequest, param: str | None) -> str | None:
-    """Returns the client's name for a parameter that the engine rejected."""
-    if param == "max_tokens" and body.max_completion_tokens is not None:
-        return "max_completion_tokens"
-    return "messages" if param == "prompt" else param
+def _names_of_fields(body: ChatRequest) -> dict[str, str]:
+    """Returns the client's names for parameters that the engine may reject."""
+    length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return {"prompt": "messages", "max_tokens": length}
 
 
 def _stream_choices(

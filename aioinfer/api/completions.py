@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import (
     ChoiceEvents,
@@ -45,10 +45,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Completes each prompt n times."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, CompletionRequest)
-    deadline_of(request).shorten(body.timeout_s)
     prompts = body.prompts()
-    # before they are encoded: a rejection must be cheap
-    request.app[ADMISSION].check(len(prompts), flow=sharer(request))
+    admit(request, body.timeout_s, len(prompts))
     # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
     ids = await completion_prompts(frontend, body)
     params = await _sampling_params(frontend, body, max(map(len, ids)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
 
 FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
-#: What the paths begin with where the application is part of another one; else empty.
-PREFIX: web.AppKey[Callable[[], str]] = web.AppKey("prefix")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
@@ -37,11 +34,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _FEW_MESSAGES = 256
 
 B = TypeVar("B", bound=Body)
-
-
-def local_path(request: web.Request) -> str:
-    """Returns a request's path within the application, whatever it is mounted below."""
-    return request.path.removeprefix(request.app[PREFIX]())
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:

@@ -3,7 +3,8 @@ JSON.
 
 The decoder knows the types and the names of all fields, so a valid body is decoded once and costs
 nothing more. What other servers take and the decoder does not is repaired here: an integer
-that is written `3.0`, and fields without effect (see `fields`). `protocol.decode` is the caller.
+that is written `3.0`, and values of refused fields without effect (see `fields`). `protocol.decode`
+is the caller.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _NAMES = {
 def decode_again(
     raw: bytes, kind: type[B], error: Exception, *, ignores_unknown: bool = False
 ) -> B:
-    """Decodes a body that the decoder rejected with `error`, without its fields that change
-    nothing, and with integers for the numbers that are integral.
+    """Decodes a body that the decoder rejected with `error`, without refused fields whose values
+    change nothing, and with integers for the numbers that are integral.
 
     Raises `RequestError` naming the field by its path, such as `messages[0].role`.
     """

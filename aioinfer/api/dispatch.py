@@ -13,8 +13,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from aioinfer.api.access import REQUEST_ID_HEADER
-from aioinfer.api.context import PREFIX
 from aioinfer.api.limits import ACCOUNT, Account
+from aioinfer.api.paths import PREFIX
 
 #: A body comes in one piece, so its reader never asks the sender to wait.
 _NO_LIMIT = 2**30

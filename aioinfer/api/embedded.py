@@ -45,11 +45,17 @@ async def create_app(config: Config, frontend: Frontend | None = None) -> web.Ap
     async def begin(_: web.Application) -> None:
         server.enter()
 
+    async def end_pause(_: web.Application) -> None:
+        # engines of a caller are the caller's to resume
+        if launched is not None and launched.is_paused:
+            launched.resume()
+
     async def end(_: web.Application) -> None:
         if launched is not None:
             await launched.close()
         await server.close()
 
     app.on_startup.append(begin)
+    app.on_shutdown.append(end_pause)  # as `HttpServer.drain` does
     app.on_cleanup.append(end)
     return app

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from aioinfer.api.paths import PREFIX, local_path
 from aioinfer.errors import (
     EngineDeadError,
     GenerationError,
@@ -56,6 +58,17 @@ def _code_of(status: int) -> str:
         return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
     except ValueError:  # a status that has no name
         return "error"
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name the fields of a body of another API: `names` has them by the names that the
+    engine knows."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def shorten(text: str) -> str:
@@ -120,9 +133,9 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except ConnectionError:
         raise
     except web.HTTPNotFound:
-        return error_response(_unknown_path(request), request.path)
+        return error_response(_unknown_path(request), local_path(request))
     except Exception as error:
-        return error_response(error, request.path)
+        return error_response(error, local_path(request))
 
 
 #: Anthropic's types of errors by HTTP status.
@@ -150,11 +163,12 @@ def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
 def _unknown_path(request: web.Request) -> RequestError:
     """Returns the error that answers a path at which there is nothing, with the one that was meant
     where it is clear: a missing or a doubled `/v1`, further slashes, capital letters."""
+    prefix = request.app[PREFIX]()
     known = {
-        resource.canonical.lower(): resource.canonical
+        resource.canonical.removeprefix(prefix).lower(): resource.canonical
         for resource in request.app.router.resources()
     }
-    path = "/" + "/".join(part for part in request.path.lower().split("/") if part)
+    path = "/" + "/".join(part for part in local_path(request).lower().split("/") if part)
     bare = path
     while bare.startswith("/v1/"):
         bare = bare.removeprefix("/v1")

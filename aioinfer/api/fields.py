@@ -1,7 +1,7 @@
-"""Fields that other servers' clients send and that requests have no use for here.
+"""Fields that other servers' clients send and that are refused here.
 
-A field that is declared in `protocol` is supported. Of the others, those that change nothing in the
-text are ignored, and those that would change the answer are refused by name. So are names that
+A field that is declared in `protocol` is supported, or ignored since it changes nothing in the
+text. Of the others, those that would change the answer are refused by name. So are names that
 nobody knows, in OpenAI's words: a misspelt `temperature` must not be answered as if it had counted
 (`server.unknown_fields` = "ignore" has them ignored, as vLLM does). `decoding` looks names up here;
 docs/api.md shows the tables.
@@ -14,19 +14,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from aioinfer.errors import RequestError
-
-#: Fields that change nothing in the text: who asks, how it is billed and stored, how fast it comes.
-IGNORED = frozenset(
-    (
-        # OpenAI
-        "metadata", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-        # vLLM; the penalties and the end of a beam search count for a beam search alone
-        "early_stopping", "length_penalty", "request_id", "spaces_between_special_tokens",
-        # llama.cpp and SGLang
-        "cache_prompt", "id_slot", "return_progress", "rid", "timings_per_token",
-    )
-)  # fmt: skip
 
 #: Fields that would change the answer, and the values with which they do not, beside null.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -102,9 +89,9 @@ _INSTEAD = {
 def check_undeclared(
     name: str, value: Any, declared: Iterable[str], *, ignores_unknown: bool
 ) -> None:
-    """Raises `RequestError` naming a field that is not one of those that are `declared`, unless it
-    changes nothing. With `ignores_unknown` that goes for names that nobody knows as well."""
-    if value is None or name in IGNORED:
+    """Raises `RequestError` naming a field that is not one of those that are `declared`, unless its
+    value changes nothing. With `ignores_unknown` names that nobody knows are ignored."""
+    if value is None:
         return
     if name in REFUSED:
         # for Python 0 is False

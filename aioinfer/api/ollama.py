@@ -14,7 +14,7 @@ from aiohttp import web
 
 from aioinfer import __version__
 from aioinfer.api.access import request_id
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.admission import admit
 from aioinfer.api.blocks import Block
 from aioinfer.api.chat_turn import (
     Turn,
@@ -42,7 +42,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
     body = await read_body(request, OllamaChat)
-    request.app[ADMISSION].check(1, flow=sharer(request))
+    admit(request, body.timeout_s)
     use = body.tool_use()
     prompt = await encode_turn(
         frontend, body.conversation(), use, body.tools, template_kwargs=body.template_kwargs()
@@ -56,7 +56,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("prompt")
     body = await read_body(request, OllamaGenerate)
-    request.app[ADMISSION].check(1, flow=sharer(request))
+    admit(request, body.timeout_s)
     if not body.prompt:  # how clients have a model loaded
         head = _head(frontend) | {"response": "", "done": True, "done_reason": "load"}
         return json_response(head)
@@ -126,7 +126,6 @@ async def _answer(
     turn: Turn,
     kind: type[_LineEvents],
 ) -> web.StreamResponse:
-    deadline_of(request).shorten(body.timeout_s)
     name = f"ollama-{request_id(request)}"
     async with submitted(request, [turn.prompt], turn.params, name=name, priority=None) as outputs:
         events = kind(frontend, make_parser(frontend, turn), outputs[0])

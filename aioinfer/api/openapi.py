@@ -24,9 +24,11 @@ from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
 from aioinfer.api.admin import AbortRequest
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.file_store import FileObject
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
-from aioinfer.api.page import PAGE_FILES
+from aioinfer.api.page import PAGE_PATHS
+from aioinfer.api.paths import PREFIX
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -158,6 +160,8 @@ def describe(app: web.Application) -> dict[str, Any]:
         paths.setdefault(path, {})[method.lower()] = _describe(
             method, path, handler, operation, schema_of
         )
+    root = app[FRONTEND].config.server.root_path.strip("/")
+    below = (f"/{root}" if root else "") + app[PREFIX]()
     return {
         "openapi": "3.1.0",
         "info": {
@@ -165,6 +169,7 @@ def describe(app: web.Application) -> dict[str, Any]:
             "version": __version__,
             "description": "An OpenAI-compatible server for a large language model.",
         },
+        "servers": [{"url": below or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -174,13 +179,15 @@ def describe(app: web.Application) -> dict[str, Any]:
 
 
 def _routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
-    """Yields method, path and handler of each route but those of the page's files."""
+    """Yields method, path and handler of each route but those of the page's files; paths are those
+    within the application."""
+    prefix = app[PREFIX]()
     for route in app.router.routes():
         resource = route.resource
         if resource is None or route.method == "HEAD":
             continue
-        path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", resource.canonical)
-        if path not in PAGE_FILES:
+        path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", resource.canonical.removeprefix(prefix))
+        if path not in PAGE_PATHS:
             yield route.method, path, route.handler
 
 

@@ -1,20 +1,23 @@
 """The page at `/`: a chat with the served model, and a live view of the engines; `/docs`: the
 endpoints.
 
-Its files are in `aioinfer/page` and are sent as they are; `aioinfer/page/vendor` holds code of
-others, with its licences. `GET /page/info` returns what the page needs for a chat, and
-`GET /page/live` streams the state of the engines for as long as the page is visible. `server` adds
-the routes and ends the streams; `access` serves the files without a key, since a browser has none
-before the page has asked the user for it.
+Its files are in `aioinfer/page` and are sent as they are, but for the common head of the two pages,
+which is put before each; `aioinfer/page/vendor` holds code of others, with its licences. All their
+URLs are relative, so they work below any path. `GET /page/info` returns what the page needs for a
+chat, and `GET /page/live` streams the state of the engines for as long as the page is visible.
+`server` adds the routes and ends the streams; `access` serves the files without a key, since a
+browser has none before the page has asked the user for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -30,26 +33,25 @@ if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
 
 _FOLDER = Path(__file__).parent.parent / "page"
+_JAVASCRIPT = "text/javascript; charset=utf-8"
+_CSS = "text/css; charset=utf-8"
+_SCRIPTS = (
+    "page", "api", "chat", "settings", "answer", "calls", "views", "json", "live", "markdown",
+    "charts", "docs",
+)  # fmt: skip
 #: Each path with its file and its content type; nothing else of the folder is served.
-PAGE_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page/api.js": ("api.js", "text/javascript; charset=utf-8"),
-    "/page/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
-    "/page/live.js": ("live.js", "text/javascript; charset=utf-8"),
-    "/page/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
-    "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/page/vendor/markdown-it.esm.min.mjs": (
-        "vendor/markdown-it.esm.min.mjs",
-        "text/javascript; charset=utf-8",
-    ),
-    "/page/vendor/LICENSES.txt": ("vendor/LICENSES.txt", "text/plain; charset=utf-8"),
-    "/docs": ("docs.html", "text/html; charset=utf-8"),
-    "/page/docs.css": ("docs.css", "text/css; charset=utf-8"),
-    "/page/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
+_FILES = {
+    **{f"/page/{name}.js": (f"{name}.js", _JAVASCRIPT) for name in _SCRIPTS},
+    "/page/page.css": ("page.css", _CSS),
+    "/page/docs.css": ("docs.css", _CSS),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/page/vendor/markdown-it.esm.min.mjs": ("vendor/markdown-it.esm.min.mjs", _JAVASCRIPT),
+    "/page/vendor/LICENSES.txt": ("vendor/LICENSES.txt", "text/plain; charset=utf-8"),
 }
+#: Each page with its name, which its body, script and style sheet have, and its title.
+_PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
+#: The paths of all files and pages, and that of a mounted application itself.
+PAGE_PATHS = frozenset((*_FILES, *_PAGES, ""))
 #: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,
 #: and no script can make HTML or code of a string (Trusted Types: the page builds single nodes).
 _FILE_HEADERS = {
@@ -60,6 +62,9 @@ _FILE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+#: Read once: a page is small, and put together before it is sent.
+_HEAD = Template((_FOLDER / "head.html").read_text("utf-8"))
+_BODIES = {name: (_FOLDER / f"{name}.html").read_bytes() for name, _ in _PAGES.values()}
 #: Seconds from one event of the live stream to the next.
 _INTERVAL_S = 0.5
 _ENDED = web.AppKey("live_streams_ended", asyncio.Event)
@@ -78,8 +83,13 @@ _SETTINGS = (
 def add_page(app: web.Application) -> None:
     """Adds the page's routes to an application that has its frontend."""
     app[_ENDED] = asyncio.Event()
-    for path, (name, content_type) in PAGE_FILES.items():
-        app.router.add_get(path, _file_handler(_FOLDER / name, content_type))
+    for path, (file, content_type) in _FILES.items():
+        app.router.add_get(path, _file_handler(_FOLDER / file, content_type))
+    for path, (name, title) in _PAGES.items():
+        app.router.add_get(path, _page_handler(name, title))
+    # The path of an application that is mounted below one. By itself it is "/" once more, where the
+    # page comes first.
+    app.router.add_get("", add_slash)
     app.router.add_get("/page/info", show_info)
     app.router.add_get("/page/live", stream_live)
     app.on_shutdown.append(end_live_streams)
@@ -100,6 +110,25 @@ def _file_handler(
         return web.FileResponse(file, headers=headers)
 
     return send_file
+
+
+def _page_handler(name: str, title: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    body = _HEAD.substitute(name=name, title=title).encode() + _BODIES[name]
+    tag = hashlib.sha256(body).hexdigest()[:16]
+    headers = _FILE_HEADERS | {"Content-Type": "text/html; charset=utf-8", "ETag": f'"{tag}"'}
+
+    async def send_page(request: web.Request) -> web.StreamResponse:
+        if any(known.value in (tag, "*") for known in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, headers=headers)
+
+    return send_page
+
+
+async def add_slash(request: web.BaseRequest) -> web.Response:
+    """Redirects `/llm` to `/llm/`: relative URLs of the page begin there."""
+    last = request.rel_url.raw_path.rpartition("/")[2]
+    return web.Response(status=308, headers={"Location": f"./{last}/"})
 
 
 async def show_info(request: web.Request) -> web.Response:

@@ -15,10 +15,10 @@ import orjson
 from aiohttp import web
 
 from aioinfer.api.access import request_id
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import json_response
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -161,11 +161,10 @@ async def _encode(
     """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
     full, and `RequestError` naming `param`."""
     frontend = request.app[FRONTEND]
-    deadline_of(request).shorten(body.timeout_s)
-    request.app[ADMISSION].check(len(inputs), flow=sharer(request))
+    admit(request, body.timeout_s, len(inputs))
     limit = body.truncate_prompt_tokens
     found = []
-    try:
+    with renamed({"prompt": param}):
         for each in inputs:
             ids = each
             if isinstance(each, str):
@@ -176,9 +175,6 @@ async def _encode(
                 room = frontend.max_model_len - 1
                 ids = ids[-min(room, limit if limit > 0 else room) :]
             found.append(ids)
-    except RequestError as error:
-        error.param = param if error.param == "prompt" else error.param
-        raise
     return found
 
 
@@ -193,13 +189,10 @@ async def _pool(
     """Returns the pooled states of prompts (token ids)."""
     params = SamplingParams(temperature=0, pooling=kind)
     name = f"{prefix}-{request_id(request)}"
-    try:
+    with renamed({"prompt": param}):
         async with submitted(request, prompts, params, name=name, priority=body.priority) as found:
             await collect(found)
             states = [output.pooled for output in found]
-    except RequestError as error:
-        error.param = param if error.param == "prompt" else error.param
-        raise
     whole = [state for state in states if state is not None]
     if len(whole) < len(states):
         raise GenerationError("the request was ended before all of it was computed")

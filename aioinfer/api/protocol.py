@@ -2,10 +2,10 @@
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
 and names while it decodes; what it rejects is looked at again in `decoding`, so that a right body
-costs nothing more. `fields` has the names that are ignored and those that are refused; null counts
-as missing. The bounds of sampling parameters and the sizes of their lists are checked
-by `SamplingParams`; here are the limits of the machine (what must fit into an int32) and the rules
-between fields. Handlers get bodies from `read_body`.
+costs nothing more. `fields` has the names that are refused; null counts as missing. The bounds of
+sampling parameters and the sizes of their lists are checked by `SamplingParams`; here are the
+limits of the machine (what must fit into an int32) and the rules between fields. Handlers get
+bodies from `read_body`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,45 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(Body, kw_only=True):
+class _Skipped(Struct):
+    """An object whose members are not decoded."""
+
+
+_Ignored = Annotated[
+    _Skipped | list[Any] | str | float | bool | None, Meta(description="It has no effect.")
+]
+
+
+class IgnoredFields(Body, kw_only=True):
+    """Fields of other servers that change nothing in the text: who asks, how it is billed and
+    stored, how fast it comes. Being declared, they do not have a body decoded again."""
+
+    # OpenAI
+    metadata: _Ignored = None
+    prompt_cache_key: _Ignored = None
+    prompt_cache_options: _Ignored = None
+    prompt_cache_retention: _Ignored = None
+    safety_identifier: _Ignored = None
+    service_tier: _Ignored = None
+    store: _Ignored = None
+    # vLLM; the penalties and the end of a beam search count for a beam search alone
+    early_stopping: _Ignored = None
+    length_penalty: _Ignored = None
+    request_id: _Ignored = None
+    spaces_between_special_tokens: _Ignored = None
+    # llama.cpp and SGLang
+    cache_prompt: _Ignored = None
+    id_slot: _Ignored = None
+    return_progress: _Ignored = None
+    rid: _Ignored = None
+    timings_per_token: _Ignored = None
+
+
+#: Their names.
+IGNORED = frozenset(IgnoredFields.__struct_fields__) - {"model"}
+
+
+class SamplingBody(IgnoredFields, kw_only=True):
     """The fields of completions and chat completions that define how tokens are sampled and
     delivered."""
 

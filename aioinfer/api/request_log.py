@@ -22,6 +22,7 @@ from aioinfer.api.errors import Handler
 from aioinfer.api.limited_log import LimitedLog
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logs import FieldsMessage
+from aioinfer.api.paths import local_path
 from aioinfer.api.record import RECORD, RequestRecord
 from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
@@ -54,7 +55,7 @@ class RequestLog:
         finally:
             record.ended = time.perf_counter()
             trace_id = None
-            if self._tracing is not None and not request.path.startswith(_UNLOGGED):
+            if self._tracing is not None and not local_path(request).startswith(_UNLOGGED):
                 trace_id = self._tracing.trace(request, record)
             if self._is_on and _log.isEnabledFor(logging.INFO) and _is_logged(request, record):
                 if record.status == 401:
@@ -99,7 +100,7 @@ class RequestLog:
 
 
 def _is_logged(request: web.Request, record: RequestRecord) -> bool:
-    if request.path.startswith(_UNLOGGED):
+    if local_path(request).startswith(_UNLOGGED):
         return False
     return request.method == "POST" or record.status >= 400
 

@@ -12,7 +12,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
+from aioinfer.api.admission import admit
 from aioinfer.api.blocks import Block, BlockKind
 from aioinfer.api.chat_turn import (
     Turn,
@@ -24,7 +24,7 @@ from aioinfer.api.chat_turn import (
 )
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import describe, json_response
+from aioinfer.api.errors import describe, json_response, renamed
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.response_store import RESPONSE_STORE
 from aioinfer.api.responses_body import ResponseRequest, to_messages
@@ -44,11 +44,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("input")
     body = await read_body(request, ResponseRequest)
-    deadline_of(request).shorten(body.timeout_s)
-    # before it is encoded: a rejection must be cheap
-    request.app[ADMISSION].check(1, flow=sharer(request))
+    admit(request, body.timeout_s)
     messages = _conversation(request, body)
-    try:
+    with renamed(_PARAMS):
         turn = await _turn(frontend, body, messages)
         reply = _Reply(frontend, body, turn)
         async with submitted(
@@ -60,9 +58,6 @@ async def create_response(request: web.Request) -> web.StreamResponse:
                 events = _ResponseEvents(reply, make_parser(frontend, turn), store)
                 return await stream_blocks(request, outputs[0], events)
             (delta,) = (await collect(outputs)).choices
-    except RequestError as error:
-        error.param = _PARAMS.get(error.param or "", error.param)
-        raise
     blocks = (await read_blocks(frontend, turn, delta, reply.new_id)).all
     ended = reply.body(blocks, delta.finish_reason or "stop", len(delta.token_ids))
     store(blocks, ended)

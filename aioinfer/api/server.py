@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +31,7 @@ from aioinfer.api import (
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
-from aioinfer.api.context import FRONTEND, PREFIX, STARTED
+from aioinfer.api.context import FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.file_store import FILES, FileStore
 from aioinfer.api.heap import HEAP, Heap
@@ -39,6 +40,7 @@ from aioinfer.api.info import READINESS, Readiness
 from aioinfer.api.keys import ApiKeys
 from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
+from aioinfer.api.paths import PREFIX
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
@@ -49,6 +51,8 @@ from aioinfer.errors import NotReadyError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
+
+_log = logging.getLogger(__name__)
 
 #: Handlers get this long to send their last events once the engine has ended their requests.
 _LAST_EVENTS_S = 0.5
@@ -125,6 +129,8 @@ class HttpServer:
         application."""
         try:
             self._check_head(request)
+            if self._root_path and request.path == self._root_path and request.method == "GET":
+                return await page.add_slash(request)
             # one that came before the application was there is not of its kind
             if self._application is not None and isinstance(request, web.Request):
                 return await self._application.handle(request)
@@ -170,10 +176,9 @@ class HttpServer:
     def _below_root(self, message: Any) -> Any:
         """Returns the head of a request without `server.root_path` at the beginning of its path."""
         rest = message.path.removeprefix(self._root_path)
-        if rest == message.path or rest[:1] not in ("/", "?", ""):
+        if rest == message.path or not rest.startswith("/"):
             return message
-        path = rest if rest.startswith("/") else f"/{rest}"
-        return message._replace(path=path, url=URL(path, encoded=True))
+        return message._replace(path=rest, url=URL(rest, encoded=True))
 
     @web.middleware
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -247,10 +252,19 @@ class HttpServer:
         await self._accounts.reload(self._whole_config)
 
     async def drain(self) -> None:
-        """Stops listening, and returns when the requests that have come are answered."""
+        """Stops listening, and returns when the requests that have come are answered.
+
+        A pause ends: from now on nobody could end it by `/resume`, and a server that is to end is
+        expected to answer first what it has accepted. Whoever does not want that sends a second
+        signal, which ends the requests with an error.
+        """
         self.leave()
         self._draining = True
         if self._application is not None:
+            frontend = self._application.app[FRONTEND]
+            if frontend.is_paused:
+                _log.warning("the pause ends: the server is shutting down, and answers what waits")
+                frontend.resume()
             await page.end_live_streams(self._application.app)
             await batches.stop(self._application.app)
         if self._listener is not None:

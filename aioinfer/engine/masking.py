@@ -178,19 +178,26 @@ class Masking:
             places, tokens, self.filler.accept(tokens), strict=True
         ):
             request = output.requests[place]
+            if error is not None:
+                self._fail(request, _as_generation_error(error))
+                continue
             try:
-                if error is not None:
-                    raise error
-                if constraint.is_finished:
-                    self._finish(request)
-                elif len(tokens) <= self.max_jumpers and (
-                    forced := self._jump(request, constraint)
-                ):
-                    jumps[place] = forced
-            except Exception as failure:
+                forced = self._proceed(request, constraint, len(tokens) <= self.max_jumpers)
+            except Exception as failure:  # one request's failure must not end the others
                 self._fail(request, _as_generation_error(failure))
+                continue
+            if forced:
+                jumps[place] = forced
         if jumps:
             _insert(output, jumps)
+
+    def _proceed(self, request: Request, constraint: Constraint, may_jump: bool) -> list[int]:
+        """Ends a request whose output is complete, and has another one jump ahead if it may.
+        Returns the tokens that it jumps over."""
+        if constraint.is_finished:
+            self._finish(request)
+            return []
+        return self._jump(request, constraint) if may_jump else []
 
     def _jump(self, request: Request, constraint: Constraint) -> list[int]:
         """Appends the tokens that must come next, if they are enough for it to pay, and returns

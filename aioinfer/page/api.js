@@ -3,11 +3,15 @@
 
 const KEY = "aioinfer-api-key";
 
-/** An answer that is no success; `status` is 0 when there was no answer. */
+/**
+ * An answer that is no success; `status` is 0 when there was no answer. `param` is the field of the
+ * request that is at fault, if there is one; the message names it.
+ */
 export class ApiError extends Error {
-  constructor(status, message) {
-    super(message);
+  constructor(status, message, param = null) {
+    super(param && !message.includes(param) ? `${param}: ${message}` : message);
     this.status = status;
+    this.param = param;
   }
 }
 
@@ -38,20 +42,21 @@ export async function request(path, { body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached.");
   }
-  if (!response.ok) throw new ApiError(response.status, await messageOf(response));
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-async function messageOf(response) {
+async function errorOf(response) {
   const text = await response.text();
-  let message = text || response.statusText;
+  let error = { message: text || response.statusText };
   try {
-    message = JSON.parse(text).error.message;
+    error = JSON.parse(text).error;
   } catch {
     // not the server's own error, but that of something between
   }
   const wait = response.headers.get("Retry-After");
-  return wait ? `${message} (try again in ${wait} s)` : message;
+  const message = wait ? `${error.message} (try again in ${wait} s)` : error.message;
+  return new ApiError(response.status, message, error.param);
 }
 
 /**

@@ -55,10 +55,11 @@ function endpoint(document_, path, method, operation) {
 
 const main = document.getElementById("endpoints");
 try {
-  const document_ = await (await fetch("/openapi.json")).json();
+  const document_ = await (await fetch("openapi.json")).json();
+  const below = document_.servers[0].url.replace(/\/$/, ""); // where the server is mounted
   const shown = Object.entries(document_.paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, operation]) =>
-      endpoint(document_, path, method, operation)));
+      endpoint(document_, below + path, method, operation)));
   main.replaceChildren(...shown);
 } catch (error) {
   main.textContent = `The description cannot be read: ${error}`;

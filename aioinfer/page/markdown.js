@@ -45,6 +45,13 @@ export function element(tag, className, text = "") {
   return made;
 }
 
+/** Makes a button that submits nothing. */
+export function button(className, text) {
+  const made = element("button", className, text);
+  made.type = "button";
+  return made;
+}
+
 /**
  * Shows a Markdown text that grows.
  *
@@ -251,28 +258,27 @@ function link(address) {
 }
 
 /** Makes a block of code with its language and a button that copies it. */
-function codeBlock(text, language) {
+export function codeBlock(text, language) {
   const block = element("div", "code");
   const bar = element("div", "code-bar");
-  const button = element("button", "copy", "Copy");
-  button.type = "button";
+  const copies = button("copy", "Copy");
   const pre = document.createElement("pre");
   pre.tabIndex = 0; // to be scrolled by keyboard
   pre.append(element("code", "", text));
-  button.addEventListener("click", () => copy(button, pre.firstChild));
-  bar.append(element("span", "language", language), button);
+  copies.addEventListener("click", () => copy(copies, pre.firstChild));
+  bar.append(element("span", "language", language), copies);
   block.append(bar, pre);
   return block;
 }
 
-async function copy(button, code) {
+async function copy(pressed, code) {
   try {
     await navigator.clipboard.writeText(code.textContent);
-    button.textContent = "Copied";
+    pressed.textContent = "Copied";
   } catch {
     // without HTTPS browsers have no clipboard for pages: one key is left to press
     getSelection().selectAllChildren(code);
-    button.textContent = "Selected";
+    pressed.textContent = "Selected";
   }
-  setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
+  setTimeout(() => (pressed.textContent = "Copy"), COPIED_MS);
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.api.fields import IGNORED, REFUSED
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from aioinfer.api.fields import REFUSED
+from aioinfer.api.protocol import IGNORED, ChatRequest, CompletionRequest
 from tests.functional.conftest import Served
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")

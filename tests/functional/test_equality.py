@@ -153,11 +153,11 @@ def serving(llm: LLM) -> Iterator[str]:
         server = HttpServer(llm.frontend.config, llm.frontend)
         return server, await server.start()
 
-    server, url = llm._call(start())
+    server, url = llm.run(start())
     try:
         yield url
     finally:
-        llm._call(server.close())
+        llm.run(server.close())
 
 
 def test_one_at_a_time(prompts, expected, reference):

@@ -270,7 +270,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(folder: Path, num_others
                         results.append(str(error))
                 return results
 
-            first, *others = llm._call(submit_all())
+            first, *others = llm.run(submit_all())
             assert message in first, number
             for tokens in others:
                 assert len(tokens) == TOKENS

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -17,6 +16,7 @@ from yarl import URL
 from aioinfer.api.server import HttpServer
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import make_frontend
+from tests.functional.chat_page import IDLE, LAST_TEXT, posted, say, set_field
 from tests.functional.chromium import EXECUTABLE, Page, open_page
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +29,6 @@ SETTINGS = (
 )
 SHIFT = 8
 HALF = b'data: {"choices":[{"delta":{"content":"Half"},"finish_reason":null}]}\n\n'
-LAST_TEXT = "[...document.querySelectorAll('.answer')].at(-1)?.textContent"
-IDLE = "!document.querySelector('#send').hidden"
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -77,31 +75,6 @@ async def page(browser: Page, url: str) -> AsyncIterator[Page]:
     assert browser.errors.empty(), browser.errors
 
 
-async def say(page: Page, text: str) -> None:
-    """Types a message and sends it, by keyboard."""
-    await page.run("document.querySelector('#prompt').focus()")
-    await page.send("Input.insertText", text=text)
-    await page.press("Enter", 13, "\r")
-
-
-async def set_field(page: Page, name: str, value: str) -> None:
-    """Fills in one of the settings."""
-    field = f"document.querySelector('#composer').elements.{name}"
-    await page.run(
-        f"document.querySelector('.settings').open = true; {field}.focus(); {field}.select()"
-    )
-    await page.send("Input.insertText", text=value)
-
-
-def posted(page: Page, path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
-    """Returns the bodies that the page has posted."""
-    return [
-        json.loads(request["postData"])
-        for request in page.requests
-        if URL(request["url"]).path == path
-    ]
-
-
 def letters(text: str) -> str:
     return "".join(filter(str.isalpha, text))
 
@@ -124,6 +97,7 @@ async def test_it_loads_by_itself(page: Page, url: str) -> None:
         "/",
         "/page/page.css",
         "/page/page.js",
+        "/page/settings.js",
         "/v1/models",
         "/page/info",
         "/page/live",
@@ -281,7 +255,10 @@ async def test_an_error_is_shown_in_its_place(page: Page) -> None:
         "it can be sent again"
     )
     assert "400" in await page.errors.get()  # the browser's own line
+    invalid = "document.querySelector('[name=temperature]').ariaInvalid"
+    assert await page.run(invalid) == "true"
     await page.run("document.querySelector('#reset').click()")
+    assert await page.run(invalid) is None
     await set_field(page, "max_tokens", "2")
     await page.press("Tab", 9)
     await page.run("document.querySelector('#composer').requestSubmit()")
@@ -304,6 +281,73 @@ async def test_a_stream_that_fails(page: Page, body: bytes, shown: str) -> None:
     await say(page, "Hello.")
     assert shown in await page.until("document.querySelector('.failure')?.textContent")
     assert await page.run(LAST_TEXT) == ("Half" if b"Half" in body else "")
+
+
+# ---------------------------------------------------------------- tools and JSON
+
+
+async def test_a_round_with_a_tool(page: Page) -> None:
+    """The model has to call the example's tool, the user plays it, and the model goes on."""
+    await page.run("document.querySelector('[data-example=tools]').click()")
+    await page.run("document.querySelector('[name=one_call]').click()")
+    await set_field(page, "max_tokens", "60")
+    choice = "document.querySelector('[name=tool_choice]')"
+    names = await page.run(f"[...{choice}.options].map((option) => option.value)")
+    assert names == ["auto", "required", "none", ":get_weather"]
+    await page.run(f"{choice}.value = 'required'")
+    await say(page, "What is the weather in Paris, in celsius?")
+    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    assert await page.run("document.querySelector('.call .language').textContent") == "get_weather"
+    shown = await page.run("document.querySelector('.call code').textContent")
+    arguments = json.loads(shown)
+    assert shown == json.dumps(arguments, indent=2, ensure_ascii=False)
+    assert arguments.keys() == {"city", "unit"}
+    assert arguments["unit"] in ("celsius", "fahrenheit")
+    await page.run(f"{choice}.value = 'none'")
+    await page.until("document.activeElement.labels?.[0].textContent === 'Result of get_weather'")
+    await page.send("Input.insertText", text='{"temperature": 21}')
+    await page.press("Enter", 13, "\r")
+    await page.until(f"{IDLE} && document.querySelectorAll('.figures').length === 2")
+    assert len(await page.run(LAST_TEXT)) > 3
+    first, second = posted(page)
+    assert first["tool_choice"] == "required"
+    assert first["parallel_tool_calls"] is False
+    asked, result = second["messages"][1:]
+    (call,) = asked["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == arguments
+    assert result == {
+        "role": "tool", "tool_call_id": call["id"], "name": "get_weather",
+        "content": '{"temperature": 21}',
+    }  # fmt: skip
+
+
+async def test_an_answer_by_a_schema(page: Page) -> None:
+    await page.run("document.querySelector('[data-example=response_format]').click()")
+    await set_field(page, "max_tokens", "100")
+    await say(page, "Describe Paris.")
+    await page.until(f"{IDLE} && document.querySelector('.figures')")
+    code = "document.querySelector('.answer code').textContent"
+    shown = await page.run(code)
+    described = json.loads(shown)
+    assert described.keys() == {"city", "country", "population"}
+    assert shown == json.dumps(described, indent=2, ensure_ascii=False)
+    await page.run("document.querySelector('.answer button').click()")
+    assert json.loads(await page.run(code)) == described  # as the model has laid it out
+    switch = "document.querySelector('.answer button').textContent"
+    assert await page.run(switch) == "Show indented"
+
+
+async def test_what_cannot_be_enforced_is_said_at_its_field(page: Page) -> None:
+    await set_field(page, "response_format", '{"type": "object", "not": {"required": ["a"]}}')
+    await say(page, "Hello.")
+    said = await page.until("document.querySelector('.turn .failure')?.textContent")
+    assert said.startswith("400: ")
+    assert "response_format" in said
+    assert "not" in said
+    at_field = "document.querySelector('#response_format-error').innerText"
+    assert said.endswith(await page.run(at_field))
+    assert "400" in await page.errors.get()
 
 
 # ---------------------------------------------------------------- Markdown

@@ -110,7 +110,7 @@ def run(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[
         outputs = [await llm.frontend.submit(prompt, params) for prompt, params in requests]
         return list(await asyncio.gather(*map(collect, outputs)))
 
-    outputs = llm._call(submit_all())
+    outputs = llm.run(submit_all())
     llm.frontend.engines[0].scheduler.check_integrity()
     return outputs
 

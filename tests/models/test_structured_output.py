@@ -29,7 +29,7 @@ def check_schemas(llm: LLM, schemas: list[dict[str, Any]], temperature: float) -
             temperature=temperature, seed=number, max_tokens=150, grammar=grammar
         )
         try:
-            llm._call(llm.frontend.compile(params))
+            llm.run(llm.frontend.compile(params))
         except RequestError:
             counts["refused"] += 1
         else:

@@ -1,0 +1,15 @@
+"""Where the application is: by itself, or mounted below a path of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+#: What the paths begin with where the application is part of another one; else empty.
+PREFIX: web.AppKey[Callable[[], str]] = web.AppKey("prefix")
+
+
+def local_path(request: web.Request) -> str:
+    """Returns a request's path within the application, whatever it is mounted below."""
+    return request.path.removeprefix(request.app[PREFIX]())

@@ -1,0 +1,123 @@
+"""The engine on an event loop of its own in a background thread, for programs without one: what
+`LLM` and `LLMEngine` have in common.
+
+So they work in scripts, in notebooks and inside other event loops alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from aioinfer.config import Config, load_config
+from aioinfer.engine.frontend import Frontend
+from aioinfer.startup import StartupDisplay
+
+T = TypeVar("T")
+
+
+class BackgroundModel:
+    """A model whose methods are called like functions. Close it, or use it as a context manager, to
+    end its workers.
+
+    Args:
+        model: what `model.path` may be: a folder, a GGUF file, a hub id, or `package:NAME/FILE`.
+        config: a TOML file to start from.
+        settings: further configuration by dotted key, such as `{"cache.block_size": 32}`.
+        progress: show progress bars and the start-up table (on stderr).
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: str | Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ):
+        overrides = dict(settings or {})
+        if model is not None:
+            overrides["model.path"] = str(model)
+        self._launch(_without_prefill_cap(load_config(config, overrides)), progress)
+
+    @classmethod
+    def of(cls, config: Config, *, progress: bool = True) -> Self:
+        """Returns a model with a whole configuration as it is. Raises as the constructor does."""
+        made = cls.__new__(cls)
+        made._launch(config, progress)
+        return made
+
+    def _launch(self, config: Config, progress: bool) -> None:
+        self.config = config
+        self._progress = progress
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="aioinfer", daemon=True)
+        self._thread.start()
+        try:
+            with StartupDisplay(quiet=not progress) as display:
+                self.frontend: Frontend = self.run(
+                    Frontend.launch(self.config, display.on_progress)
+                )
+        except BaseException:
+            _stop_loop(self._loop, self._thread)
+            raise
+        if progress:
+            display.show(
+                [engine.report for engine in self.frontend.engines], self.config.served_model_names
+            )
+        self._close = weakref.finalize(self, _close, self.frontend, self._loop, self._thread)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the engine's event loop, for what is built on `frontend`, and returns
+        its result. Raises what it raises; an interrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Ends the requests and the workers. Safe to call twice."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _without_prefill_cap(config: Config) -> Config:
+    """Lifts the cap on prefill tokens beside decodes unless the configuration sets one: the cap
+    keeps streams smooth, and offline nobody reads a stream."""
+    if config.scheduler.max_prefill_tokens_beside_decode is not None:
+        return config
+    scheduler = replace(
+        config.scheduler, max_prefill_tokens_beside_decode=config.scheduler.max_num_batched_tokens
+    )
+    return replace(config, scheduler=scheduler)
+
+
+def _close(frontend: Frontend, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(frontend.close(), loop).result()
+    _stop_loop(loop, thread)
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,435 @@
+"""Thoughts, tool calls and JSON on the page, event by event, in headless Chromium; and the page of
+an application that is mounted below a path.
+
+The pages come from the application of `create_app`, mounted below `/llm`. What answers a chat there
+is a script, so that a test can look at the page between two events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from yarl import URL
+
+from aioinfer.api.embedded import create_app
+from bench_loop import make_frontend
+from tests.functional import chat_page
+from tests.functional.chat_page import IDLE, LAST_TEXT, say, set_field
+from tests.functional.chromium import EXECUTABLE, Page, open_page
+from tests.scripted_server import sse
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
+]
+
+INFO = {"chat": True, "tokenizer": True, "max_model_len": 100, "defaults": {"temperature": 1}}
+USAGE = {
+    "prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0},
+}  # fmt: skip
+SUMMARY = "document.querySelector('.thought summary').textContent"
+CODE = "[...document.querySelectorAll('.turn code')].at(-1)?.textContent"
+RESULTS = "document.querySelectorAll('.calls textarea')"
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+def call(index: int, name: str | None, arguments: str) -> dict[str, Any]:
+    """Returns the first event of a call, which has a name, or a further one."""
+    function = {"name": name, "arguments": arguments} if name else {"arguments": arguments}
+    head = {"id": f"call_{index}", "type": "function"} if name else {}
+    return delta(tool_calls=[{"index": index, **head, "function": function}])
+
+
+def end(reason: str) -> tuple[dict[str, Any] | str, ...]:
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+    return last, {"choices": [], "usage": USAGE}, "[DONE]"
+
+
+class Script:
+    """The chat's answers: the events that a test sends, as they are sent."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what another test has sent."""
+        self._events: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.refusal: dict[str, Any] | None = None
+
+    def send(self, *events: Any) -> None:
+        self._events.put_nowait(events)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if self.refusal is not None:
+            return web.json_response({"error": self.refusal}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(sse(delta(role="assistant", content="")))
+        while True:
+            events = await self._events.get()
+            await response.write(sse(*events))
+            if events[-1] == "[DONE]":
+                return response
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mounted() -> AsyncIterator[tuple[Script, str]]:
+    """The script, and where the page is."""
+    frontend = await make_frontend(4, 0.005, {})
+    script, outer = Script(), web.Application()
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response(INFO)
+
+    outer.router.add_post("/llm/v1/chat/completions", script.answer)
+    outer.router.add_get("/llm/page/info", info)
+    outer.add_subapp("/llm", await create_app(frontend.config, frontend))
+    runner = web.AppRunner(outer, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield script, f"http://127.0.0.1:{runner.addresses[0][1]}/llm"
+    await runner.cleanup()
+    await frontend.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    async with open_page(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(browser: Page, mounted: tuple[Script, str]) -> AsyncIterator[Page]:
+    """The chat, ready; it may complain of nothing but what the test expects."""
+    script, url = mounted
+    script.begin()
+    await browser.open(f"{url}/")
+    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    yield browser
+    assert browser.errors.empty(), browser.errors
+
+
+@pytest.fixture
+def script(mounted: tuple[Script, str]) -> Script:
+    return mounted[0]
+
+
+def posted(page: Page) -> list[dict[str, Any]]:
+    return chat_page.posted(page, "/llm/v1/chat/completions")
+
+
+async def until_idle(page: Page, num_answers: int = 1) -> None:
+    await page.until(f"{IDLE} && document.querySelectorAll('.turn').length === {num_answers}")
+
+
+# ---------------------------------------------------------------- below a path
+
+
+async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script, str]) -> None:
+    url = mounted[1]
+    await browser.open(url)  # without a slash at its end
+    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    assert await browser.run("location.pathname") == "/llm/"
+    assert await browser.run("getComputedStyle(document.body).display") == "flex"
+    await browser.open(f"{url}/docs")
+    await browser.until("document.querySelectorAll('details').length > 20")
+    titles = "[...document.querySelectorAll('summary code')].map((code) => code.textContent)"
+    assert "POST /llm/v1/chat/completions" in await browser.run(titles)
+    fields = "[...document.querySelectorAll('td code')].map((code) => code.textContent)"
+    assert "tool_choice" in await browser.run(fields)
+    borders = "getComputedStyle(document.querySelector('table')).borderCollapse"
+    assert await browser.run(borders) == "collapse"
+    await browser.click("document.querySelector('a[href=\"./\"]')")
+    await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
+    assert all(URL(request["url"]).path.startswith("/llm") for request in browser.requests)
+    assert browser.errors.empty(), browser.errors
+
+
+# ---------------------------------------------------------------- thoughts
+
+
+async def test_a_thought_is_folded_and_is_no_content(page: Page, script: Script) -> None:
+    await say(page, "Why?")
+    script.send(delta(reasoning_content="First <b>this</b>,"))
+    await page.until(f"document.querySelector('.thought') && {SUMMARY}.endsWith(' 18 characters')")
+    assert (await page.run(SUMMARY)).startswith("Thinking for 0.")
+    assert not await page.run("document.querySelector('.thought').open")
+    script.send(delta(reasoning_content="\nthen that."))
+    await page.until(f"{SUMMARY}.endsWith(' 29 characters')")
+    script.send(delta(content="**Because.**"))
+    await page.until(f"{LAST_TEXT} === 'Because.'")
+    assert (await page.run(SUMMARY)).startswith("Thought for ")
+    await page.run("document.querySelector('.thought summary').focus()")
+    await page.press("Enter", 13, "\r")
+    text = "document.querySelector('.thought-text').innerText"
+    assert await page.run(text) == "First <b>this</b>,\nthen that."
+    script.send(*end("stop"))
+    await until_idle(page)
+    await say(page, "And?")
+    script.send(delta(content="So."), *end("stop"))
+    await until_idle(page, 2)
+    assert posted(page)[1]["messages"][1] == {
+        "role": "assistant",
+        "content": "**Because.**",
+        "reasoning_content": "First <b>this</b>,\nthen that.",
+    }
+    assert await page.run("document.querySelectorAll('.thought').length") == 1
+
+
+async def test_a_thought_that_is_stopped_is_no_answer(page: Page, script: Script) -> None:
+    await say(page, "Why?")
+    script.send(delta(reasoning_content="Let me see"))
+    await page.until("document.querySelector('.thought')")
+    await page.press("Escape", 27)
+    await until_idle(page)
+    assert (await page.run(SUMMARY)).startswith("Thought for ")
+    assert (await page.run("document.querySelector('.figures').textContent")).endswith("stopped")
+    assert await page.run("document.querySelector('#prompt').value") == "Why?"
+
+
+# ---------------------------------------------------------------- tool calls
+
+
+async def test_a_call_streams_and_its_result_goes_on(page: Page, script: Script) -> None:
+    await page.run("document.querySelector('[data-example=tools]').click()")
+    assert await page.run("document.querySelector('#num-tools').textContent") == "1 set"
+    await page.run("document.querySelector('[name=tool_choice]').value = ':get_weather'")
+    await say(page, "Is it warm?")
+    script.send(delta(reasoning_content="A tool knows."), call(0, "get_weather", ""))
+    await page.until("document.querySelector('.call')")
+    script.send(call(0, None, '{"city": "Pa'))
+    await page.until(f"""{CODE} === '{{\\n  "city": "Pa'""")
+    assert not await page.run(f"{RESULTS}.length"), "there is more to come"
+    script.send(call(0, None, 'ris","days":[]}'), *end("tool_calls"))
+    await until_idle(page)
+    assert await page.run(CODE) == '{\n  "city": "Paris",\n  "days": []\n}'
+    label = "document.activeElement.labels[0].textContent"
+    assert await page.run(label) == "Result of get_weather"
+    await page.send("Input.insertText", text='{"temperature":')
+    await page.press("Enter", 13, "\r", 8)  # with shift
+    await page.send("Input.insertText", text="21}")
+    await page.press("Enter", 13, "\r")
+    script.send(delta(content="Yes."), *end("stop"))
+    await until_idle(page, 2)
+    assert await page.run(LAST_TEXT) == "Yes."
+    assert await page.run(f"{RESULTS}[0].readOnly && document.activeElement.id") == "prompt"
+    first, second = posted(page)
+    assert first["tools"][0]["function"]["name"] == "get_weather"
+    assert first["tool_choice"] == {"type": "function", "function": {"name": "get_weather"}}
+    asked = {"name": "get_weather", "arguments": '{"city": "Paris","days":[]}'}
+    assert second["messages"] == [
+        {"role": "user", "content": "Is it warm?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "A tool knows.",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": asked}],
+        },
+        {
+            "role": "tool", "tool_call_id": "call_0", "name": "get_weather",
+            "content": '{"temperature":\n21}',
+        },
+    ]  # fmt: skip
+
+
+async def test_two_calls_whose_results_fail_at_first(page: Page, script: Script) -> None:
+    await say(page, "Both?")
+    script.send(delta(content="Let me see."), call(0, "first", "{}"), call(1, "second", ""))
+    script.send(*end("tool_calls"))
+    await until_idle(page)
+    send = "document.querySelector('.calls .primary')"
+    assert await page.run(f"{send}.textContent") == "Send results"
+    await page.send("Input.insertText", text="1")
+    await page.press("Enter", 13, "\r")
+    assert await page.run("document.activeElement.labels[0].textContent") == "Result of second"
+    script.refusal = {"message": "is wrong", "param": "messages[2].content"}
+    await page.press("Enter", 13, "\r")  # it returns nothing
+    await page.until(f"document.querySelector('.failure') && {IDLE}")
+    failure = await page.run("document.querySelector('.failure').textContent")
+    assert failure == "400: messages[2].content: is wrong"
+    assert "400" in await page.errors.get()
+    script.refusal = None
+    await page.click(send)
+    script.send(delta(content="Done."), *end("stop"))
+    await page.until(f"{LAST_TEXT} === 'Done.' && {IDLE}")
+    _, failed, again = posted(page)
+    assert failed == again
+    assert [m["role"] for m in again["messages"]] == ["user", "assistant", "tool", "tool"]
+    assert [m["content"] for m in again["messages"]] == ["Both?", "Let me see.", "1", ""]
+
+
+async def test_a_message_goes_on_without_a_result(page: Page, script: Script) -> None:
+    await say(page, "Both?")
+    script.send(call(0, "first", "{}"), call(1, "second", "{}"), *end("tool_calls"))
+    await until_idle(page)
+    await page.send("Input.insertText", text="1")
+    await say(page, "Never mind.")
+    script.send(delta(content="Good."), *end("stop"))
+    await until_idle(page, 2)
+    roles = [message["role"] for message in posted(page)[1]["messages"]]
+    assert roles == ["user", "assistant", "tool", "user"]
+    await say(page, "And now?")
+    script.send(delta(content="Nothing."), *end("stop"))
+    await until_idle(page, 3)
+    assert [m["role"] for m in posted(page)[2]["messages"]] == [*roles, "assistant", "user"]
+
+
+async def test_a_call_that_breaks_off_is_left_out(page: Page, script: Script) -> None:
+    await say(page, "One?")
+    script.send(call(0, "first", '{"a": 1}'), call(1, "<i>second</i>", '{"b": "<b>'))
+    await page.until("document.querySelectorAll('.call').length === 2")
+    await page.press("Escape", 27)
+    await until_idle(page)
+    names = "[...document.querySelectorAll('.call .language')].map((node) => node.innerHTML)"
+    assert await page.run(names) == ["first", "&lt;i&gt;second&lt;/i&gt;"]
+    assert await page.run(CODE) == '{"b": "<b>'
+    assert await page.run("document.querySelector('.call > .quiet').textContent") == (
+        "The call is not complete: it is left out."
+    )
+    assert await page.run(f"{RESULTS}.length") == 1
+    await page.press("Enter", 13, "\r")
+    script.send(delta(content="Done."), *end("stop"))
+    await until_idle(page, 2)
+    calls = posted(page)[1]["messages"][1]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["first"]
+
+
+# ---------------------------------------------------------------- JSON
+
+
+async def test_json_is_indented_while_it_comes(page: Page, script: Script) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}}
+    await set_field(page, "response_format", json.dumps(schema))
+    await say(page, "JSON?")
+    script.send(delta(content='{"a": [1'))
+    await page.until(f"""{CODE} === '{{\\n  "a": [\\n    1'""")
+    script.send(delta(content=', "x, y"]}'), *end("stop"))
+    await until_idle(page)
+    assert await page.run(CODE) == '{\n  "a": [\n    1,\n    "x, y"\n  ]\n}'
+    switch = "document.querySelector('.answer button')"
+    await page.click(switch)
+    assert await page.run(CODE) == '{"a": [1, "x, y"]}'
+    assert await page.run(f"{switch}.textContent") == "Show indented"
+    await page.click(switch)
+    assert "\n" in await page.run(CODE)
+    (body,) = posted(page)
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    assert body["response_format"] == wanted
+    await page.run("document.querySelector('[data-remove=response_format]').click()")
+    await say(page, "Again?")
+    script.send(delta(content='[{"b": 1}]'), *end("stop"))
+    await until_idle(page, 2)
+    assert await page.run(CODE) == '[\n  {\n    "b": 1\n  }\n]'
+    assert "response_format" not in posted(page)[1]
+    assert posted(page)[1]["messages"][1]["content"] == '{"a": [1, "x, y"]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [('{"a": "b', '{\n  "a": "b'), ("Sorry, I *can't*.", "Sorry, I *can't*.")]
+)
+async def test_what_is_no_whole_json(page: Page, script: Script, text: str, shown: str) -> None:
+    await set_field(page, "response_format", '{"type": "object"}')
+    await say(page, "JSON?")
+    script.send(delta(content=text), *end("length"))
+    await until_idle(page)
+    assert await page.run(CODE) == shown
+    assert await page.run("document.querySelector('.answer .language').textContent") == (
+        "JSON, not complete"
+    )
+
+
+async def test_indenting_is_that_of_the_browser(page: Page) -> None:
+    """Values of all kinds, cut anywhere."""
+    chance = random.Random(7)
+
+    def value(depth: int) -> Any:
+        kind = chance.randrange(7 if depth else 5)
+        if kind < 5:
+            return [None, True, -1.5e30, 'a "\\{[,:]}\n 你', ""][kind]
+        items = [value(depth - 1) for _ in range(chance.randrange(4))]
+        return items if kind == 5 else {f"k {n}\\": item for n, item in enumerate(items)}
+
+    values = [value(5) for _ in range(60)]
+    script = """async (values) => {
+        const { Indenter } = await import("./page/json.js");
+        const wrong = [];
+        for (const [number, value] of values.entries()) {
+            const text = JSON.stringify(value, null, number % 3 ? "\\t " : 0);
+            const size = 1 + number % 5;
+            const indenter = new Indenter();
+            let shown = "";
+            for (let at = 0; at < text.length; at += size)
+                shown += indenter.feed(text.slice(at, at + size));
+            if (shown !== JSON.stringify(value, null, 2)) wrong.push(shown);
+        }
+        const deep = new Indenter().feed("[".repeat(5000)).length;
+        return [wrong, deep < 400000];
+    }"""
+    assert await page.run(f"({script})({json.dumps(values)})") == [[], True]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("tools", "[{", "This is no JSON: "),
+        ("tools", '{"type": "function"}', "Tools are a list: put [ and ] around them."),
+        ("response_format", "[1]", 'A schema is an object, such as {"type": "object"}.'),
+    ],
+)
+async def test_a_field_that_cannot_be_sent(page: Page, name: str, text: str, said: str) -> None:
+    await set_field(page, name, text)
+    await page.run(f"document.querySelector('[name={name}]').closest('details').open = false")
+    await say(page, "Hello.")
+    shown = await page.run(f"document.querySelector('#{name}-error').innerText")
+    assert shown.startswith(said)
+    assert await page.run("document.activeElement.name") == name
+    assert await page.run("document.activeElement.ariaInvalid") == "true"
+    assert posted(page) == []
+    await page.send("Input.insertText", text=" ")
+    assert await page.run(f"document.querySelector('#{name}-error').hidden")
+    assert await page.run("document.activeElement.ariaInvalid") is None
+
+
+async def test_an_error_of_the_server_is_said_at_its_field(page: Page, script: Script) -> None:
+    await page.run("document.querySelector('[data-example=tools]').click()")
+    script.refusal = {"message": "a name is missing", "param": "tools[0].function.name"}
+    await say(page, "Hello.")
+    await page.until("document.querySelector('.failure')")
+    failure = "400: tools[0].function.name: a name is missing"
+    assert await page.run("document.querySelector('.failure').textContent") == failure
+    assert await page.run("document.querySelector('#tools-error').innerText") == failure[5:]
+    assert "400" in await page.errors.get()
+
+
+async def test_a_phone_with_all_of_it(page: Page, script: Script) -> None:
+    await page.send(
+        "Emulation.setDeviceMetricsOverride",
+        width=400,
+        height=740,
+        deviceScaleFactor=2,
+        mobile=True,
+    )
+    await say(page, "Long?")
+    long = json.dumps({"text": "x" * 300})
+    script.send(delta(reasoning_content="y" * 300), delta(content="z" * 300))
+    script.send(call(0, "n" * 60, long), *end("tool_calls"))
+    await until_idle(page)
+    for fold in ("tools", "response_format", "temperature"):
+        await page.run(f"document.querySelector('[name={fold}]').closest('details').open = true")
+        assert await page.run("document.documentElement.scrollWidth") == 400
+        assert await page.run("document.querySelectorAll('.folds > [open]').length") == 1
+        prompt = "document.querySelector('#prompt').getBoundingClientRect()"
+        assert await page.run(f"{prompt}.bottom < innerHeight")
+    fields = "[...document.querySelectorAll('input, textarea, select')]"
+    assert await page.run(f"{fields}.filter((field) => !field.labels.length).length") == 0
+    await page.send("Emulation.clearDeviceMetricsOverride")
