@@ -45,6 +45,7 @@ class Completion:
         finish_reason: "stop", "length" or "abort".
         stop_reason: the token id or the string that ended the text.
         num_preemptions: how often its KV blocks were taken away and computed anew.
+        cumulative_logprob: of all tokens, in the output of a beam search.
     """
 
     text: str = ""
@@ -53,6 +54,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
@@ -326,12 +328,13 @@ async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> O
                 delta.finish_reason,
                 delta.stop_reason,
             )
+            completion.cumulative_logprob = delta.cumulative_logprob
     finally:
         output.abort()
     progress.advance(task)
     requests = [sequence.request for sequence in output.sequences]
-    for completion, request in zip(completions, requests, strict=True):
-        completion.num_preemptions = request.num_preemptions
+    for index, completion in enumerate(completions):  # a beam search has one request
+        completion.num_preemptions = requests[min(index, len(requests) - 1)].num_preemptions
     return Output(
         output.prompt_token_ids,
         completions,

@@ -194,8 +194,20 @@ class KVCacheManager:
         """Whether a request's block tables can get `count` more blocks."""
         return all(self.pools[group].num_free >= count for group in self._token_groups)
 
-    def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free.
+    def fits_beams(self, prompt_len: int, num_tokens: int, width: int) -> bool:
+        """Whether `width` beams of `num_tokens` tokens could run if they were alone. They share the
+        full blocks of the prompt, unless blocks behind a window may be missing to do so."""
+        shared = 0 if self._windows else prompt_len // self._block_size
+        return all(
+            width * (group.max_blocks(num_tokens, self._block_size, self._max_chunk) - shared)
+            + shared
+            <= pool.num_blocks
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        )
+
+    def can_admit(self, prefix: Prefix, num_tokens: int, num_more: int = 0) -> bool:
+        """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free,
+        and others find `num_more` beside them.
 
         All of its tokens count, even if the first step computes few of them. What it takes off a
         free list is what it owns at once at its peak, or, if that is less, what it shares of the
@@ -204,7 +216,7 @@ class KVCacheManager:
         fresh = -(-num_tokens // self._block_size) - prefix.num_blocks
         for group, pool, shared in zip(self.groups, self.pools, prefix.blocks, strict=True):
             peak = group.max_blocks(num_tokens, self._block_size, self._max_chunk)
-            if min(peak, fresh + pool.count_free(_owned(shared))) > pool.num_free:
+            if min(peak, fresh + pool.count_free(_owned(shared))) + num_more > pool.num_free:
                 return False
         return True
 
@@ -331,6 +343,28 @@ class KVCacheManager:
             prefix.copied = [(group, leader.blocks[group][full]) for group in self._token_groups]
         return prefix
 
+    def replace(self, request: Request, prefix: Prefix) -> int:
+        """Puts the blocks of `prefix`, which another request owns, in the place of a request's own.
+        What is copied gets its block when the tables grow.
+
+        Returns the index from which on the tables differ from what they were.
+        """
+        old, request.blocks = request.blocks, [list(shared) for shared in prefix.blocks]
+        for pool, shared in zip(self.pools, request.blocks, strict=True):
+            pool.share(_owned(shared))
+        for pool, table in zip(self.pools, old, strict=bool(old)):
+            pool.release(_owned(table))
+        request.num_blocks, request.num_committed = prefix.num_blocks, 0
+        request.num_computed = prefix.num_tokens
+        if self._windows:
+            self._moved[request] = None
+        equal = (_count_equal(*pair) for pair in zip(old, request.blocks, strict=bool(old)))
+        return min(equal, default=0)
+
+    def no_prefix(self) -> Prefix:
+        """Returns the prefix of a request that computes all of its tokens."""
+        return Prefix(0, 0, [[] for _ in self.groups], [])
+
     def find_prefix(self, request: Request) -> Prefix:
         """Returns the longest prefix of a request's known tokens that all groups have cached.
 
@@ -338,7 +372,7 @@ class KVCacheManager:
         tokens whose rows have outputs of their own.
         """
         if not self.prefix_caching:
-            return Prefix(0, 0, [[] for _ in self.groups], [])
+            return self.no_prefix()
         hashes = request.block_hashes
         extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
         longest = request.total - 1
@@ -429,6 +463,14 @@ class KVCacheManager:
                 freed = max(0, request.num_computed - group.window + 1) // self._block_size
             if NULL_BLOCK in table[freed:]:
                 raise IntegrityError(f"request {name} lacks a block that it reads")
+
+
+def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the length of the common start of two block tables."""
+    count = min(len(first), len(second))
+    if first[:count] == second[:count]:
+        return count
+    return next(index for index in range(count) if first[index] != second[index])
 
 
 def _is_block(entry: int) -> bool:
