@@ -135,14 +135,13 @@ class BeamSearch:
         of the search.
 
         Args:
-            top_tokens: int32 [beams, num_candidates or more], likeliest first.
-            top_logprobs: float32 [beams, num_candidates or more], theirs.
+            top_tokens: int32 [beams, num_candidates], likeliest first.
+            top_logprobs: float32 [beams, num_candidates], theirs.
             output_of: returns the tokens of a beam so far.
         """
         self.length += 1
-        totals = self._scores[:, None] + top_logprobs[:, : self.num_candidates]
-        tokens = top_tokens[:, : self.num_candidates]
-        ends = np.isin(tokens, self._ends)
+        totals: F32 = self._scores[:, None] + top_logprobs
+        ends = np.isin(top_tokens, self._ends)
         if self.length <= self._min_tokens:
             totals = np.where(ends, np.float32(-np.inf), totals)
         is_last = self.length >= self._max_tokens
@@ -151,16 +150,15 @@ class BeamSearch:
         flat_totals, flat_ends = totals.ravel(), ends.ravel()
         order = _descending(flat_totals, flat_ends, self.width)
         completed = [int(i) for i in order[: self.width] if flat_ends[i]]
-        self._complete(completed, tokens, top_tokens, top_logprobs, flat_totals, output_of)
+        self._complete(completed, top_tokens, top_logprobs, flat_totals, output_of)
         going_on = [int(i) for i in order if not flat_ends[i]][: self.width]
         if is_last or self._is_over(flat_totals[going_on[0]]):
             return None
-        return self._go_on(going_on, tokens, top_tokens, top_logprobs, flat_totals)
+        return self._go_on(going_on, top_tokens, top_logprobs, flat_totals)
 
     def _complete(
         self,
         places: Sequence[int],
-        tokens: I32,
         top_tokens: I32,
         top_logprobs: F32,
         totals: F32,
@@ -173,8 +171,8 @@ class BeamSearch:
             score = totals[place] / np.float32(self.length**self._params.length_penalty)
             if self._is_full and score <= self.hypotheses[-1].score:
                 continue
-            beam, column = divmod(place, tokens.shape[1])
-            token = int(tokens[beam, column])
+            beam, column = divmod(place, top_tokens.shape[1])
+            token = int(top_tokens[beam, column])
             choice = self._choice(beam, column, top_tokens, top_logprobs)
             end = token if token in self._ends else None
             output = [*output_of(beam), token]
@@ -201,7 +199,6 @@ class BeamSearch:
     def _go_on(
         self,
         places: Sequence[int],
-        tokens: I32,
         top_tokens: I32,
         top_logprobs: F32,
         totals: F32,
@@ -210,19 +207,19 @@ class BeamSearch:
         at: list[int] = [-1] * self.width
         others: list[int] = []
         for place in places:
-            parent = place // tokens.shape[1]
+            parent = place // top_tokens.shape[1]
             if at[parent] < 0:
                 at[parent] = place
             else:
                 others.append(place)
         more = iter(others)
         at = [place if place >= 0 else next(more) for place in at]
-        split = [divmod(place, tokens.shape[1]) for place in at]
+        split = [divmod(place, top_tokens.shape[1]) for place in at]
         self._choices = [
             self._choice(beam, column, top_tokens, top_logprobs) for beam, column in split
         ]
         self._scores = totals[at]
-        return Decision([beam for beam, _ in split], [int(tokens[each]) for each in split])
+        return Decision([beam for beam, _ in split], [int(top_tokens[each]) for each in split])
 
     def _choice(
         self, beam: int, column: int, top_tokens: I32, top_logprobs: F32
@@ -290,7 +287,8 @@ class BeamRun:
         if self._num_detached != self.group.num_detached:  # all beams compute their rows again
             self._num_detached = self.group.num_detached
             self._rows.clear()
-        self._rows[request] = top_tokens, top_logprobs
+        count = self.search.num_candidates  # other rows of its step may have more
+        self._rows[request] = top_tokens[:count], top_logprobs[:count]
         return len(self._rows) == self.search.num_rows
 
     def advance(self) -> Decision | None:

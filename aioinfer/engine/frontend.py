@@ -457,6 +457,12 @@ class Frontend:
         if max_tokens is None:  # a default must not cause the rejection of a request
             default = self.defaults.max_tokens
             max_tokens = room if default is None else min(room, max(default, params.min_tokens))
+        if max_tokens > room and room < self.max_model_len - prompt_len:
+            raise RequestError(
+                f"max_tokens is {max_tokens}, but the KV cache holds {params.num_sequences} beams "
+                f"of at most {room} output tokens at a time",
+                param="max_tokens",
+            )
         if max_tokens > room:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you "

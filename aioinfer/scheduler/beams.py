@@ -28,7 +28,7 @@ from typing import Protocol
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import GROWTH_BYTES
-from aioinfer.scheduler.kv_cache import KVCacheManager
+from aioinfer.scheduler.kv_cache import KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.request import Beam, BeamGroup, Request, Status
@@ -67,21 +67,13 @@ class BeamPlanner:
 
     # ---------------------------------------------------------------- groups come and go
 
-    def has_slots(self, leader: Request) -> bool:
-        """Whether all beams of a group find slots."""
-        group = leader.beams
-        assert group is not None
-        return len(self._scheduler.free_slots) >= len(group.beams)
-
-    def num_blocks_beside(self, leader: Request) -> int:
-        """Returns how many blocks of each group of layers the beams of a group take beside those of
-        their leader."""
+    def can_admit(self, leader: Request, prefix: Prefix) -> bool:
+        """Whether all beams of a group find slots and blocks; the leader begins with `prefix`."""
         group, scheduler = leader.beams, self._scheduler
-        if group is None:
-            return 0
-        size = scheduler.limits.block_size
-        shared = 0 if scheduler.kv_cache.has_windows else leader.prompt_len // size
-        return (len(group.beams) - 1) * (leader.total // size + 1 - shared)
+        assert group is not None
+        return len(scheduler.free_slots) >= len(group.beams) and scheduler.kv_cache.can_admit_beams(
+            prefix, leader, len(group.beams) - 1
+        )
 
     def enter(self, builder: PlanBuilder, leader: Request) -> None:
         """Gives slots to all beams, with their leader, which has its own and is in the plan."""

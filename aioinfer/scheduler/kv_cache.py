@@ -195,30 +195,62 @@ class KVCacheManager:
         return all(self.pools[group].num_free >= count for group in self._token_groups)
 
     def fits_beams(self, prompt_len: int, num_tokens: int, width: int) -> bool:
-        """Whether `width` beams of `num_tokens` tokens could run if they were alone. They share the
-        full blocks of the prompt, unless blocks behind a window may be missing to do so."""
-        shared = 0 if self._windows else prompt_len // self._block_size
+        """Whether `width` beams of `num_tokens` tokens could run if they were alone."""
         return all(
-            width * (group.max_blocks(num_tokens, self._block_size, self._max_chunk) - shared)
-            + shared
-            <= pool.num_blocks
-            for group, pool in zip(self.groups, self.pools, strict=True)
+            own + beside <= pool.num_blocks
+            for pool, own, beside in zip(
+                self.pools,
+                self._peaks(num_tokens),
+                self._peaks_beside(prompt_len, num_tokens, width - 1),
+                strict=True,
+            )
         )
 
-    def can_admit(self, prefix: Prefix, num_tokens: int, num_more: int = 0) -> bool:
-        """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free,
-        and others find `num_more` beside them.
+    def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free.
 
         All of its tokens count, even if the first step computes few of them. What it takes off a
         free list is what it owns at once at its peak, or, if that is less, what it shares of the
         free list and allocates.
         """
+        return all(
+            taken <= pool.num_free
+            for pool, taken in zip(self.pools, self._taken(prefix, num_tokens), strict=True)
+        )
+
+    def can_admit_beams(self, prefix: Prefix, leader: Request, num_others: int) -> bool:
+        """Whether the leader of a search, which begins with `prefix`, and its other beams find
+        their blocks free, and those of their next token."""
+        num_tokens = min(leader.total + 1, leader.max_len - 1)
+        beside = self._peaks_beside(leader.prompt_len, num_tokens, num_others)
+        return all(
+            taken + more <= pool.num_free
+            for pool, taken, more in zip(
+                self.pools, self._taken(prefix, leader.total), beside, strict=True
+            )
+        )
+
+    def _peaks(self, num_tokens: int) -> list[int]:
+        """Returns how many blocks of each group a request owns at once at most."""
+        size, chunk = self._block_size, self._max_chunk
+        return [group.max_blocks(num_tokens, size, chunk) for group in self.groups]
+
+    def _peaks_beside(self, prompt_len: int, num_tokens: int, num_others: int) -> list[int]:
+        """Returns how many blocks of each group the other beams of a search own at once at most,
+        beside those of the leader. They share the full blocks of the prompt, unless some of them
+        may be gone behind a window."""
+        shared = 0 if self._windows else prompt_len // self._block_size
+        return [num_others * (peak - shared) for peak in self._peaks(num_tokens)]
+
+    def _taken(self, prefix: Prefix, num_tokens: int) -> list[int]:
+        """Returns how many free blocks of each group a request takes that begins with `prefix`."""
         fresh = -(-num_tokens // self._block_size) - prefix.num_blocks
-        for group, pool, shared in zip(self.groups, self.pools, prefix.blocks, strict=True):
-            peak = group.max_blocks(num_tokens, self._block_size, self._max_chunk)
-            if min(peak, fresh + pool.count_free(_owned(shared))) + num_more > pool.num_free:
-                return False
-        return True
+        return [
+            min(peak, fresh + pool.count_free(_owned(shared)))
+            for peak, pool, shared in zip(
+                self._peaks(num_tokens), self.pools, prefix.blocks, strict=True
+            )
+        ]
 
     # ---------------------------------------------------------------- the blocks of a request
 

@@ -487,11 +487,10 @@ class Scheduler:
         tokens fit."""
         if request.num_pending:
             return False  # preempted, and the result that holds its last token is still out
-        if request.beams is not None and not self._beams.has_slots(request):
-            return False
         prefix = self._find_prefix(request)
-        num_more = self._beams.num_blocks_beside(request)
-        if not self.kv_cache.can_admit(prefix, request.total, num_more):
+        if not self.kv_cache.can_admit(prefix, request.total):
+            return False
+        if request.beams is not None and not self._beams.can_admit(request, prefix):
             return False
         self._waiting.pop()
         size = self._admission_bytes(builder, request)
