@@ -25,7 +25,7 @@ from aioinfer.engine.output import RequestOutput, TokenLogprob
 from aioinfer.engine.pooling import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.ipc.sections import F32
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptScores
 from aioinfer.startup import StartupDisplay
 
@@ -181,6 +181,22 @@ class LLM:
             tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many
         ]
         return self.generate(encoded, params)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+    ) -> list[Output]:
+        """Returns the likeliest outputs of each prompt that a beam search finds, the best first.
+
+        It is `generate` with `SamplingParams.beam_search`; raises what that does.
+        """
+        each = (
+            params.sampling_params()
+            if isinstance(params, BeamSearchParams)
+            else [one.sampling_params() for one in params]
+        )
+        return self.generate(prompts, each)
 
     def embed(
         self,

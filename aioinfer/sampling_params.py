@@ -405,6 +405,46 @@ class SamplingParams:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A beam search in vLLM's terms. A wrong value raises `RequestError` when it is used.
+
+    Attributes:
+        beam_width: beams, and results if `n` is missing.
+        max_tokens: the maximum length of the output.
+        n: how many of the best results are returned.
+        temperature: 0; anything but 0 and 1 is wrong.
+        length_penalty, early_stopping: see `BeamSearch`.
+        min_tokens, ignore_eos, stop_token_ids, include_stop, logprobs: see `SamplingParams`.
+    """
+
+    beam_width: int
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    logprobs: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Returns the parameters of a request. Raises `RequestError`."""
+        return SamplingParams(
+            n=self.beam_width if self.n is None else self.n,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            include_stop=self.include_stop,
+            logprobs=self.logprobs,
+            beam_search=BeamSearch(self.beam_width, self.length_penalty, self.early_stopping),
+        )
+
+
 #: What does not go with a beam search, and the values that are no different from none.
 _NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, Any], ...] = (
     ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),

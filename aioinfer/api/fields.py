@@ -21,8 +21,8 @@ IGNORED = frozenset(
         # OpenAI
         "metadata", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-        # vLLM; the penalties and the end of a beam search count for a beam search alone
-        "early_stopping", "length_penalty", "request_id", "spaces_between_special_tokens",
+        # vLLM
+        "request_id", "spaces_between_special_tokens",
         # llama.cpp and SGLang
         "cache_prompt", "id_slot", "return_progress", "rid", "timings_per_token",
     )
@@ -51,7 +51,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     # llama.cpp, SGLang and others
     "custom_logit_processor": (),

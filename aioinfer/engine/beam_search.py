@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.ipc.sections import F32, I32
-from aioinfer.sampling_params import BeamSearch as BeamSearchParams
+from aioinfer.sampling_params import BeamSearch as SearchSettings
 from aioinfer.scheduler.request import BeamGroup, Request
 
 #: Lower than any log-probability of a text; transformers' constant.
@@ -94,7 +94,7 @@ class BeamSearch:
 
     def __init__(
         self,
-        params: BeamSearchParams,
+        settings: SearchSettings,
         end_tokens: frozenset[int],
         max_tokens: int,
         *,
@@ -104,17 +104,17 @@ class BeamSearch:
         """Begins with one beam without tokens.
 
         Args:
-            params: how to search.
+            settings: how to search.
             end_tokens: complete a hypothesis.
             max_tokens: so do as many tokens.
             min_tokens: no end token counts before so many tokens.
             num_logprobs: keep the log-probabilities of all tokens, and of so many of the likeliest.
         """
-        self.width = params.width
-        self.num_candidates = max(params.width + len(end_tokens), num_logprobs or 0)
+        self.width = settings.width
+        self.num_candidates = max(settings.width + len(end_tokens), num_logprobs or 0)
         self.length = 0
         self.hypotheses: list[Hypothesis] = []
-        self._params = params
+        self._settings = settings
         self._ends = np.array(sorted(end_tokens), np.int32)
         self._max_tokens = max_tokens
         self._min_tokens = min_tokens
@@ -165,10 +165,10 @@ class BeamSearch:
         output_of: Callable[[int], Sequence[int]],
     ) -> None:
         """Keeps the hypotheses at `places` that are among the best."""
-        if not self._can_improve or (self._params.early_stopping is True and self._is_full):
+        if not self._can_improve or (self._settings.early_stopping is True and self._is_full):
             return
         for place in places:
-            score = totals[place] / np.float32(self.length**self._params.length_penalty)
+            score = totals[place] / np.float32(self.length**self._settings.length_penalty)
             if self._is_full and score <= self.hypotheses[-1].score:
                 continue
             beam, column = divmod(place, top_tokens.shape[1])
@@ -190,7 +190,7 @@ class BeamSearch:
         without its length."""
         if not self._is_full:
             return False
-        early, penalty = self._params.early_stopping, self._params.length_penalty
+        early, penalty = self._settings.early_stopping, self._settings.length_penalty
         length = self._max_tokens if early == "never" and penalty > 0 else self.length
         if best / np.float32(length**penalty) <= self.hypotheses[-1].score:
             self._can_improve = False
@@ -246,7 +246,7 @@ class BeamSearch:
         order: Any = np.argsort(-self._scores, kind="stable")[: count - len(found)]
         for beam in order.tolist():
             total, output = self._scores[beam], list(output_of(beam))
-            score = total / np.float32(max(1, len(output)) ** self._params.length_penalty)
+            score = total / np.float32(max(1, len(output)) ** self._settings.length_penalty)
             choice = self._choices[beam]
             found.append(Hypothesis(output, float(total), score, None, choice))
         return found
