@@ -2,7 +2,8 @@
 
 The public names are few: :class:`LLM` (offline generation), :class:`AsyncLLM` (in asyncio
 programs), :class:`LLMEngine` (step by step), :func:`create_app` (the server inside another
-application), :class:`SamplingParams` and :func:`load_config`. They are imported on first use, so
+application), :class:`SamplingParams`, :class:`BeamSearch` and :class:`BeamSearchParams`, and
+:func:`load_config`. They are imported on first use, so
 that a worker process, which needs none of them, does not pay for their imports.
 """
 
@@ -26,12 +27,16 @@ if TYPE_CHECKING:
     from aioinfer.config import load_config as load_config
     from aioinfer.llm import LLM as LLM
     from aioinfer.llm_engine import LLMEngine as LLMEngine
+    from aioinfer.sampling_params import BeamSearch as BeamSearch
+    from aioinfer.sampling_params import BeamSearchParams as BeamSearchParams
     from aioinfer.sampling_params import SamplingParams as SamplingParams
 
 _EXPORTS = {
     "LLM": "aioinfer.llm",
     "AsyncLLM": "aioinfer.async_llm",
     "LLMEngine": "aioinfer.llm_engine",
+    "BeamSearch": "aioinfer.sampling_params",
+    "BeamSearchParams": "aioinfer.sampling_params",
     "SamplingParams": "aioinfer.sampling_params",
     "create_app": "aioinfer.api.embedded",
     "load_config": "aioinfer.config",
@@ -39,6 +44,8 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearch",
+    "BeamSearchParams",
     "LLMEngine",
     "SamplingParams",
     "__version__",

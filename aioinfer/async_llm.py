@@ -98,7 +98,9 @@ class RequestStream:
         if delta.logprobs:
             completion.logprobs = (completion.logprobs or []) + delta.logprobs
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
-        request = self._output.sequences[delta.index].request
+        completion.cumulative_logprob = delta.cumulative_logprob
+        sequences = self._output.sequences  # one, of a beam search
+        request = sequences[min(delta.index, len(sequences) - 1)].request
         completion.num_preemptions = request.num_preemptions
         self._last.num_cached_tokens = self._output.num_cached_tokens
         self._last.num_prefill_steps = self._output.sequences[0].request.num_prefill_steps

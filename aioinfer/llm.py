@@ -17,7 +17,7 @@ from aioinfer.engine.output import RequestOutput, TokenLogprob
 from aioinfer.engine.pooling import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.ipc.sections import F32
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptScores
 
 Prompt = str | Sequence[int]
@@ -35,6 +35,7 @@ class Completion:
         finish_reason: "stop", "length" or "abort".
         stop_reason: the token id or the string that ended the text.
         num_preemptions: how often its KV blocks were taken away and computed anew.
+        cumulative_logprob: of all tokens, in the output of a beam search.
     """
 
     text: str = ""
@@ -43,6 +44,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
@@ -122,6 +124,22 @@ class LLM(BackgroundModel):
             tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many
         ]
         return self.generate(encoded, params)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+    ) -> list[Output]:
+        """Returns the likeliest outputs of each prompt that a beam search finds, the best first.
+
+        It is `generate` with `SamplingParams.beam_search`; raises what that does.
+        """
+        each = (
+            params.sampling_params()
+            if isinstance(params, BeamSearchParams)
+            else [one.sampling_params() for one in params]
+        )
+        return self.generate(prompts, each)
 
     def embed(
         self,
@@ -227,12 +245,13 @@ async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> O
                 delta.finish_reason,
                 delta.stop_reason,
             )
+            completion.cumulative_logprob = delta.cumulative_logprob
     finally:
         output.abort()
     progress.advance(task)
     requests = [sequence.request for sequence in output.sequences]
-    for completion, request in zip(completions, requests, strict=True):
-        completion.num_preemptions = request.num_preemptions
+    for index, completion in enumerate(completions):  # a beam search has one request
+        completion.num_preemptions = requests[min(index, len(requests) - 1)].num_preemptions
     return Output(
         output.prompt_token_ids,
         completions,

@@ -42,6 +42,12 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 4096
 #: Characters of a grammar's source; the kinds of grammars have further limits (`text.grammar`).
 MAX_GRAMMAR_CHARS = 128 * 1024
+#: Beams of a beam search, and the likeliest tokens that are compared of each: as many as there are
+#: beams and end tokens, so that enough go on whichever end.
+MAX_BEAM_WIDTH = 64
+MAX_BEAM_CANDIDATES = 128
+#: Beyond this, the power of a long output's length is no float32.
+MAX_LENGTH_PENALTY = 5.0
 MAX_INT32 = 2**31 - 1  # the largest integer that crosses
 
 _FLOAT32 = struct.Struct("f")
@@ -190,6 +196,50 @@ class GrammarSpec:
             raise RequestError("the grammar is empty", param=self.param)
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """How a beam search goes; its results are those of transformers' `generate`.
+
+    A wrong value raises `RequestError` naming the field of the API.
+
+    Attributes:
+        width: beams, the hypotheses that are continued at each step.
+        length_penalty: a hypothesis is scored by its cumulative log-probability, divided by its
+            length (in generated tokens, the end token included) to the power of this.
+        early_stopping: True ends the search when there are `width` complete hypotheses; False when
+            the best beam would score no better than the worst of them if it ended now; "never" only
+            when it could not do so at any length.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        try:
+            width = _as_integer(self.width)
+        except TypeError as error:
+            raise RequestError("n must be an integer", param="n") from error
+        if not 1 <= width <= MAX_BEAM_WIDTH:
+            raise RequestError(
+                f"the width of a beam search must be in [1, {MAX_BEAM_WIDTH}], not {width}",
+                param="n",
+            )
+        object.__setattr__(self, "width", width)
+        penalty = self.length_penalty
+        if not isinstance(penalty, int | float) or not abs(penalty) <= MAX_LENGTH_PENALTY:
+            raise RequestError(
+                f"length_penalty must be in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}], not "
+                f"{penalty}",
+                param="length_penalty",
+            )
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise RequestError(
+                f'early_stopping must be true, false or "never", not {self.early_stopping!r}',
+                param="early_stopping",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one request. A wrong value raises `RequestError` naming the field.
@@ -225,6 +275,8 @@ class SamplingParams:
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
             without; each is avoided by its last token.
+        beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
+            temperature is 0 then, or 1, which is no different.
     """
 
     n: int = integer(1, 1, MAX_N)
@@ -252,6 +304,7 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    beam_search: BeamSearch | None = None
 
     def __post_init__(self) -> None:
         for parameter in PARAMETERS:
@@ -280,6 +333,26 @@ class SamplingParams:
             self._check_pooling()
         if self.is_restricted:
             self._check_restrictions()
+        if self.beam_search is not None:
+            self._check_beam_search(self.beam_search)
+
+    def _check_beam_search(self, search: BeamSearch) -> None:
+        """Raises `RequestError` naming a parameter that a beam search would have to ignore."""
+        if self.temperature not in (0.0, 1.0):
+            raise RequestError(
+                "temperature must be 0 in a beam search, which samples nothing, not "
+                f"{self.temperature:g}",
+                param="temperature",
+            )
+        object.__setattr__(self, "temperature", 0.0)
+        for name, neutral in _NEUTRAL_IN_BEAM_SEARCH:
+            if getattr(self, name) != neutral:
+                raise RequestError(f"{name} is not supported in a beam search", param=name)
+        if self.n > search.width:
+            raise RequestError(
+                f"n is {self.n}: a beam search of width {search.width} has no more results",
+                param="n",
+            )
 
     def _check_pooling(self) -> None:
         if self.pooling not in POOLINGS:
@@ -313,6 +386,11 @@ class SamplingParams:
         )
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that run at the same time, each in a slot."""
+        return self.n if self.beam_search is None else self.beam_search.width
+
+    @property
     def greedy(self) -> bool:
         """Whether every token is simply the likeliest."""
         return self.temperature < GREEDY_TEMPERATURE
@@ -326,6 +404,54 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A beam search in vLLM's terms. A wrong value raises `RequestError` when it is used.
+
+    Attributes:
+        beam_width: beams, and results if `n` is missing.
+        max_tokens: the maximum length of the output.
+        n: how many of the best results are returned.
+        temperature: 0; anything but 0 and 1 is wrong.
+        length_penalty, early_stopping: see `BeamSearch`.
+        min_tokens, ignore_eos, stop_token_ids, include_stop, logprobs: see `SamplingParams`.
+    """
+
+    beam_width: int
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    logprobs: int | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Returns the parameters of a request. Raises `RequestError`."""
+        return SamplingParams(
+            n=self.beam_width if self.n is None else self.n,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            include_stop=self.include_stop,
+            logprobs=self.logprobs,
+            beam_search=BeamSearch(self.beam_width, self.length_penalty, self.early_stopping),
+        )
+
+
+#: What does not go with a beam search, and the values that are no different from none.
+_NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, Any], ...] = (
+    ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),
+    ("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("stop", ()),
+    ("grammar", None), ("allowed_token_ids", None), ("bad_words", ()), ("pooling", None),
+    ("prompt_only", False),
+)  # fmt: skip
 
 #: The numeric parameters, in the order of their declaration.
 PARAMETERS = tuple(

@@ -225,7 +225,7 @@ class TestUndeclaredFields:
                 assert name in caught.value.message
 
     def test_zero_is_not_false(self) -> None:
-        for name, value in (("use_beam_search", 0), ("n_probs", False)):
+        for name, value in (("detokenize", 1), ("n_probs", False)):
             with pytest.raises(RequestError):
                 completion(**{name: value})
         assert completion(typical_p=1.0, mirostat=0.0).sampling_fields() == {}

@@ -749,7 +749,7 @@ def test_records_that_are_made_anew_keep_who_waits_and_drop_what_is_on_its_way()
     harness.post()
     harness.post()
     scheduler = harness.scheduler
-    scheduler._free_slots.append(0)
+    scheduler.free_slots.append(0)
     with pytest.raises(IntegrityError, match="a slot was lost or given twice"):
         scheduler.check_integrity()
     scheduler.rebuild(requests[2:], requests[:2])

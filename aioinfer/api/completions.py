@@ -60,6 +60,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         continuous_usage=body.continuous_usage,
     )
     n, with_ids = params.n, body.return_token_ids or frontend.tokenizer is None
+    # of a beam search `best_of` is the width: it returns the n best itself
+    num_candidates = n if body.use_beam_search else body.best_of or n
     shown_ids: list[list[int] | None] = [prompt if with_ids else None for prompt in ids]
     names = None if body.return_tokens_as_token_ids else frontend.tokenizer
     of_prompts: Sequence[RequestOutput] = ()
@@ -69,7 +71,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         async with submitted(
             request,
             ids,
-            _with_candidates(params, body.best_of or n),
+            _with_candidates(params, num_candidates),
             name=envelope.id,
             priority=body.priority,
             cache_salt=body.cache_salt,
@@ -86,7 +88,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
                 ]  # fmt: skip
                 return await stream(request, envelope, outputs, choices)
             reply, of_prompts = await collect(outputs), outputs
-    found = _best(reply.choices, body.best_of or n, params)
+    found = _best(reply.choices, num_candidates, params)
     logprobs = [
         await _logprobs(names, body, of_prompts[i // n] if of_prompts else None, delta)
         for i, delta in enumerate(found)

@@ -85,7 +85,9 @@ async def submitted(
     charge = TokenCharge(account, longest)
     cancel_deadline = None
     try:
-        with request.app[ADMISSION].reserve(prompts, params.n, sharer(request)) as places:
+        with request.app[ADMISSION].reserve(
+            prompts, params.num_sequences, sharer(request)
+        ) as places:
             for index, prompt in enumerate(prompts):
                 if index and index % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # 0.1 ms are spent on a prompt of a thousand ids
@@ -99,7 +101,7 @@ async def submitted(
                         cache_salt=cache_salt or "",
                     )
                 )
-                places.use(len(prompt), params.n)
+                places.use(len(prompt), params.num_sequences)
         cancel_deadline = deadline_of(request).hand_over(outputs)
         yield outputs
     finally:

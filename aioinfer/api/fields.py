@@ -38,7 +38,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     # llama.cpp, SGLang and others
     "custom_logit_processor": (),

@@ -26,7 +26,7 @@ from aioinfer.api.structured_output import (
 )
 from aioinfer.api.tools import read_tools
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N
+from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N, BeamSearch
 from aioinfer.text.message_parser import ToolUse
 
 #: Prompts in one request; each is a request of its own to the scheduler.
@@ -87,9 +87,7 @@ class IgnoredFields(Body, kw_only=True):
     safety_identifier: _Ignored = None
     service_tier: _Ignored = None
     store: _Ignored = None
-    # vLLM; the penalties and the end of a beam search count for a beam search alone
-    early_stopping: _Ignored = None
-    length_penalty: _Ignored = None
+    # vLLM
     request_id: _Ignored = None
     spaces_between_special_tokens: _Ignored = None
     # llama.cpp and SGLang
@@ -147,6 +145,9 @@ class SamplingBody(IgnoredFields, kw_only=True):
     truncate_prompt_tokens: Int32 | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -167,6 +168,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
             raise RequestError(
                 "prompt_logprobs are not available in a stream", param="prompt_logprobs"
             )
+        if self.use_beam_search:
+            self.check_beam_search()
         if self.truncate_prompt_tokens is not None and (
             self.truncate_prompt_tokens == 0 or self.truncate_prompt_tokens < -1
         ):
@@ -175,6 +178,24 @@ class SamplingBody(IgnoredFields, kw_only=True):
                 f"{self.truncate_prompt_tokens}",
                 param="truncate_prompt_tokens",
             )
+
+    def check_beam_search(self) -> None:
+        """Raises `RequestError` naming a field that does not go with a beam search.
+        `SamplingParams` does so for parameters of sampling."""
+        if self.stream:
+            raise RequestError(
+                "a beam search cannot be streamed: its results are known at the end", param="stream"
+            )
+        if self.max_tokens == 0:
+            raise RequestError("max_tokens must be at least 1 in a beam search", param="max_tokens")
+        if (grammar := find_grammar(self)) is not None:
+            raise RequestError(
+                f"{grammar.param} is not supported in a beam search", param=grammar.param
+            )
+
+    def beam_width(self) -> int:
+        """Returns how many beams a beam search has."""
+        return 1 if self.n is None else self.n
 
     def check_no_output(self) -> None:
         """Raises `RequestError` for a `max_tokens` of 0 where a reply would hold nothing."""
@@ -196,6 +217,13 @@ class SamplingBody(IgnoredFields, kw_only=True):
             }
         if (grammar := find_grammar(self)) is not None:
             fields["grammar"] = grammar
+        if self.use_beam_search:
+            given = {
+                name: value
+                for name in ("length_penalty", "early_stopping")
+                if (value := getattr(self, name)) is not None
+            }
+            fields["beam_search"] = BeamSearch(self.beam_width(), **given)
         return fields
 
 
@@ -227,6 +255,9 @@ class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
             for name in ("echo", "truncate_prompt_tokens"):
                 if getattr(self, name):
                     raise RequestError(f"{name} is not supported together with suffix", param=name)
+
+    def beam_width(self) -> int:
+        return super().beam_width() if self.best_of is None else self.best_of
 
     def _check_best_of(self, best_of: int, n: int) -> None:
         if not n <= best_of <= MAX_N:
@@ -317,6 +348,11 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
                     param="top_logprobs",
                 )
         self.tool_use()
+
+    def check_beam_search(self) -> None:
+        super().check_beam_search()
+        if self.tools and self.tool_choice != "none":
+            raise RequestError("tools are not supported in a beam search", param="tools")
 
     def tool_use(self) -> ToolUse:
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""

@@ -10,7 +10,8 @@ blocks: results wake it through the executor, and new requests through `add`. An
 nothing. `Frontend` owns the engines and routes requests to them.
 
 What else an engine does has modules of its own: `emission` turns a step's tokens into text,
-`recovery` starts workers anew that were lost, `record_check` compares the records.
+`beam_searches` decides how beams go on, `recovery` starts workers anew that were lost,
+`record_check` compares the records.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from aioinfer.config import Config
+from aioinfer.engine.beam_searches import BeamSearches
 from aioinfer.engine.emission import Emission
 from aioinfer.engine.masking import Masking
 from aioinfer.engine.metrics import EngineMetrics
@@ -49,7 +51,7 @@ class Engine:
         state: whether it serves.
         dead_reason: why it serves no more requests, or None.
         is_paused: whether no further step is planned until `resume`.
-        emission, recovery: see there.
+        emission, beam_searches, recovery: see there.
     """
 
     scheduler: Scheduler
@@ -96,6 +98,7 @@ class Engine:
         self._planning_is_due = False
         self._idle = asyncio.Event()
         self.emission = Emission(self, self._sequences)
+        self.beam_searches = BeamSearches(self, self._sequences)
         self.recovery = Recovery(
             self,
             self._sequences,
@@ -249,6 +252,10 @@ class Engine:
         """Ends a request for another than its reader, who gets what was generated and "abort" as
         the finish reason."""
         self.emission.emit_rest()  # else sequences that have ended are still open
+        if output.params.beam_search is not None:
+            self.beam_searches.cut_short(output.sequences[0])
+            self.plan_soon()
+            return
         unfinished = [s.index for s in output.sequences if s.request in self._sequences]
         self.abort(output)
         for index in unfinished:
@@ -329,11 +336,15 @@ class Engine:
             if result.sections:
                 self.prompt_outputs.accept(result)
             self.masking.accept(output)
+            searched = self.beam_searches.accept(output, result) if output.beam_rows else []
         self.masking.fill()
         emission.begin(output, result)
         emission.is_whole = True
         self._plan_and_post()
-        self.metrics.record_step(result, output.requests, output.tokens)
+        requests, tokens = output.requests, output.tokens
+        if searched:  # a search counts as one token a round
+            requests, tokens = requests + searched, tokens + [0] * len(searched)
+        self.metrics.record_step(result, requests, tokens)
         emission.emit_portion()
 
     def _plan_and_post(self) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -19,6 +20,7 @@ from typing import Any
 
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, ModelConfig
+from aioinfer.engine.beam_search import BeamRun, BeamSearch
 from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEncoder
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
@@ -33,9 +35,9 @@ from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
 from aioinfer.ipc.prompt_rows import MAX_LOGPROB_BYTES, logprob_bytes
 from aioinfer.models.registry import load_model_config
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores
-from aioinfer.scheduler.request import ONE_FLOW, Flow, ForkGroup, Request
+from aioinfer.scheduler.request import ONE_FLOW, Beam, BeamGroup, Flow, ForkGroup, Request
 from aioinfer.text.constraints import CompiledConstraint
 from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
@@ -427,7 +429,7 @@ class Frontend:
         # no `await` from here on: the loads by which the request is routed are those that it meets
         may_hit = prompt_rows is None or prompt_rows.max_prefix() > 0
         hashes = prompt.hashes if may_hit else []
-        route = self._router.route(len(prompt.tokens), hashes, params.n)
+        route = self._router.route(len(prompt.tokens), hashes, params.num_sequences)
         engine = self.engines[route.engine]
         output = RequestOutput(
             request_id or f"request-{next(self._request_numbers)}",
@@ -436,6 +438,8 @@ class Frontend:
             engine.abort,
         )
         self._make_sequences(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
+        if params.beam_search is not None:
+            self._make_beams(output)
         if prompt_rows is not None:
             self._attach(prompt_rows, output)
         self._router.promise(route, output.sequences[0].request)
@@ -451,10 +455,18 @@ class Frontend:
         if params.prompt_only:
             return prompt_len + 1  # ends with the first sampled token, which is dropped
         room = self.max_model_len - prompt_len
+        if params.beam_search is not None:
+            room = self._room_of_beams(prompt_len, params)
         max_tokens = params.max_tokens
         if max_tokens is None:  # a default must not cause the rejection of a request
             default = self.defaults.max_tokens
             max_tokens = room if default is None else min(room, max(default, params.min_tokens))
+        if max_tokens > room and room < self.max_model_len - prompt_len:
+            raise RequestError(
+                f"max_tokens is {max_tokens}, but the KV cache holds {params.num_sequences} beams "
+                f"of at most {room} output tokens at a time",
+                param="max_tokens",
+            )
         if max_tokens > room:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you "
@@ -470,6 +482,46 @@ class Frontend:
                 param="min_tokens",
             )
         return prompt_len + max_tokens
+
+    def _room_of_beams(self, prompt_len: int, params: SamplingParams) -> int:
+        """Returns how many tokens a beam search can generate, at least 1: all of its beams have to
+        fit the KV cache at the same time.
+
+        Raises `RequestError` if it could not run at all.
+        """
+        width, limits = params.num_sequences, self.config.scheduler
+        schedulers = [engine.scheduler for engine in self.engines]
+        if any(scheduler.kv_cache.has_states for scheduler in schedulers):
+            raise RequestError(
+                "this model's layers keep a state that cannot be copied: no beam search",
+                param="use_beam_search",
+            )
+        if width > limits.max_num_seqs:
+            raise RequestError(
+                f"a beam search of width {width} needs as many slots, and this server has "
+                f"{limits.max_num_seqs} (scheduler.max_num_seqs)",
+                param="n",
+            )
+        ends = len(self._end_tokens(params))
+        if width + ends > min(MAX_BEAM_CANDIDATES, self.vocab_size):
+            raise RequestError(
+                f"a beam search may have {MAX_BEAM_CANDIDATES} beams and end tokens together, and "
+                f"no more than the model has tokens; here are {width} beams and {ends} end tokens",
+                param="stop_token_ids",
+            )
+
+        def fits(max_tokens: int) -> bool:
+            max_len = prompt_len + max_tokens
+            return all(s.fits_beams(prompt_len, max_len, width) for s in schedulers)
+
+        most = self.max_model_len - prompt_len
+        room = bisect_left(range(1, most + 1), True, key=lambda length: not fits(length))
+        if not room:
+            raise RequestError(
+                f"{width} beams of a prompt of {prompt_len} tokens do not fit the KV cache",
+                param="n",
+            )
+        return room
 
     def _prompt_rows(self, prompt: PreparedPrompt, params: SamplingParams) -> PromptRows | None:
         """Returns what is wanted of the rows of a prompt. Raises `RequestError` if the results of a
@@ -519,13 +571,13 @@ class Frontend:
         in the cache."""
         params, tokens, tokenizer = output.params, prompt.tokens, self.tokenizer
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        end_tokens = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids)
-        )
+        end_tokens = self._end_tokens(params)
         if params.prompt_only:
             end_tokens, tokenizer = frozenset(), None
-        group = ForkGroup() if params.n > 1 else None
-        for index in range(params.n):
+        if params.beam_search is not None:
+            end_tokens = frozenset()  # the search finds them
+        group = ForkGroup() if params.num_sequences > 1 else None
+        for index in range(params.num_sequences):
             request = Request(
                 output.request_id,
                 tokens[:],
@@ -549,6 +601,37 @@ class Frontend:
                 )
             restricted = None if constraint is None else constraint.start()
             output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))
+
+    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids)
+        )
+
+    def _make_beams(self, output: RequestOutput) -> None:
+        """Makes beams of the sequences of a request: the first then stands for all."""
+        params, tokenizer = output.params, self.tokenizer
+        assert params.beam_search is not None
+        requests = [sequence.request for sequence in output.sequences]
+        leader = output.sequences[0]
+        search = BeamSearch(
+            params.beam_search,
+            self._end_tokens(params),
+            leader.request.max_len - leader.request.prompt_len,
+            min_tokens=params.min_tokens,
+            num_logprobs=params.logprobs,
+        )
+        group = BeamGroup([Beam(request) for request in requests], search.num_candidates)
+        for request in requests:
+            request.beams, request.plans_ahead, request.plan_limit = group, False, 0
+        leader.search = BeamRun(search, group)
+        if tokenizer is not None:
+            leader.make_detokenizer = partial(
+                tokenizer.detokenizer,
+                output.prompt_token_ids,
+                params.skip_special_tokens,
+                params.shown_token_ids,
+            )
+        output.sequences = [leader]
 
     # ---------------------------------------------------------------- failure
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from aioinfer.engine.beam_search import BeamRun
 from aioinfer.engine.metrics import RequestTimes
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
@@ -48,6 +49,7 @@ class Delta:
         logprobs: one for each new token, if the request has `logprobs`.
         finish_reason: "stop", "length", "abort" or "error" in the last delta, else None.
         stop_reason: the token id or the string that ended the text.
+        cumulative_logprob: of all tokens, in the output of a beam search.
     """
 
     index: int
@@ -56,6 +58,7 @@ class Delta:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
 
     def merge(self, later: Delta) -> None:
         """Appends a later delta of the same sequence."""
@@ -65,6 +68,7 @@ class Delta:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        self.cumulative_logprob = later.cumulative_logprob
 
 
 class Sink(Protocol):
@@ -88,7 +92,7 @@ class RequestOutput:
         request_id: for messages.
         prompt_token_ids: the prompt as the model sees it.
         params: the request's sampling parameters.
-        sequences: the n sequences, by index.
+        sequences: the n sequences, by index; one that stands for all beams of a beam search.
         on_abort: called with this object when the reader aborts the request; changes when the
             request moves to another engine.
     """
@@ -123,6 +127,8 @@ class RequestOutput:
         """Tokens that were generated for the reader, of all sequences."""
         if self.params.prompt_only:
             return 0
+        if self.params.beam_search is not None:
+            return self.params.n * self.sequences[0].request.num_output
         return sum(sequence.request.num_output for sequence in self.sequences)
 
     @property
@@ -233,12 +239,13 @@ class OutputSequence:
     """One sequence of a request's output: decodes its tokens, and finds stop strings.
 
     `times` is when it was queued, scheduled and so on, once the engine has it. `constraint` is
-    what restricts its next tokens, or None.
+    what restricts its next tokens, or None. `search` is the beam search that it stands for, or
+    None, and `make_detokenizer` then makes one for each result, if there is text.
     """
 
     __slots__ = (
-        "_detokenizer", "_min_tokens", "_stops", "constraint", "index", "output", "request",
-        "times",
+        "_detokenizer", "_min_tokens", "_stops", "constraint", "index", "make_detokenizer",
+        "output", "request", "search", "times",
     )  # fmt: skip
 
     def __init__(
@@ -252,6 +259,8 @@ class OutputSequence:
         """`request` is what the scheduler knows of the sequence; without a `detokenizer` there is
         no text."""
         self.constraint = constraint
+        self.search: BeamRun | None = None
+        self.make_detokenizer: Callable[[], Detokenizer] | None = None
         self.index = index
         self.request = request
         self.output = output

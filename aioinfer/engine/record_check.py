@@ -59,6 +59,7 @@ class RecordCheck:
         """See `Engine.check_records`."""
         engine, sequences = self._engine, self._sequences
         engine.emission.emit_rest()  # else requests that have ended are still open
+        engine.beam_searches.emit_rest()
         try:
             engine.scheduler.check_integrity()
         except Exception as error:  # records that are wrong may also break the check

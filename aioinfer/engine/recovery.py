@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from aioinfer.engine.beam_searches import BeamSearches
 from aioinfer.engine.emission import Emission, EmittingEngine
 from aioinfer.engine.masking import Masking
 from aioinfer.engine.output import OutputSequence
@@ -93,6 +94,7 @@ class RecoverableEngine(EmittingEngine, Protocol):
     report: WorkerReport
     start_s: float
     emission: Emission
+    beam_searches: BeamSearches
     masking: Masking
     prompt_outputs: PromptOutputs
 
@@ -179,6 +181,7 @@ class Recovery:
         """
         engine = self._engine
         engine.emission.emit_rest()
+        engine.beam_searches.emit_rest()
         held = engine.scheduler.held_requests()
         self._requeue_all(reason)
         engine.masking.begin_anew()  # no thread may go on with what another engine will use

@@ -69,7 +69,7 @@ def _find_obstacle(
     """
     living = [engine.scheduler for engine in engines if engine.state is not EngineState.DEAD]
     cause = (dead.dead_reason or "").partition("\n")[0]  # without a traceback
-    if not all(s.fits(sequence.request.max_len) for s in living for sequence in sequences):
+    if not all(s.fits_request(sequence.request) for s in living for sequence in sequences):
         return EngineDeadError(f"no engine that lives can hold the request: {cause}")
     waiting = sum(scheduler.num_waiting for scheduler in living)
     free_slots = sum(s.limits.max_num_seqs - len(s.running) for s in living)

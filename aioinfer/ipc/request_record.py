@@ -40,6 +40,7 @@ RECORD_WORDS = RECORD.itemsize // 4
 #: The index of each field in a record of int32.
 WORD = {name: index for index, name in enumerate(RECORD.names or ())}
 
+_LOGPROBS = [each.name for each in _CROSSING].index("logprobs")
 _parameters_of = attrgetter(*(each.name for each in _CROSSING))
 
 
@@ -55,6 +56,8 @@ class Admission:
         params: the sampling parameters; of them only what the sampler needs crosses the ring.
         seed: the low 64 bits, with the position, key the noise of sampling.
         banned_until_min_tokens: the token ids that may not be sampled before `params.min_tokens`.
+        num_candidates: of the likeliest tokens, how many the results bring for a beam search; 0
+            leaves that to `params.logprobs`.
     """
 
     slot: int
@@ -63,6 +66,7 @@ class Admission:
     params: SamplingParams
     seed: int = 0
     banned_until_min_tokens: Collection[int] = ()
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +210,9 @@ class AdmissionPacker:
         )
         banned_until = admission.prompt_len + params.min_tokens if banned else 0
         self._bias_values.add(biases, biases.values())
+        crossing = [-1 if value is None else value for value in _parameters_of(params)]
+        if admission.num_candidates:
+            crossing[_LOGPROBS] = admission.num_candidates
         self._records.append(
             (
                 admission.slot,
@@ -216,7 +223,7 @@ class AdmissionPacker:
                 *self._bias_ids.add(biases, biases.keys()),
                 *self._banned.add(banned, banned),
                 banned_until,
-                *(-1 if value is None else value for value in _parameters_of(params)),
+                *crossing,
             )
         )
 

@@ -194,6 +194,18 @@ class KVCacheManager:
         """Whether a request's block tables can get `count` more blocks."""
         return all(self.pools[group].num_free >= count for group in self._token_groups)
 
+    def fits_beams(self, prompt_len: int, num_tokens: int, width: int) -> bool:
+        """Whether `width` beams of `num_tokens` tokens could run if they were alone."""
+        return all(
+            own + beside <= pool.num_blocks
+            for pool, own, beside in zip(
+                self.pools,
+                self._peaks(num_tokens),
+                self._peaks_beside(prompt_len, num_tokens, width - 1),
+                strict=True,
+            )
+        )
+
     def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free.
 
@@ -201,12 +213,44 @@ class KVCacheManager:
         free list is what it owns at once at its peak, or, if that is less, what it shares of the
         free list and allocates.
         """
+        return all(
+            taken <= pool.num_free
+            for pool, taken in zip(self.pools, self._taken(prefix, num_tokens), strict=True)
+        )
+
+    def can_admit_beams(self, prefix: Prefix, leader: Request, num_others: int) -> bool:
+        """Whether the leader of a search, which begins with `prefix`, and its other beams find
+        their blocks free, and those of their next token."""
+        num_tokens = min(leader.total + 1, leader.max_len - 1)
+        beside = self._peaks_beside(leader.prompt_len, num_tokens, num_others)
+        return all(
+            taken + more <= pool.num_free
+            for pool, taken, more in zip(
+                self.pools, self._taken(prefix, leader.total), beside, strict=True
+            )
+        )
+
+    def _peaks(self, num_tokens: int) -> list[int]:
+        """Returns how many blocks of each group a request owns at once at most."""
+        size, chunk = self._block_size, self._max_chunk
+        return [group.max_blocks(num_tokens, size, chunk) for group in self.groups]
+
+    def _peaks_beside(self, prompt_len: int, num_tokens: int, num_others: int) -> list[int]:
+        """Returns how many blocks of each group the other beams of a search own at once at most,
+        beside those of the leader. They share the full blocks of the prompt, unless some of them
+        may be gone behind a window."""
+        shared = 0 if self._windows else prompt_len // self._block_size
+        return [num_others * (peak - shared) for peak in self._peaks(num_tokens)]
+
+    def _taken(self, prefix: Prefix, num_tokens: int) -> list[int]:
+        """Returns how many free blocks of each group a request takes that begins with `prefix`."""
         fresh = -(-num_tokens // self._block_size) - prefix.num_blocks
-        for group, pool, shared in zip(self.groups, self.pools, prefix.blocks, strict=True):
-            peak = group.max_blocks(num_tokens, self._block_size, self._max_chunk)
-            if min(peak, fresh + pool.count_free(_owned(shared))) > pool.num_free:
-                return False
-        return True
+        return [
+            min(peak, fresh + pool.count_free(_owned(shared)))
+            for peak, pool, shared in zip(
+                self._peaks(num_tokens), self.pools, prefix.blocks, strict=True
+            )
+        ]
 
     # ---------------------------------------------------------------- the blocks of a request
 
@@ -331,6 +375,28 @@ class KVCacheManager:
             prefix.copied = [(group, leader.blocks[group][full]) for group in self._token_groups]
         return prefix
 
+    def replace(self, request: Request, prefix: Prefix) -> int:
+        """Puts the blocks of `prefix`, which another request owns, in the place of a request's own.
+        What is copied gets its block when the tables grow.
+
+        Returns the index from which on the tables differ from what they were.
+        """
+        old, request.blocks = request.blocks, [list(shared) for shared in prefix.blocks]
+        for pool, shared in zip(self.pools, request.blocks, strict=True):
+            pool.share(_owned(shared))
+        for pool, table in zip(self.pools, old, strict=bool(old)):
+            pool.release(_owned(table))
+        request.num_blocks, request.num_committed = prefix.num_blocks, 0
+        request.num_computed = prefix.num_tokens
+        if self._windows:
+            self._moved[request] = None
+        equal = (_count_equal(*pair) for pair in zip(old, request.blocks, strict=bool(old)))
+        return min(equal, default=0)
+
+    def no_prefix(self) -> Prefix:
+        """Returns the prefix of a request that computes all of its tokens."""
+        return Prefix(0, 0, [[] for _ in self.groups], [])
+
     def find_prefix(self, request: Request) -> Prefix:
         """Returns the longest prefix of a request's known tokens that all groups have cached.
 
@@ -338,7 +404,7 @@ class KVCacheManager:
         tokens whose rows have outputs of their own.
         """
         if not self.prefix_caching:
-            return Prefix(0, 0, [[] for _ in self.groups], [])
+            return self.no_prefix()
         hashes = request.block_hashes
         extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
         longest = request.total - 1
@@ -429,6 +495,14 @@ class KVCacheManager:
                 freed = max(0, request.num_computed - group.window + 1) // self._block_size
             if NULL_BLOCK in table[freed:]:
                 raise IntegrityError(f"request {name} lacks a block that it reads")
+
+
+def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the length of the common start of two block tables."""
+    count = min(len(first), len(second))
+    if first[:count] == second[:count]:
+        return count
+    return next(index for index in range(count) if first[index] != second[index])
 
 
 def _is_block(entry: int) -> bool:

@@ -123,10 +123,11 @@ class PlanBuilder:
         else:
             tokens = np.array(memoryview(request.tokens), np.int32)
             self._tokens_of_group[request.group] = tokens
+        candidates = 0 if request.beams is None else request.beams.num_candidates
         self._packer.add(
             Admission(
                 request.slot, tokens, request.prompt_len, request.params, request.seed,
-                _banned_tokens(request),
+                _banned_tokens(request), candidates,
             )
         )  # fmt: skip
 

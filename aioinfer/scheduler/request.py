@@ -55,6 +55,64 @@ class ForkGroup:
 
 
 @dataclass(slots=True, eq=False)
+class Beam:
+    """A beam as the scheduler sees it.
+
+    Attributes:
+        request: its tokens, slot and blocks.
+        is_admitted: whether a plan has brought its record to the workers.
+        is_placed: whether its blocks hold its first `num_computed` tokens; until then it has none.
+        copied: (group, block) of the blocks that hold the tokens after its shared blocks; they are
+            copied by the plan that has its next row.
+        first_unsent: the index from which on the workers do not know its block tables.
+        has_unsent_token: whether the workers do not know its last token.
+    """
+
+    request: Request
+    is_admitted: bool = False
+    is_placed: bool = False
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    first_unsent: int = 0
+    has_unsent_token: bool = False
+
+    def detach(self) -> None:
+        """Forgets what the workers hold of it."""
+        self.is_admitted = self.is_placed = self.has_unsent_token = False
+        self.copied = []
+        self.first_unsent = 0
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The beams of a beam search: sequences of one prompt that are admitted, preempted and ended
+    together, and are of one length (see `scheduler.beams`).
+
+    Attributes:
+        beams: all of them. The first one's request is the leader: it computes the prompt, and is
+            the only one in the queues.
+        num_candidates: the likeliest tokens that the result of a row brings.
+        num_detached: how often the beams were preempted or lost their workers; results of rows
+            that were posted before are of no use.
+    """
+
+    beams: list[Beam]
+    num_candidates: int
+    num_detached: int = 0
+
+    @property
+    def leader(self) -> Request:
+        """The request that stands for all beams in the queues."""
+        return self.beams[0].request
+
+    def detach(self) -> None:
+        """Forgets what the workers hold of all beams; see `Request.detach`."""
+        self.num_detached += 1
+        for beam in self.beams:
+            beam.detach()
+            beam.request.clear_place()
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence to complete.
 
@@ -78,6 +136,7 @@ class Request:
             Required if every row takes exactly one token; without it, rows may take any number.
         is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
             `ipc.masks`). It is planned ahead like others.
+        beams: the beams of its search, if it is one of them.
 
     Kept by the scheduler:
         key: its place in the order of all requests: priority, start tag, arrival.
@@ -119,6 +178,7 @@ class Request:
     plans_ahead: bool = True
     flow: Flow = ONE_FLOW
     is_constrained: bool = False
+    beams: BeamGroup | None = None
 
     status: Status = Status.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)
@@ -170,7 +230,15 @@ class Request:
 
     def detach(self) -> None:
         """Takes its slot and its blocks away, which no longer exist, and forgets the tokens whose
-        results have not come: all of it is computed anew."""
+        results have not come: all of it is computed anew. The other beams of a search are detached
+        with their leader."""
+        if self.beams is not None:
+            self.beams.detach()
+        else:
+            self.clear_place()
+
+    def clear_place(self) -> None:
+        """Does what `detach` does, for this sequence alone."""
         self.total = len(self.tokens)
         self.num_computed = 0
         self.blocks = []

@@ -43,12 +43,13 @@ from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import BeamGroup, Request, Status
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
@@ -58,8 +59,10 @@ MAX_ADMITTED_BYTES = 4 * 2**20
 
 #: Forced tokens that a plan takes: 16 bytes each.
 MAX_FORCED_TOKENS = 16_384
-#: In the place of a request whose row was sampled in vain.
+#: In the place of a request whose row was sampled in vain, and of a beam, whose token is not the
+#: one that was sampled.
 _NOBODY = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
+_BEAM = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
 
 
 @dataclass(slots=True)
@@ -80,13 +83,15 @@ class StepOutput:
 
     A request that ended with its last token here has its `finish_reason` set; one whose row failed
     is there with token -1. `has_several` tells whether a request may be there more than once, its
-    tokens behind each other.
+    tokens behind each other. `beam_rows` are the rows of beams, which are not among the requests,
+    and whose they are.
     """
 
     requests: list[Request]
     tokens: list[int]
     rows: list[int]
     has_several: bool = False
+    beam_rows: Sequence[tuple[int, Request]] = ()
 
 
 class Scheduler:
@@ -102,6 +107,7 @@ class Scheduler:
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
+        self._beams = BeamPlanner(self, MAX_ADMITTED_BYTES)
         # what the last plan will bring beside tokens: see `PlanBuilder`
         self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
         self.last_pooled: Sequence[PromptPool] = ()
@@ -122,11 +128,11 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
         self._blocked: dict[Request, None] = {}
-        self._num_prefill_tokens = 0  # of the running requests
+        self.num_running_prefill = 0  # prompt tokens that the running requests have to compute
         self._num_constrained = 0  # running requests whose rows wait for masks
         # what running requests may add to a result beside their tokens
         self._held_bytes = 0
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
         # for the next plan: (request, first position, forced tokens, how many of them were sampled)
@@ -156,7 +162,7 @@ class Scheduler:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of all requests that no plan has had computed yet, without those that
         waiting ones expect in the cache."""
-        return self._num_prefill_tokens + self._waiting.num_prefill_tokens
+        return self.num_running_prefill + self._waiting.num_prefill_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -211,6 +217,18 @@ class Scheduler:
         sendable = max_sequence_tokens(limits.block_size, len(limits.groups))
         return max_len <= sendable and self.kv_cache.fits(max_len - 1)
 
+    def fits_beams(self, prompt_len: int, max_len: int, width: int) -> bool:
+        """Whether a beam search of this width could ever run, with beams of this length."""
+        if width > self.limits.max_num_seqs or not self.fits(max_len):
+            return False
+        return self.kv_cache.fits_beams(prompt_len, max_len - 1, width)
+
+    def fits_request(self, request: Request) -> bool:
+        """Whether a request could ever run, with the other beams of its search if it has any."""
+        if request.beams is None:
+            return self.fits(request.max_len)
+        return self.fits_beams(request.prompt_len, request.max_len, len(request.beams.beams))
+
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request now: its slot and blocks are free for the next plan.
 
@@ -237,6 +255,7 @@ class Scheduler:
             requests: all that have not ended. Others that are queued are forgotten.
         """
         self._posted.clear()
+        self._beams.clear()
         self._vacated.clear()
         self._requeue(limits, requests)
 
@@ -335,6 +354,7 @@ class Scheduler:
         self._forced.clear()
         self._num_forced = 0
         sampled = builder.sampled_requests
+        self._beams.take_rows(self._step_id, sampled, _BEAM)
         self._posted.append((self._step_id, sampled))
         self._step_id += 1
         self.stats.steps += 1
@@ -376,8 +396,12 @@ class Scheduler:
             request = self.running[index]
             index += 1
             start, total = request.num_computed, request.total
-            if total >= request.plan_limit and request.awaits_result:
-                continue  # its last token, or the one that the next depends on, is on its way
+            if total >= request.plan_limit:
+                if request.beams is not None:
+                    preempted |= self._beams.plan(builder, request)
+                    continue
+                if request.awaits_result:
+                    continue  # its last token, or the one that the next depends on, is on its way
             tokens = builder.grant(total - start)
             if not tokens:
                 continue
@@ -386,15 +410,15 @@ class Scheduler:
                 self.kv_cache.free_behind_windows(request, start)
                 if not self.kv_cache.can_grow(missing):
                     preempted = True
-                    if not self._preempt_for(request, missing):
+                    if not self.preempt_for(request, missing):
                         break
                 first = request.num_blocks
                 self.kv_cache.grow(request, missing)
                 builder.grow_tables(request, first)
-            self._plan_row(builder, request, tokens)
+            self.plan_row(builder, request, tokens)
         return preempted
 
-    def _plan_row(self, builder: PlanBuilder, request: Request, tokens: int) -> None:
+    def plan_row(self, builder: PlanBuilder, request: Request, tokens: int) -> None:
         """Gives a request `tokens` tokens of this step; its blocks are in place."""
         start = request.num_computed
         end = start + tokens
@@ -402,7 +426,7 @@ class Scheduler:
         builder.add_row(request, start, tokens, samples)
         request.num_computed = end
         if tokens > 1 or end <= request.prompt_len:
-            self._num_prefill_tokens -= max(0, min(end, request.prompt_len) - start)
+            self.num_running_prefill -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
             self.kv_cache.commit(request)
             if self.kv_cache.has_windows:
@@ -420,7 +444,7 @@ class Scheduler:
         Nobody overtakes the first that does not fit.
         """
         held_back = []
-        while self._free_slots and builder.prefill_left > 0:
+        while self.free_slots and builder.prefill_left > 0:
             request = self._waiting.first()
             if request is None:
                 break
@@ -466,6 +490,8 @@ class Scheduler:
         prefix = self._find_prefix(request)
         if not self.kv_cache.can_admit(prefix, request.total):
             return False
+        if request.beams is not None and not self._beams.can_admit(request, prefix):
+            return False
         self._waiting.pop()
         size = self._admission_bytes(builder, request)
         tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
@@ -475,7 +501,9 @@ class Scheduler:
         builder.grow_tables(request, 0)
         for group, block in prefix.copied:
             builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])
-        self._plan_row(builder, request, tokens)
+        self.plan_row(builder, request, tokens)
+        if request.beams is not None:
+            self._beams.enter(builder, request)
         return True
 
     def _find_prefix(self, request: Request) -> Prefix:
@@ -497,9 +525,9 @@ class Scheduler:
     def _enter_slot(self, request: Request, computed: int) -> None:
         """Makes a request RUNNING with `computed` tokens in the cache."""
         request.status = Status.RUNNING
-        request.slot = self._free_slots.pop()
+        request.slot = self.free_slots.pop()
         request.num_computed = computed
-        self._num_prefill_tokens += request.num_uncomputed
+        self.num_running_prefill += request.num_uncomputed
         self._num_constrained += request.is_constrained
         if request.prompt_rows is not None:
             self._held_bytes += request.prompt_rows.held_bytes
@@ -512,7 +540,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- preemption
 
-    def _preempt_for(self, request: Request, blocks: int) -> bool:
+    def preempt_for(self, request: Request, blocks: int) -> bool:
         """Preempts from the back until `request` can get `blocks` more blocks.
 
         False if `request` itself had to go.
@@ -528,19 +556,21 @@ class Scheduler:
         return True
 
     def _leave_slot(self, request: Request) -> None:
-        self._num_prefill_tokens -= request.num_uncomputed
+        self.num_running_prefill -= request.num_uncomputed
         self._num_constrained -= request.is_constrained
         if self._forced:  # if it is admitted anew, then with all of its tokens
             self._forced = [forced for forced in self._forced if forced[0] is not request]
         if request.prompt_rows is not None:
             self._held_bytes -= request.prompt_rows.held_bytes
         self.kv_cache.free(request)
-        self._free_slots.append(request.slot)
+        self.free_slots.append(request.slot)
         if request.params.has_penalties:
             self._vacated.append(request.slot)
         request.slot = -1
         request.num_computed = 0
         request.prefill_step = -1
+        if request.beams is not None:
+            self._beams.leave(request)
 
     # ---------------------------------------------------------------- results
 
@@ -561,7 +591,7 @@ class Scheduler:
             tokens = result.tokens[:, 0].tolist()
             for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
                 if request.status is Status.FINISHED:
-                    self.stats.wasted_rows += 1
+                    self.stats.wasted_rows += request is not _BEAM
                     continue
                 output.requests.append(request)
                 output.tokens.append(token)
@@ -569,7 +599,13 @@ class Scheduler:
                 ended |= self._take_token(request, token)
         if ended:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
+        output.beam_rows = self._beams.rows_of(step_id)
         return output
+
+    def advance(self, beams: BeamGroup, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Appends the tokens that a search has decided on to its beams; see
+        `BeamPlanner.advance`."""
+        self._beams.advance(beams, parents, tokens)
 
     def _take_rows(self, sampled: list[Request], result: StepResult, output: StepOutput) -> bool:
         """Takes rows of several tokens each, up to the one with which a request ends. Returns
@@ -581,7 +617,7 @@ class Scheduler:
             zip(sampled, result.tokens.tolist(), counts, strict=True)
         ):
             if request.status is Status.FINISHED:
-                self.stats.wasted_rows += 1
+                self.stats.wasted_rows += request is not _BEAM
                 continue
             if taken != 1:
                 self._settle_placeholder(request, taken)
@@ -608,9 +644,9 @@ class Scheduler:
         if not taken and self.kv_cache.has_states:
             raise IntegrityError("a state cannot be computed again")
         if not taken and request.slot >= 0:
-            self._num_prefill_tokens -= request.num_uncomputed
+            self.num_running_prefill -= request.num_uncomputed
             request.num_computed -= 1
-            self._num_prefill_tokens += request.num_uncomputed
+            self.num_running_prefill += request.num_uncomputed
 
     def _take_token(self, request: Request, token: int) -> bool:
         """Appends a token. Returns whether the request ended with it."""
@@ -663,8 +699,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless blocks, slots and queues agree with the requests."""
-        self.kv_cache.check_integrity(self.running)
-        slots = [r.slot for r in self.running] + self._free_slots
+        beams = self._beams.check_integrity(self.running)
+        placed = self.running + [beam for beam in beams if beam.blocks]
+        self.kv_cache.check_integrity(placed)
+        slots = [r.slot for r in self.running + beams] + self.free_slots
         if sorted(slots) != list(range(self.limits.max_num_seqs)):
             raise IntegrityError("a slot was lost or given twice")
         if any(later < earlier for earlier, later in pairwise(self.running)):
@@ -677,7 +715,7 @@ class Scheduler:
         self._fair_queuing.check_integrity(
             sum(request.num_cached < 0 for request in self.requests())
         )
-        if sum(request.num_uncomputed for request in self.running) != self._num_prefill_tokens:
+        if sum(request.num_uncomputed for request in placed) != self.num_running_prefill:
             raise IntegrityError("the tokens to prefill are miscounted")
         if sum(request.is_constrained for request in self.running) != self._num_constrained:
             raise IntegrityError("the constrained requests are miscounted")

@@ -93,9 +93,11 @@ class GenerationDefaults:
         """Returns the parameters of a request that brings these fields.
 
         Without `max_tokens` among them it stays None: the engine then takes the default, or what
-        the context has room for. Raises `RequestError` for a wrong field.
+        the context has room for. A beam search samples nothing and has no use for the defaults.
+        Raises `RequestError` for a wrong field.
         """
-        return SamplingParams(**{**self.sampling, **given})
+        defaults = self.sampling if given.get("beam_search") is None else {}
+        return SamplingParams(**{**defaults, **given})
 
 
 def _first_given(*candidates: int | list[int] | None) -> tuple[int, ...]:

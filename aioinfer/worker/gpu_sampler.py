@@ -22,10 +22,13 @@ from aioinfer.kernels.prepare import append_tokens
 from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
 from aioinfer.kernels.symmetric_memory import LLBuffers
 from aioinfer.layers.embedding import Vocabulary
+from aioinfer.worker.sampler import row_logprobs
 from aioinfer.worker.slots import BANNED, BIASED, LOGPROBS, PENALIZED, Slots
 from aioinfer.worker.staging import NUM_BUFFERS
 from aioinfer.worker.vocab_parallel import merge_logprobs
 
+#: Rows whose log-probabilities are computed at a time where more are wanted than kernels bring.
+_WIDE_ROWS = 16
 #: Sampling flags of rows that a graph of a decode step does not serve.
 ADJUSTED = BIASED | BANNED | PENALIZED
 
@@ -209,6 +212,8 @@ class GpuSampler:
         """Returns the log-probabilities of the tokens and of the likeliest, as many as one of the
         rows requests at most."""
         slots = self._slots
+        if slots.num_logprobs[rows.host_slots].max() > MAX_TOP:
+            return self._wide_logprobs(logits, tokens, rows)
         asking = (slots.params["logprobs"].index_select(0, rows.slots) >= 0).int()
         count = min(int(slots.num_logprobs[rows.host_slots].max()), MAX_TOP)
         top = min(MAX_TOP, self._vocabulary.vocab_size)
@@ -218,6 +223,27 @@ class GpuSampler:
             found = shard_logprobs(logits, tokens, asking, top, self._vocabulary.start)
             own, top_tokens, top_logprobs = merge_logprobs(self._vocabulary, found, top)
         return own, top_tokens[:, :count].contiguous(), top_logprobs[:, :count].contiguous()
+
+    def _wide_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: SamplingRows
+    ) -> StepLogprobs:
+        """Does what `_logprobs` does where rows (of a beam search) want more of the likeliest
+        tokens than the kernels find: with torch, a few rows at a time, since it takes memory."""
+        flags = self._slots.current_flags(rows.host_slots, rows.host_positions)
+        count = int(self._slots.num_logprobs[rows.host_slots].max())
+        count = min(count, self._vocabulary.vocab_size)
+        size, device = len(logits), logits.device
+        own = torch.full((size,), math.nan, device=device)
+        top_tokens = torch.full((size, count), -1, dtype=torch.int32, device=device)
+        top_logprobs = torch.full((size, count), math.nan, device=device)
+        sharded = None if self._shard is None else self._vocabulary
+        for some in torch.from_numpy(np.flatnonzero(flags & LOGPROBS)).split(_WIDE_ROWS):
+            at = some.to(device)
+            ids = tokens[at].long().clamp(min=0)
+            found = row_logprobs(logits[at].float(), ids, count, sharded)
+            for target, part in zip((own, top_tokens, top_logprobs), found, strict=True):
+                target[at] = part
+        return own, top_tokens, top_logprobs
 
     def _adjust(self, logits: torch.Tensor, rows: SamplingRows, flags_of_all: int) -> None:
         """Applies biases, bans and penalties to logits [S, local_size], in place."""

@@ -288,16 +288,7 @@ def _with_logprobs(
     rows = torch.from_numpy(asking).to(device)
     of_rows = logits[rows]
     ids = tokens[rows].long().clamp(min=0)
-    if sharded is None:
-        total = of_rows.logsumexp(dim=-1, keepdim=True)
-        best = of_rows.topk(min(num_top, logits.shape[1]), dim=-1)
-        own, top_tokens, top_logprobs = (
-            (of_rows.gather(1, ids[:, None]) - total)[:, 0],
-            best.indices.int(),
-            best.values - total,
-        )
-    else:
-        own, top_tokens, top_logprobs = _sharded_logprobs(of_rows, ids, num_top, sharded)
+    own, top_tokens, top_logprobs = row_logprobs(of_rows, ids, num_top, sharded)
     sampled = Sampled(
         tokens,
         torch.full((len(tokens),), math.nan, device=device),
@@ -308,6 +299,19 @@ def _with_logprobs(
     sampled.top_tokens[rows] = top_tokens
     sampled.top_logprobs[rows] = top_logprobs
     return sampled
+
+
+def row_logprobs(
+    logits: torch.Tensor, sampled: torch.Tensor, num_top: int, sharded: Vocabulary | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the log-probabilities float32 [n] of the sampled tokens int64 [n], and int32 and
+    float32 [n, num_top] of the likeliest, for logits float32 [n, local], on any device."""
+    if sharded is not None:
+        return _sharded_logprobs(logits, sampled, num_top, sharded)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    best = logits.topk(min(num_top, logits.shape[1]), dim=-1)
+    own = (logits.gather(1, sampled[:, None]) - total)[:, 0]
+    return own, best.indices.int(), best.values - total
 
 
 def _sharded_logprobs(

@@ -279,7 +279,7 @@ class TestErrors:
         ("path", "fields", "code"),
         [
             (COMPLETIONS, {"temprature": 0.5}, "unknown_parameter"),
-            (COMPLETIONS, {"use_beam_search": True}, "unsupported_parameter"),
+            (COMPLETIONS, {"logits_processors": ["x"]}, "unsupported_parameter"),
             (CHAT, {"echo": True}, "unsupported_parameter"),
             (CHAT, {"modalities": ["text", "audio"]}, "unsupported_parameter"),
             (COMPLETIONS, {"temperature": 5000}, "invalid_value"),
