@@ -89,6 +89,8 @@ class RequestOutput:
         prompt_token_ids: the prompt as the model sees it.
         params: the request's sampling parameters.
         sequences: the n sequences, by index.
+        stops: the search for the request's stop strings, which each sequence begins anew; None if
+            it has none.
         on_abort: called with this object when the reader aborts the request; changes when the
             request moves to another engine.
     """
@@ -105,6 +107,7 @@ class RequestOutput:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.sequences: list[OutputSequence] = []
+        self.stops = StopStrings(params.stop, params.include_stop) if params.stop else None
         self.on_abort = abort
         self._queue: dict[int, Delta] = {}
         self._num_unfinished = params.n
@@ -259,7 +262,7 @@ class OutputSequence:
         self._detokenizer = detokenizer
         params = request.params
         self._min_tokens = params.min_tokens
-        self._stops = StopStrings(params.stop, params.include_stop) if params.stop else None
+        self._stops = output.stops and output.stops.for_other_text()
 
     def append(self, token: int, logprob: TokenLogprob | None, num_more: int = 0) -> str | None:
         """Passes on a new token with its text. Returns the stop string that the text now ends in,
