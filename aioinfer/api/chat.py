@@ -15,6 +15,7 @@ from aioinfer.api.chat_turn import (
     make_parser,
     make_turn,
     new_call_id,
+    num_thought_tokens,
     parse_message,
 )
 from aioinfer.api.context import FRONTEND, read_body
@@ -63,6 +64,9 @@ async def _answer(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
     )
+    count_thought = None
+    if turn.parses and frontend.message_format.has_thoughts:
+        count_thought = partial(num_thought_tokens, frontend, turn)
     shown_ids = turn.prompt if body.return_token_ids else None
     names = None if body.return_tokens_as_token_ids else frontend.tokenizer
     async with submitted(
@@ -75,8 +79,8 @@ async def _answer(
     ) as outputs:
         if body.stream:
             choices = _stream_choices(frontend, names, envelope, turn, shown_ids)
-            return await stream(request, envelope, outputs, [choices])
-        reply = await collect(outputs)
+            return await stream(request, envelope, outputs, [choices], count_thought)
+        reply = await collect(outputs, count_thought)
     scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
     if num_top is not None and scores is not None:
         found = await prompt_logprobs(names, scores, num_top)

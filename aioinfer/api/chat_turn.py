@@ -158,6 +158,16 @@ def make_parser(frontend: Frontend, turn: Turn) -> MessageParser:
     return parser if turn.shows_thoughts else ThoughtlessParser(parser)
 
 
+def num_thought_tokens(frontend: Frontend, turn: Turn, tokens: Sequence[int]) -> int:
+    """Returns how many tokens of an output are thoughts."""
+    if not turn.parses or not frontend.message_format.has_thoughts:
+        return 0
+    tokenizer = frontend.require_tokenizer("messages")
+    return frontend.message_format.num_thought_tokens(
+        tokens, lambda some: tokenizer.decode(some, False), in_thought=turn.in_thought
+    )
+
+
 @dataclass(slots=True)
 class Call:
     """A tool call of a message."""

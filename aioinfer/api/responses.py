@@ -21,6 +21,7 @@ from aioinfer.api.chat_turn import (
     make_parser,
     make_turn,
     new_call_id,
+    num_thought_tokens,
 )
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
@@ -148,7 +149,7 @@ class _Reply:
 
     def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn):
         self.id = f"resp_{secrets.token_hex(24)}"
-        self._frontend = frontend
+        self._frontend, self._turn = frontend, turn
         params = turn.params
         format = body.text.format if body.text is not None else None
         tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
@@ -216,11 +217,13 @@ class _Reply:
 
     def _usage(self, num_tokens: int) -> dict[str, Any]:
         prompt = len(self.output.prompt_token_ids)
+        (tokens,) = self.output.generated()
+        thoughts = num_thought_tokens(self._frontend, self._turn, tokens)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self.output.num_cached_tokens},
             "output_tokens": num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": min(thoughts, num_tokens)},
             "total_tokens": prompt + num_tokens,
         }
 

@@ -12,7 +12,7 @@ attaches a `Sink`; the queue of deltas then holds only what the sink does not ac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -127,6 +127,11 @@ class RequestOutput:
         if self.params.prompt_only:
             return 0
         return sum(sequence.request.num_output for sequence in self.sequences)
+
+    def generated(self) -> list[Sequence[int]]:
+        """Returns the tokens so far of each sequence, an end token included."""
+        requests = [sequence.request for sequence in self.sequences]
+        return [request.tokens[len(self.prompt_token_ids) :] for request in requests]
 
     @property
     def prompt_scores(self) -> PromptScores | None:

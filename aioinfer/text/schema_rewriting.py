@@ -34,11 +34,14 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 _MAX_CONTAINED = 16
 #: Names that `propertyNames` may list.
 _MAX_NAMES = 1_000
+#: Integers below the one have a float64 each, and those beside the other have no more than some 20
+#: digits.
+_EXACT, _TINY = 2**53, 1e-4
 #: Deeper schemas are left as they are.
 _MAX_DEPTH = 100
 #: What the JSON of a schema holds if anything in it can be rewritten.
 _HINTS = re.compile(
-    r'"(?:uniqueItems|unevaluated\w+|propertyNames|contains|not|minProperties|maxProperties)"|\d\.0'
+    r'"(?:uniqueItems|unevaluated\w+|propertyNames|contains|not|minProperties|maxProperties|exclusive\w+)"|\d\.0'
 )
 
 
@@ -112,6 +115,8 @@ def _same_or(after: list[Any], before: list[Any]) -> list[Any]:
 
 
 def _without(schema: Schema, *keywords: str, **others: Any) -> Schema:
+    if not keywords:
+        return schema
     return {name: value for name, value in schema.items() if name not in keywords} | others
 
 
@@ -125,6 +130,29 @@ def _counts(schema: Schema) -> Schema:
         and schema[name].is_integer()
     }
     return {**schema, **found} if found else schema
+
+
+def _exclusive_bounds(schema: Schema) -> Schema:
+    """Exclusive bounds of numbers that may have decimals: the next float64. A number that lies
+    between the two, such as 182.0000000000000001, would be the bound itself for most parsers."""
+    if schema.get("type") == "integer":
+        return schema
+    found: Schema = {}
+    for name, inclusive, towards, tighter in (
+        ("exclusiveMinimum", "minimum", math.inf, max),
+        ("exclusiveMaximum", "maximum", -math.inf, min),
+    ):
+        bound, other = schema.get(name), schema.get(inclusive)
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            continue  # of draft 4, or none
+        # next to zero are numbers of hundreds of digits
+        if not _TINY <= abs(bound) < _EXACT or (
+            other is not None and not isinstance(other, int | float)
+        ):
+            continue
+        following = math.nextafter(bound, towards)
+        found[inclusive] = following if other is None else tighter(following, other)
+    return _without(schema, *(f"exclusive{name.title()}" for name in found), **found)
 
 
 def _unique_items(schema: Schema) -> Schema:
@@ -231,6 +259,7 @@ def _negation(schema: Schema) -> Schema:
 
 _STEPS_OF_ALL_DRAFTS: Steps = (
     _counts,
+    _exclusive_bounds,
     _unique_items,
     _property_names,
     _numbers_of_properties,

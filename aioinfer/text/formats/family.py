@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aioinfer.errors import RequestError
@@ -101,6 +101,26 @@ class FamilyFormat:
                 yield from reader.rest(draft.content)
 
         return TextParser(read, parallel=use.parallel)
+
+    @property
+    def has_thoughts(self) -> bool:
+        """See `MessageFormat.has_thoughts`."""
+        return self._thought is not None or isinstance(self._calls, HarmonyCalls)
+
+    def num_thought_tokens(
+        self,
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        in_thought: bool,
+    ) -> int:
+        """See `MessageFormat.num_thought_tokens`."""
+        if isinstance(self._calls, HarmonyCalls):
+            return self._calls.num_thought_tokens(tokens, decode, self._special_ids)
+        if self._thought is None:
+            return 0
+        close_id = self._special_ids.get(self._thought.close)
+        return self._thought.num_tokens(tokens, decode, close_id, in_thought=in_thought)
 
     def grammar(
         self, use: ToolUse, *, in_thought: bool, answer: GrammarSpec | None
