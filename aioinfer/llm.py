@@ -20,10 +20,11 @@ from typing import Any, TypeVar, cast
 from rich.progress import Progress, TaskID
 
 from aioinfer.config import Config, load_config
+from aioinfer.engine.chat_turn import conversation_turn, parse_message
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import RequestOutput, TokenLogprob
 from aioinfer.engine.pooling import cosine_similarity
-from aioinfer.errors import GenerationError, RequestError
+from aioinfer.errors import GenerationError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptScores
@@ -45,6 +46,9 @@ class Completion:
         finish_reason: "stop", "length" or "abort".
         stop_reason: the token id or the string that ended the text.
         num_preemptions: how often its KV blocks were taken away and computed anew.
+        message: of a chat, what the text means, as OpenAI's chat has it: `role`, `content`, and
+            `reasoning_content` and `tool_calls` if there are any. It can go into the next
+            conversation.
     """
 
     text: str = ""
@@ -53,6 +57,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    message: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +84,11 @@ class Output:
     def text(self) -> str:
         """The text of the first completion."""
         return self.completions[0].text
+
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """The message of the first completion, of a chat."""
+        return self.completions[0].message
 
     @property
     def token_ids(self) -> list[int]:
@@ -155,30 +165,68 @@ class LLM:
             EngineDeadError: a worker died.
         """
         many = _as_list(prompts)
-        given = params if params is not None else self.frontend.defaults.sampling_params()
-        each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
+        each = self._for_each(params, len(many))
         return self._call(self._generate(many, each, priorities or [0] * len(many)))
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         **options: Any,
     ) -> list[Output]:
         """Answers one conversation (a list of messages), or many, under the model's chat template.
+        Each completion has a `message`; its `text` is what the model wrote.
 
-        `options` are those of `Tokenizer.encode_chat`, such as `tools`. Otherwise as `generate`.
+        Args:
+            conversations: messages as OpenAI's chat has them.
+            params: as for `generate`; a `grammar` is that of the answer.
+            tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them; calls are held to
+                the schemas of their functions.
+            options: those of `Tokenizer.encode_chat`, such as `template_kwargs`.
+
+        Raises what `generate` does.
         """
         many = (
             [conversations]
             if conversations and isinstance(conversations[0], Mapping)
             else conversations
         )
-        tokenizer = self.frontend.require_tokenizer("messages")
-        encoded = [
-            tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many
+        given = cast(Sequence[Sequence[Mapping[str, Any]]], many)
+        options |= {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+        }
+        return self._call(self._chat(given, self._for_each(params, len(given)), options))
+
+    def _for_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """Returns the parameters of each of `count` requests."""
+        given = params if params is not None else self.frontend.defaults.sampling_params()
+        return [given] * count if isinstance(given, SamplingParams) else list(given)
+
+    async def _chat(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        params: Sequence[SamplingParams],
+        options: Mapping[str, Any],
+    ) -> list[Output]:
+        turns = [
+            await conversation_turn(self.frontend, messages, each, **options)
+            for messages, each in zip(conversations, params, strict=True)
         ]
-        return self.generate(encoded, params)
+        prompts: list[Prompt] = [turn.prompt for turn in turns]
+        outputs = await self._generate(prompts, [turn.params for turn in turns], [0] * len(turns))
+        for turn, output in zip(turns, outputs, strict=True):
+            for completion in output.completions:
+                message = await parse_message(self.frontend, turn, completion.text)
+                completion.message = message.to_dict()
+        return outputs
 
     def embed(
         self,
@@ -204,11 +252,8 @@ class LLM:
             EngineDeadError: a worker died.
         """
         model = self.frontend.pooling
-        hidden_size, prompt = self.frontend.hidden_size, model.prompt(prompt_name)
-        if dimensions is not None and not 1 <= dimensions <= hidden_size:
-            raise RequestError(
-                f"dimensions must be in [1, {hidden_size}], not {dimensions}", param="dimensions"
-            )
+        model.check_dimensions(dimensions, self.frontend.hidden_size)
+        prompt = model.prompt(prompt_name)
         states = self._pooled(_as_list(texts), prompt, model.params(pooling))
         return [model.embedding(state, dimensions, normalize) for state in states]
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from aioinfer.async_llm import AsyncLLM, RequestStream, StreamedOutput
+from aioinfer.ipc.sections import F32
 from aioinfer.llm import LLM, Prompt
 from aioinfer.sampling_params import SamplingParams
 
@@ -69,9 +70,25 @@ class LLMEngine:
         priority: int = 0,
         **options: Any,
     ) -> None:
-        """Queues a conversation to be answered; `options` are those of `Tokenizer.encode_chat`."""
-        prompt = self._llm.run(self._llm.frontend.encode_chat(messages, **options))
-        self.add_request(request_id, prompt, params, priority=priority)
+        """Queues a conversation to be answered; see `AsyncLLM.add_chat`, also for `options`, such
+        as `tools`."""
+
+        async def add() -> None:
+            stream = await self._engine.add_chat(
+                messages, params, request_id=request_id, priority=priority, **options
+            )
+            self._followers[request_id] = asyncio.create_task(self._follow(stream))
+
+        self._llm.run(add())
+
+    def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> list[F32]:
+        """Returns the embedding of each text; see `LLM.embed`. Requests under way go on
+        meanwhile."""
+        return self._llm.embed(texts, **options)
+
+    def score(self, queries: str | Sequence[str], documents: Sequence[str]) -> list[float]:
+        """Returns the similarity of each pair of texts; see `LLM.score`."""
+        return self._llm.score(queries, documents)
 
     async def _follow(self, stream: RequestStream) -> None:
         """Notes what a request brings, and at last that it has ended."""

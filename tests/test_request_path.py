@@ -29,6 +29,7 @@ from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import EngineDeadError
 from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
+from aioinfer.ipc.prompt_rows import PromptLogprobRows, PromptLogprobs
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -109,7 +110,30 @@ class RingExecutor(EchoExecutor):
         if len(sampled.logprobs):
             parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
             result.sections = [Logprobs(*(part.numpy() for part in parts))]
+        if (scored := plan.section(PromptLogprobRows)) is not None:
+            result.sections = [*result.sections, self._score(plan, scored)]
         return result
+
+    def _score(self, plan: StepPlan, scored: PromptLogprobRows) -> PromptLogprobs:
+        """Returns the log-probabilities of prompts' tokens, without which siblings of the request
+        would wait for ever."""
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        following = np.concatenate(
+            [
+                self.slots.tokens[slot, starts[slot] + 1 :][:count].numpy()
+                for slot, count in zip(scored.slots.tolist(), scored.counts.tolist(), strict=True)
+            ]
+        )
+        logprobs = self.logits.log_softmax(dim=-1)
+        top = logprobs.topk(int(scored.num_top.max()))
+        own = logprobs[following].numpy()
+        ranks = np.ones(len(following), np.int32)
+        shape = (len(following), len(top.values))
+        top_tokens = np.broadcast_to(top.indices.int().numpy(), shape)
+        top_logprobs = np.broadcast_to(top.values.numpy(), shape)
+        return PromptLogprobs(
+            own, ranks, np.ascontiguousarray(top_tokens), np.ascontiguousarray(top_logprobs)
+        )
 
     async def shutdown(self) -> None:
         self.plans.close()

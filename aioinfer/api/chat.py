@@ -9,15 +9,6 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
-from aioinfer.api.chat_turn import (
-    Call,
-    Turn,
-    make_parser,
-    make_turn,
-    new_call_id,
-    num_thought_tokens,
-    parse_message,
-)
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response
@@ -27,6 +18,14 @@ from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
+from aioinfer.engine.chat_turn import (
+    Turn,
+    make_parser,
+    make_turn,
+    new_call_id,
+    num_thought_tokens,
+    parse_message,
+)
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ async def _choice(
         if parsed.reasoning:
             message["reasoning_content"] = message["reasoning"] = parsed.reasoning
         if parsed.calls:
-            message["tool_calls"] = [_call(call) for call in parsed.calls]
+            message["tool_calls"] = [call.to_dict() for call in parsed.calls]
             reason = finish_reason(reason or "stop", len(parsed.calls))
     choice = {
         "index": index,
@@ -177,8 +176,3 @@ async def _choice(
         "stop_reason": delta.stop_reason,
     }
     return choice | {"token_ids": delta.token_ids} if with_ids else choice
-
-
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}

@@ -14,7 +14,14 @@ from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.blocks import Block, BlockKind
-from aioinfer.api.chat_turn import (
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.errors import describe, json_response
+from aioinfer.api.limits import ACCOUNT
+from aioinfer.api.response_store import RESPONSE_STORE
+from aioinfer.api.responses_body import ResponseRequest, to_messages
+from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
+from aioinfer.engine.chat_turn import (
     Turn,
     call_input,
     encode_turn,
@@ -23,13 +30,6 @@ from aioinfer.api.chat_turn import (
     new_call_id,
     num_thought_tokens,
 )
-from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import describe, json_response
-from aioinfer.api.limits import ACCOUNT
-from aioinfer.api.response_store import RESPONSE_STORE
-from aioinfer.api.responses_body import ResponseRequest, to_messages
-from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
