@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from aioinfer.config import load_config as load_config
     from aioinfer.llm import LLM as LLM
     from aioinfer.llm_engine import LLMEngine as LLMEngine
+    from aioinfer.sampling_params import GrammarSpec as GrammarSpec
     from aioinfer.sampling_params import SamplingParams as SamplingParams
 
 _EXPORTS = {
     "LLM": "aioinfer.llm",
     "AsyncLLM": "aioinfer.async_llm",
     "LLMEngine": "aioinfer.llm_engine",
+    "GrammarSpec": "aioinfer.sampling_params",
     "SamplingParams": "aioinfer.sampling_params",
     "create_app": "aioinfer.api.embedded",
     "load_config": "aioinfer.config",
@@ -39,6 +41,7 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "GrammarSpec",
     "LLMEngine",
     "SamplingParams",
     "__version__",

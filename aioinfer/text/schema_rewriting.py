@@ -64,20 +64,26 @@ def rewrite(schema: Any) -> Any:
     be, or where it would become too large. The argument is not changed; the result may hold an
     object several times."""
     rewritten = _rewrite(schema, _STEPS, 0)
-    if rewritten is not schema and _size(rewritten, {}) > MAX_SCHEMA_VALUES:
+    if rewritten is not schema and _size(rewritten) > MAX_SCHEMA_VALUES:
         return schema
     return rewritten
 
 
-def _size(value: Any, known: dict[int, int]) -> int:
-    """Returns how many values lists and objects hold, at all depths; `known` are the sizes by the
-    ids of those that were counted before."""
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in known:
-        inner = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_size(each, known) for each in inner)
-    return known[id(value)]
+def _size(value: Any) -> int:
+    """Returns how many values lists and objects hold, at all depths; what is there several times
+    counts as often, and is looked at once."""
+    sizes: dict[int, int] = {}
+    pending = [value]
+    while pending:
+        item = pending[-1]
+        inner = item.values() if isinstance(item, dict) else item
+        nested = [each for each in inner if isinstance(each, dict | list)]
+        if unknown := [each for each in nested if id(each) not in sizes]:
+            pending += unknown
+            continue
+        pending.pop()
+        sizes[id(item)] = len(item) + sum(sizes[id(each)] for each in nested)
+    return sizes[id(value)]
 
 
 def _rewrite(schema: Any, steps: Steps, depth: int) -> Any:
