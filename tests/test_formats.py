@@ -62,6 +62,7 @@ def read(
 
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OBJECT = '{"name": "add", "arguments": {"a": 1}}'
 BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 ADD = ("add", '{"a": 1}')
@@ -91,6 +92,15 @@ CASES: list[tuple[str, str, Message]] = [
     ("hermes", ' {"name": "add", "arguments": {"a": 1}}\n', ("", "", [ADD])),
     ("hermes", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', "", [])),
     ("hermes", 'So: {"name": "add"}', ('So: {"name": "add"}', "", [])),
+    ("hermes", f"```json\n{OBJECT}\n```", ("", "", [ADD])),
+    ("hermes", f"```\n{OBJECT}```\n\n```json\n{OBJECT}\n```\n", ("", "", [ADD, ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\nThat is all.", ("That is all.", "", [ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\n{HERMES}", ("", "", [ADD, ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\n```py\nf()\n```", ("```py\nf()\n```", "", [ADD])),
+    ("hermes", "```json\n[1]\n```", ("```json\n[1]\n```", "", [])),
+    ("hermes", "``` ", ("``` ", "", [])),
+    ("hermes", '```json\n{"name": "Ann"}\n```', ('```json\n{"name": "Ann"}\n```', "", [])),
+    ("hermes", f"Use\n```json\n{OBJECT}\n```", (f"Use\n```json\n{OBJECT}\n```", "", [])),
     (
         "qwen_coder",
         "Now:\n<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=note>\n1\n2\n"

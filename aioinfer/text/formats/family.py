@@ -10,6 +10,7 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.harmony import HarmonyCalls
+from aioinfer.text.formats.hermes import HermesCalls
 from aioinfer.text.formats.lark import Lark, Tool, quote
 from aioinfer.text.formats.reader import Reader, Steps, TextParser
 from aioinfer.text.formats.thought import ThoughtMarkers
@@ -171,6 +172,10 @@ class FamilyFormat:
             unlike = f"({unlike} | {begins})" if unlike else begins
             bare = self._calls.bare_calls(lark, _tools(use), parallel=parallel)
             ways.append(f"{lark.terminal(begins)}{bare}")
+        if isinstance(self._calls, HermesCalls):
+            begins, fenced = self._calls.fenced_calls(lark, _tools(use), parallel=parallel)
+            unlike = f"({unlike} | {begins})"
+            ways.append(fenced)
         if self._calls.bare == self._calls.trigger:  # no call comes later in the message
             hidden = []
         else:
