@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from aioinfer.llm_engine import LLMEngine as LLMEngine
     from aioinfer.sampling_params import BeamSearch as BeamSearch
     from aioinfer.sampling_params import BeamSearchParams as BeamSearchParams
+    from aioinfer.sampling_params import GrammarSpec as GrammarSpec
     from aioinfer.sampling_params import SamplingParams as SamplingParams
 
 _EXPORTS = {
@@ -37,6 +38,7 @@ _EXPORTS = {
     "LLMEngine": "aioinfer.llm_engine",
     "BeamSearch": "aioinfer.sampling_params",
     "BeamSearchParams": "aioinfer.sampling_params",
+    "GrammarSpec": "aioinfer.sampling_params",
     "SamplingParams": "aioinfer.sampling_params",
     "create_app": "aioinfer.api.embedded",
     "load_config": "aioinfer.config",
@@ -46,6 +48,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearch",
     "BeamSearchParams",
+    "GrammarSpec",
     "LLMEngine",
     "SamplingParams",
     "__version__",

@@ -6,6 +6,7 @@ for programs that take steps themselves; `create_app` adds the HTTP server to th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -15,9 +16,12 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from aioinfer.config import load_config
+from aioinfer.engine.chat_turn import MessageBuilder, Turn, conversation_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.errors import RequestError
+from aioinfer.engine.pooling import cosine_similarity
+from aioinfer.errors import GenerationError, RequestError
+from aioinfer.ipc.sections import F32
 from aioinfer.llm import Completion, Output, Prompt
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
@@ -54,11 +58,20 @@ class RequestStream:
         request_id: of the request.
     """
 
-    def __init__(self, request_id: str, output: RequestOutput, *, deltas: bool):
-        """With `deltas` each item holds only what is new, else all so far."""
+    def __init__(
+        self,
+        request_id: str,
+        output: RequestOutput,
+        *,
+        deltas: bool,
+        builders: Sequence[MessageBuilder] = (),
+    ):
+        """With `deltas` each item holds only what is new, else all so far. `builders` make the
+        messages of the completions of a chat."""
         self.request_id = request_id
         self._output = output
         self._deltas = deltas
+        self._builders = builders
         self._last = self._new()
 
     def _new(self) -> StreamedOutput:
@@ -98,12 +111,17 @@ class RequestStream:
         if delta.logprobs:
             completion.logprobs = (completion.logprobs or []) + delta.logprobs
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        if self._builders:
+            builder = self._builders[delta.index]
+            builder.feed(delta.text, ended=delta.finish_reason is not None)
+            completion.message = builder.message.to_dict()
         completion.cumulative_logprob = delta.cumulative_logprob
         sequences = self._output.sequences  # one, of a beam search
         request = sequences[min(delta.index, len(sequences) - 1)].request
         completion.num_preemptions = request.num_preemptions
         self._last.num_cached_tokens = self._output.num_cached_tokens
         self._last.num_prefill_steps = self._output.sequences[0].request.num_prefill_steps
+        self._last.prompt_scores = self._output.prompt_scores
         self._last.is_finished = self._output.is_finished and not self._output.has_deltas
 
 
@@ -171,19 +189,58 @@ class AsyncLLM:
             RequestError: the request is wrong, or one of this id is under way.
             EngineDeadError: the workers are gone.
         """
+        given = self.frontend.defaults.sampling_params() if params is None else params
+        return await self._add(prompt, given, None, request_id, priority, deltas)
+
+    async def add_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deltas: bool = False,
+        **options: Any,
+    ) -> RequestStream:
+        """Queues a conversation to be answered, as `add_request` does. Each output's completions
+        have a `message`, all of it so far, also with `deltas`.
+
+        Args:
+            messages: as OpenAI's chat has them.
+            params: as for `add_request`; a `grammar` is that of the answer.
+            request_id, priority, deltas: as for `add_request`.
+            options: `tools`, `tool_choice` and `parallel_tool_calls` as OpenAI's chat has them, and
+                those of `Tokenizer.encode_chat`.
+        """
+        given = self.frontend.defaults.sampling_params() if params is None else params
+        turn = await conversation_turn(self.frontend, messages, given, **options)
+        return await self._add(turn.prompt, turn.params, turn, request_id, priority, deltas)
+
+    async def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        turn: Turn | None,
+        request_id: str | None,
+        priority: int,
+        deltas: bool,
+    ) -> RequestStream:
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         known = self._streams.get(request_id)
         if request_id in self._coming or (known is not None and not known.is_finished):
             raise RequestError(f"a request of the id {request_id!r} is under way")
-        given = self.frontend.defaults.sampling_params() if params is None else params
         self._coming.add(request_id)
         try:
             output = await self.frontend.submit(
-                prompt, given, priority=priority, request_id=request_id
+                prompt, params, priority=priority, request_id=request_id
             )
         finally:
             self._coming.discard(request_id)
-        stream = self._streams[request_id] = RequestStream(request_id, output, deltas=deltas)
+        builders = []
+        if turn is not None:
+            builders = [MessageBuilder(self.frontend, turn) for _ in range(params.n)]
+        stream = RequestStream(request_id, output, deltas=deltas, builders=builders)
+        self._streams[request_id] = stream
         return stream
 
     async def generate(
@@ -216,13 +273,65 @@ class AsyncLLM:
         deltas: bool = False,
         **options: Any,
     ) -> AsyncIterator[StreamedOutput]:
-        """Yields the answer to a conversation as it comes, as `generate` does; `options` are those
-        of `Tokenizer.encode_chat`, such as `tools`."""
-        prompt = await self.frontend.encode_chat(messages, **options)
-        async for output in self.generate(
-            prompt, params, request_id=request_id, priority=priority, deltas=deltas
-        ):
-            yield output
+        """Yields the answer to a conversation as it comes, as `generate` does; see `add_chat`."""
+        stream = await self.add_chat(
+            messages, params, request_id=request_id, priority=priority, deltas=deltas, **options
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.abort()
+
+    async def encode(self, prompt: Prompt, pooling: str | None = None, *, priority: int = 0) -> F32:
+        """Returns the pooled hidden state of a prompt (a text or token ids), float32 [hidden_size].
+
+        Args:
+            prompt: a text or token ids.
+            pooling: "last", "mean" or "cls"; as the model does it if missing.
+            priority: as for `add_request`.
+
+        Raises:
+            RequestError: the prompt or `pooling` is wrong.
+            EngineDeadError: the workers are gone.
+            GenerationError: the request was ended before all of it was computed.
+        """
+        params = self.frontend.pooling.params(pooling)
+        output = await self.frontend.submit(prompt, params, priority=priority)
+        try:
+            async for _ in output:
+                pass
+        finally:
+            output.abort()
+        if output.pooled is None:
+            raise GenerationError("a request was ended before all of it was computed")
+        return output.pooled
+
+    async def embed(
+        self,
+        text: Prompt,
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        pooling: str | None = None,
+    ) -> F32:
+        """Returns the embedding of a text, float32 [dimensions]. Embeddings that are asked for
+        together (`asyncio.gather`) share steps. For arguments and errors see `LLM.embed`."""
+        model = self.frontend.pooling
+        model.check_dimensions(dimensions, self.frontend.hidden_size)
+        before = model.prompt(prompt_name)
+        state = await self.encode(before + text if isinstance(text, str) else text, pooling)
+        return model.embedding(state, dimensions, normalize)
+
+    async def score(self, query: str, document: str) -> float:
+        """Returns the similarity of two texts, as `LLM.score` does."""
+        model = self.frontend.pooling
+        first, second = await asyncio.gather(
+            self.encode(model.prompt_of("query") + query),
+            self.encode(model.prompt_of("document", "passage") + document),
+        )
+        return cosine_similarity(first, second)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request: its iterator gets what was generated, with "abort" as the finish reason.

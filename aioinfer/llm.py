@@ -13,9 +13,10 @@ from typing import Any, cast
 from rich.progress import Progress, TaskID
 
 from aioinfer.background import BackgroundModel
+from aioinfer.engine.chat_turn import conversation_turn, parse_message
 from aioinfer.engine.output import RequestOutput, TokenLogprob
 from aioinfer.engine.pooling import cosine_similarity
-from aioinfer.errors import GenerationError, RequestError
+from aioinfer.errors import GenerationError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptScores
@@ -36,6 +37,9 @@ class Completion:
         stop_reason: the token id or the string that ended the text.
         num_preemptions: how often its KV blocks were taken away and computed anew.
         cumulative_logprob: of all tokens, in the output of a beam search.
+        message: of a chat, what the text means, as OpenAI's chat has it: `role`, `content`, and
+            `reasoning_content` and `tool_calls` if there are any. It can go into the next
+            conversation.
     """
 
     text: str = ""
@@ -45,6 +49,7 @@ class Completion:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     cumulative_logprob: float | None = None
+    message: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -73,6 +78,11 @@ class Output:
         return self.completions[0].text
 
     @property
+    def message(self) -> dict[str, Any] | None:
+        """The message of the first completion, of a chat."""
+        return self.completions[0].message
+
+    @property
     def token_ids(self) -> list[int]:
         """The tokens of the first completion."""
         return self.completions[0].token_ids
@@ -99,31 +109,69 @@ class LLM(BackgroundModel):
             RequestError: one of them is wrong; the others are aborted.
             EngineDeadError: a worker died.
         """
-        many = _as_list(prompts)
-        given = params if params is not None else self.frontend.defaults.sampling_params()
-        each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
+        many = as_list(prompts)
+        each = self._for_each(params, len(many))
         return self.run(self._generate(many, each, priorities or [0] * len(many)))
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         **options: Any,
     ) -> list[Output]:
         """Answers one conversation (a list of messages), or many, under the model's chat template.
+        Each completion has a `message`; its `text` is what the model wrote.
 
-        `options` are those of `Tokenizer.encode_chat`, such as `tools`. Otherwise as `generate`.
+        Args:
+            conversations: messages as OpenAI's chat has them.
+            params: as for `generate`; a `grammar` is that of the answer.
+            tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them; calls are held to
+                the schemas of their functions.
+            options: those of `Tokenizer.encode_chat`, such as `template_kwargs`.
+
+        Raises what `generate` does.
         """
         many = (
             [conversations]
             if conversations and isinstance(conversations[0], Mapping)
             else conversations
         )
-        tokenizer = self.frontend.require_tokenizer("messages")
-        encoded = [
-            tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], c), **options) for c in many
+        given = cast(Sequence[Sequence[Mapping[str, Any]]], many)
+        options |= {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+        }
+        return self.run(self._chat(given, self._for_each(params, len(given)), options))
+
+    def _for_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """Returns the parameters of each of `count` requests."""
+        given = params if params is not None else self.frontend.defaults.sampling_params()
+        return [given] * count if isinstance(given, SamplingParams) else list(given)
+
+    async def _chat(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        params: Sequence[SamplingParams],
+        options: Mapping[str, Any],
+    ) -> list[Output]:
+        turns = [
+            await conversation_turn(self.frontend, messages, each, **options)
+            for messages, each in zip(conversations, params, strict=True)
         ]
-        return self.generate(encoded, params)
+        prompts: list[Prompt] = [turn.prompt for turn in turns]
+        outputs = await self._generate(prompts, [turn.params for turn in turns], [0] * len(turns))
+        for turn, output in zip(turns, outputs, strict=True):
+            for completion in output.completions:
+                message = await parse_message(self.frontend, turn, completion.text)
+                completion.message = message.to_dict()
+        return outputs
 
     def beam_search(
         self,
@@ -165,12 +213,9 @@ class LLM(BackgroundModel):
             EngineDeadError: a worker died.
         """
         model = self.frontend.pooling
-        hidden_size, prompt = self.frontend.hidden_size, model.prompt(prompt_name)
-        if dimensions is not None and not 1 <= dimensions <= hidden_size:
-            raise RequestError(
-                f"dimensions must be in [1, {hidden_size}], not {dimensions}", param="dimensions"
-            )
-        states = self._pooled(_as_list(texts), prompt, model.params(pooling))
+        model.check_dimensions(dimensions, self.frontend.hidden_size)
+        prompt = model.prompt(prompt_name)
+        states = self._pooled(as_list(texts), prompt, model.params(pooling))
         return [model.embedding(state, dimensions, normalize) for state in states]
 
     def score(self, queries: str | Sequence[str], documents: Sequence[str]) -> list[float]:
@@ -224,7 +269,7 @@ class LLM(BackgroundModel):
         return [t.result() for t in tasks]
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or many as a list."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]

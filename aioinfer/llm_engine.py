@@ -14,7 +14,8 @@ from typing import Any
 from aioinfer.async_llm import AsyncLLM, RequestStream, StreamedOutput
 from aioinfer.background import BackgroundModel
 from aioinfer.config import Config
-from aioinfer.llm import Prompt
+from aioinfer.ipc.sections import F32
+from aioinfer.llm import Prompt, as_list
 from aioinfer.sampling_params import SamplingParams
 
 
@@ -58,9 +59,38 @@ class LLMEngine(BackgroundModel):
         priority: int = 0,
         **options: Any,
     ) -> None:
-        """Queues a conversation to be answered; `options` are those of `Tokenizer.encode_chat`."""
-        prompt = self.run(self.frontend.encode_chat(messages, **options))
-        self.add_request(request_id, prompt, params, priority=priority)
+        """Queues a conversation to be answered; see `AsyncLLM.add_chat`, also for `options`, such
+        as `tools`."""
+
+        async def add() -> None:
+            stream = await self._engine.add_chat(
+                messages, params, request_id=request_id, priority=priority, **options
+            )
+            self._followers[request_id] = asyncio.create_task(self._follow(stream))
+
+        self.run(add())
+
+    def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> list[F32]:
+        """Returns the embedding of each text; `options` are those of `AsyncLLM.embed`. Requests
+        under way go on meanwhile."""
+
+        async def embed() -> list[F32]:
+            return await asyncio.gather(
+                *(self._engine.embed(text, **options) for text in as_list(texts))
+            )
+
+        return self.run(embed())
+
+    def score(self, queries: str | Sequence[str], documents: Sequence[str]) -> list[float]:
+        """Returns the similarity of each pair of texts, or of one query to each document; see
+        `AsyncLLM.score`. Raises ValueError if there are as many of neither."""
+        first = [queries] * len(documents) if isinstance(queries, str) else list(queries)
+        pairs = list(zip(first, documents, strict=True))
+
+        async def score() -> list[float]:
+            return await asyncio.gather(*(self._engine.score(*pair) for pair in pairs))
+
+        return self.run(score())
 
     async def _follow(self, stream: RequestStream) -> None:
         """Notes what a request brings, and at last that it has ended."""

@@ -12,6 +12,7 @@ used, and nothing has to be checked again on the other side.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import struct
@@ -176,6 +177,18 @@ class GrammarSpec:
     source: str = ""
     whitespace: str | None = None
     param: str = field(default="grammar", compare=False)
+
+    @classmethod
+    def of_schema(cls, schema: Any) -> GrammarSpec:
+        """Returns the grammar of JSON by a schema: a decoded JSON schema, or a pydantic model.
+
+        Raises `RequestError` for what is no JSON.
+        """
+        make = getattr(schema, "model_json_schema", None)
+        try:
+            return cls("json_schema", json.dumps(schema if make is None else make()))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the schema is no JSON: {error}", param="grammar") from error
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):

@@ -199,6 +199,23 @@ def test_a_call_without_markers_at_the_beginning(outputs: Outputs) -> None:
     assert outputs.follows(spec, 'So: {"name": "h"}')
 
 
+FENCED = '```json\n{\n  "name": "f",\n  "arguments": {\n    "a": 1\n  }\n}\n```'
+
+
+def test_a_call_between_fences_at_the_beginning(outputs: Outputs) -> None:
+    format = outputs.format("hermes")
+    for parallel in (False, True):
+        use = ToolUse(TOOLS, "auto", parallel=parallel)
+        spec = format.grammar(use, in_thought=False, answer=None)
+        for text in (FENCED, '\n```\n{"name":"f","arguments":{"a":1}}```'):
+            assert outputs.follows(spec, text)
+            assert not outputs.follows(spec, wrong(text).replace('"a":1', '"a":"s"'))
+            assert outputs.follows(spec, f"{text}\n{text}") == parallel
+            assert outputs.follows(spec, f"So:\n{wrong(text)}")
+        assert outputs.follows(spec, FENCED.replace('"f"', '"h"'))
+        assert outputs.follows(spec, "```python\nprint()\n```")
+
+
 def test_an_answer_follows_its_grammar_behind_the_thought(outputs: Outputs) -> None:
     format = outputs.format("hermes", thoughts="think")
     right, not_it = '{"a": 2}', '{"b": 2}'

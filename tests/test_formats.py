@@ -62,6 +62,7 @@ def read(
 
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OBJECT = '{"name": "add", "arguments": {"a": 1}}'
 BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 ADD = ("add", '{"a": 1}')
@@ -91,6 +92,15 @@ CASES: list[tuple[str, str, Message]] = [
     ("hermes", ' {"name": "add", "arguments": {"a": 1}}\n', ("", "", [ADD])),
     ("hermes", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', "", [])),
     ("hermes", 'So: {"name": "add"}', ('So: {"name": "add"}', "", [])),
+    ("hermes", f"```json\n{OBJECT}\n```", ("", "", [ADD])),
+    ("hermes", f"```\n{OBJECT}```\n\n```json\n{OBJECT}\n```\n", ("", "", [ADD, ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\nThat is all.", ("That is all.", "", [ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\n{HERMES}", ("", "", [ADD, ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\n```py\nf()\n```", ("```py\nf()\n```", "", [ADD])),
+    ("hermes", "```json\n[1]\n```", ("```json\n[1]\n```", "", [])),
+    ("hermes", "``` ", ("``` ", "", [])),
+    ("hermes", '```json\n{"name": "Ann"}\n```', ('```json\n{"name": "Ann"}\n```', "", [])),
+    ("hermes", f"Use\n```json\n{OBJECT}\n```", (f"Use\n```json\n{OBJECT}\n```", "", [])),
     (
         "qwen_coder",
         "Now:\n<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n<parameter=note>\n1\n2\n"
@@ -273,3 +283,59 @@ def test_arguments_are_json_where_the_model_writes_tags() -> None:
     text = f"<tool_call><function=weather>{value}</function></tool_call>"
     ((_, arguments),) = read(make("qwen_coder"), [text])[2]
     assert json.loads(arguments) == {"city": '"quoted"'}
+
+
+@pytest.mark.parametrize(
+    ("tools", "pieces", "in_thought", "number"),
+    [
+        ("hermes", ["<think>", "\n", "so", "</think>", "\n\n", "yes", "</think>"], False, 4),
+        ("hermes", ["so", " it", " is", "</think>", "yes"], True, 4),
+        ("hermes", ["so", " it", " is"], True, 3),
+        ("hermes", [" ", "<think>", "so", " it"], False, 4),
+        ("hermes", ["yes", "<think>", "no", "</think>"], False, 0),
+        ("hermes", ["yes"], False, 0),
+        ("hermes", [], False, 0),
+        (
+            "harmony",
+            ["<|channel|>", "analysis", "<|message|>", "a", "b", "<|end|>", "<|start|>",
+             "assistant", "<|channel|>", "final", "<|message|>", "analysis", "!", "<|return|>"],
+            False,
+            3,
+        ),
+        ("harmony", ["<|channel|>", "analysis", "<|message|>", "a"], False, 1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("spelled", [False, True])
+def test_tokens_of_thoughts_are_counted(
+    tools: Any, pieces: list[str], in_thought: bool, number: int, spelled: bool
+) -> None:
+    """With markers that are tokens, and with such that are spelled, a character a token."""
+    special = {piece: 1000 + at for at, piece in enumerate(pieces) if piece.startswith("<")}
+    if spelled and tools != "harmony":  # whose markers are always tokens
+        text = pieces[:number]
+        pieces, number = [*"".join(pieces)], len("".join(text))
+        special = {}
+    tokens = [special.get(piece, at) for at, piece in enumerate(pieces)]
+    texts = dict(zip(tokens, pieces, strict=True))
+    format = message_format("", special, tools, "none" if tools == "harmony" else "think")
+    assert format.has_thoughts
+    found = format.num_thought_tokens(
+        tokens, lambda some: "".join(texts[token] for token in some), in_thought=in_thought
+    )
+    assert found == number
+
+
+def test_a_model_without_thoughts() -> None:
+    format = make("hermes")
+    assert not format.has_thoughts
+    assert format.num_thought_tokens([1, 2], str, in_thought=False) == 0
+
+
+def test_the_end_of_a_long_spelled_thought_is_found() -> None:
+    format = make("hermes", "think")
+    for length in (0, 1, 50, 56, 57, 58, 64, 120, 121, 200):
+        text = "x" * length + "</think>" + "y" * 70
+        found = format.num_thought_tokens(
+            [*map(ord, text)], lambda some: "".join(map(chr, some)), in_thought=True
+        )
+        assert found == length + len("</think>")

@@ -81,8 +81,9 @@ def take_all(
     """Feeds a sequence the tokens of `text`, as the step loop would; returns (text, stop string,
     finish reason)."""
     tokens = tokenizer.encode(text) + ([end_token] if end_token is not None else [])
-    output, _ = make_output()
-    request = Request("test", array("i", [1, 2]), 2, SamplingParams(**params), 2 + len(tokens))
+    sampling = SamplingParams(**params)
+    output = RequestOutput("test", [1, 2], sampling, lambda _: None)
+    request = Request("test", array("i", [1, 2]), 2, sampling, 2 + len(tokens))
     sequence = OutputSequence(0, request, output, tokenizer.detokenizer([1, 2]))
     shown = ""
     for number, token in enumerate(tokens):

@@ -140,3 +140,32 @@ async def test_a_server_without_a_tokenizer() -> None:
         with pytest.raises(RequestError, match="no tokenizer") as caught:
             await compiler.compile(params)
         assert caught.value.param == name
+
+
+async def test_stop_tokens_end_a_grammar_where_it_may_end(
+    compiler: RestrictionCompiler, tokenizer: Tokenizer
+) -> None:
+    newline, one = (tokenizer.encode(text, False)[0] for text in ("\n", "1"))
+    stops = {"stop_token_ids": (newline, 17, VOCAB_SIZE), "grammar": GrammarSpec("regex", "[0-9]+")}
+    for ignore_eos in (False, True):
+        compiled = await compiler.compile(SamplingParams(ignore_eos=ignore_eos, **stops))
+        assert compiled is not None
+        state = compiled.start()
+        mask = np.zeros(mask_words(VOCAB_SIZE), np.int32)
+        state.fill(mask)
+        before = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert not {newline, 17, END} & set(before.tolist())
+        state.accept([one])
+        state.fill(mask)
+        after = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+        ends = {newline, 17} if ignore_eos else {newline, 17, END}
+        assert after == {*before.tolist(), *ends}
+    # what the request forbids stays forbidden
+    one_stop = SamplingParams(allowed_token_ids=(one, 17), **stops)
+    compiled = await compiler.compile(one_stop)
+    assert compiled is not None
+    state = compiled.start()
+    state.accept([one])
+    state.fill(mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    assert allowed == [END, 17, one]

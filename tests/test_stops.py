@@ -89,3 +89,13 @@ def test_the_time_does_not_depend_on_the_number_of_stops():
     assert len(shown) == 100_000 - 60
     # it takes 50 ms; comparing with each stop at each place takes minutes
     assert time.perf_counter() - begin < 3
+
+
+def test_searches_of_several_texts_share_nothing_but_their_strings() -> None:
+    first = StopStrings(["abc", "bd"], include=True)
+    assert first.feed("xab") == ("x", None)
+    second = first.for_other_text()
+    assert second.feed("c") == ("c", None)
+    assert second.feed("abd") == ("abd", "bd")
+    assert first.feed("c") == ("abc", "abc")
+    assert first.for_other_text().feed("y") == ("y", None)

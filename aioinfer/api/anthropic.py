@@ -14,11 +14,11 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.blocks import Block, BlockKind
-from aioinfer.api.chat_turn import call_input, encode_turn, make_parser, make_turn, new_call_id
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
 from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
+from aioinfer.engine.chat_turn import call_input, encode_turn, make_parser, make_turn, new_call_id
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend

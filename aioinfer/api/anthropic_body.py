@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.protocol import Body, Count, Int32, Seconds
-from aioinfer.api.tools import Choice, make_use
+from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse

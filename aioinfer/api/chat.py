@@ -9,14 +9,6 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.admission import admit
-from aioinfer.api.chat_turn import (
-    Call,
-    Turn,
-    make_parser,
-    make_turn,
-    new_call_id,
-    parse_message,
-)
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response, renamed
@@ -26,6 +18,14 @@ from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
+from aioinfer.engine.chat_turn import (
+    Turn,
+    make_parser,
+    make_turn,
+    new_call_id,
+    num_thought_tokens,
+    parse_message,
+)
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -57,6 +57,9 @@ async def _answer(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
     )
+    count_thought = None
+    if turn.parses and frontend.message_format.has_thoughts:
+        count_thought = partial(num_thought_tokens, frontend, turn)
     shown_ids = turn.prompt if body.return_token_ids else None
     names = None if body.return_tokens_as_token_ids else frontend.tokenizer
     async with submitted(
@@ -69,8 +72,8 @@ async def _answer(
     ) as outputs:
         if body.stream:
             choices = _stream_choices(frontend, names, envelope, turn, shown_ids)
-            return await stream(request, envelope, outputs, [choices])
-        reply = await collect(outputs)
+            return await stream(request, envelope, outputs, [choices], count_thought)
+        reply = await collect(outputs, count_thought)
     scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
     if num_top is not None and scores is not None:
         found = await prompt_logprobs(names, scores, num_top)
@@ -156,7 +159,7 @@ async def _choice(
         if parsed.reasoning:
             message["reasoning_content"] = message["reasoning"] = parsed.reasoning
         if parsed.calls:
-            message["tool_calls"] = [_call(call) for call in parsed.calls]
+            message["tool_calls"] = [call.to_dict() for call in parsed.calls]
             reason = finish_reason(reason or "stop", len(parsed.calls))
     choice = {
         "index": index,
@@ -166,8 +169,3 @@ async def _choice(
         "stop_reason": delta.stop_reason,
     }
     return choice | {"token_ids": delta.token_ids} if with_ids else choice
-
-
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}

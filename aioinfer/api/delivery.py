@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput, TokenLogprob
 
 T = TypeVar("T")
+#: Returns how many of a choice's tokens are thoughts.
+ThoughtCount = Callable[[Sequence[int]], int]
 #: Prompts of a request that are submitted before other work of the event loop gets its turn.
 _SUBMITTED_AT_ONCE = 16
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its
@@ -287,9 +289,10 @@ async def stream(
     envelope: Envelope,
     outputs: Sequence[RequestOutput],
     choices: Sequence[Sequence[ChoiceEvents]],
+    count_thought: ThoughtCount | None = None,
 ) -> web.StreamResponse:
     """Sends the events of all outputs as their deltas come; `choices[i]` make the events of
-    `outputs[i]`.
+    `outputs[i]`. `count_thought` is for the usage.
 
     A failure ends the stream with an error event and `[DONE]`, for which some clients wait.
     """
@@ -302,9 +305,10 @@ async def stream(
                 for pair in zip(outputs, choices, strict=True)
             ]
         )
-        end = (
-            envelope.usage_event(usage(outputs, sum(num_tokens))) if envelope.include_usage else b""
-        )
+        end = b""
+        if envelope.include_usage:
+            whole = usage(outputs, sum(num_tokens), count_thought)
+            end = envelope.usage_event(whole)
         await response.write(end + DONE)
     except ConnectionError:  # the client is gone, which is not worth a line in the log
         raise
@@ -321,11 +325,17 @@ class Reply:
     usage: dict[str, Any]
 
 
-async def collect(outputs: Sequence[RequestOutput]) -> Reply:
-    """Waits for all choices. Raises `EngineDeadError`, `GenerationError`."""
+async def collect(
+    outputs: Sequence[RequestOutput], count_thought: ThoughtCount | None = None
+) -> Reply:
+    """Waits for all choices. `count_thought` is for the usage.
+
+    Raises `EngineDeadError`, `GenerationError`.
+    """
     collected = await together([_collect_one(output) for output in outputs])
     choices = [choice for group in collected for choice in group]
-    return Reply(choices, usage(outputs, sum(len(choice.token_ids) for choice in choices)))
+    num_tokens = sum(len(choice.token_ids) for choice in choices)
+    return Reply(choices, usage(outputs, num_tokens, count_thought))
 
 
 async def _collect_one(output: RequestOutput) -> list[Delta]:
@@ -338,11 +348,22 @@ async def _collect_one(output: RequestOutput) -> list[Delta]:
     return [choices[index] for index in sorted(choices)]
 
 
-def usage(outputs: Sequence[RequestOutput], completion_tokens: int) -> dict[str, Any]:
-    """Returns OpenAI's usage object. Each prompt counts once, whatever n is."""
+def usage(
+    outputs: Sequence[RequestOutput],
+    completion_tokens: int,
+    count_thought: ThoughtCount | None = None,
+) -> dict[str, Any]:
+    """Returns OpenAI's usage object. Each prompt counts once, whatever n is. With `count_thought`
+    it says how many tokens were thoughts."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached_tokens = sum(output.num_cached_tokens for output in outputs)
-    return usage_of(prompt_tokens, completion_tokens, cached_tokens)
+    found = usage_of(prompt_tokens, completion_tokens, cached_tokens)
+    if count_thought is not None:
+        thoughts = sum(count_thought(ids) for output in outputs for ids in output.generated())
+        # a token behind a stop string was generated and not sent
+        details = {"reasoning_tokens": min(thoughts, completion_tokens)}
+        found["completion_tokens_details"] = details
+    return found
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -16,7 +16,12 @@ from aioinfer import __version__
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.blocks import Block
-from aioinfer.api.chat_turn import (
+from aioinfer.api.context import FRONTEND, STARTED, read_body
+from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.errors import describe, json_response
+from aioinfer.api.ollama_body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
+from aioinfer.api.turn_stream import BlockEvents, stream_blocks
+from aioinfer.engine.chat_turn import (
     Turn,
     call_input,
     encode_turn,
@@ -24,12 +29,7 @@ from aioinfer.api.chat_turn import (
     make_turn,
     new_call_id,
 )
-from aioinfer.api.context import FRONTEND, STARTED, read_body
-from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import describe, json_response
-from aioinfer.api.ollama_body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
-from aioinfer.api.tools import NO_TOOLS
-from aioinfer.api.turn_stream import BlockEvents, stream_blocks
+from aioinfer.engine.tools import NO_TOOLS
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.protocol import Body, Int32, Int64, Seconds
-from aioinfer.api.tools import read_tools
+from aioinfer.engine.tools import read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse

@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.api.chat_turn import encode_turn
 from aioinfer.api.context import template_messages
 from aioinfer.api.errors import shorten
 from aioinfer.api.protocol import ChatRequest, CompletionRequest, SamplingBody, template_options
+from aioinfer.engine.chat_turn import encode_turn
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_LOGIT_BIAS
 from aioinfer.text.message_parser import ToolUse

@@ -24,7 +24,7 @@ from aioinfer.api.structured_output import (
     StructuredOutputs,
     find_grammar,
 )
-from aioinfer.api.tools import read_tools
+from aioinfer.engine.tools import read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N, BeamSearch
 from aioinfer.text.message_parser import ToolUse

@@ -75,6 +75,12 @@ class PromptTokensDetails(Struct, kw_only=True):
     cached_tokens: int | None
 
 
+class CompletionTokensDetails(Struct, kw_only=True):
+    """How many of the generated tokens were thoughts, with their markers."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct, kw_only=True):
     """Tokens of a request."""
 
@@ -82,6 +88,7 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionChoice(Struct, kw_only=True):

@@ -14,14 +14,6 @@ from aiohttp import web
 
 from aioinfer.api.admission import admit
 from aioinfer.api.blocks import Block, BlockKind
-from aioinfer.api.chat_turn import (
-    Turn,
-    call_input,
-    encode_turn,
-    make_parser,
-    make_turn,
-    new_call_id,
-)
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import describe, json_response, renamed
@@ -29,6 +21,15 @@ from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.response_store import RESPONSE_STORE
 from aioinfer.api.responses_body import ResponseRequest, to_messages
 from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
+from aioinfer.engine.chat_turn import (
+    Turn,
+    call_input,
+    encode_turn,
+    make_parser,
+    make_turn,
+    new_call_id,
+    num_thought_tokens,
+)
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class _Reply:
 
     def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn):
         self.id = f"resp_{secrets.token_hex(24)}"
-        self._frontend = frontend
+        self._frontend, self._turn = frontend, turn
         params = turn.params
         format = body.text.format if body.text is not None else None
         tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
@@ -211,11 +212,13 @@ class _Reply:
 
     def _usage(self, num_tokens: int) -> dict[str, Any]:
         prompt = len(self.output.prompt_token_ids)
+        (tokens,) = self.output.generated()
+        thoughts = num_thought_tokens(self._frontend, self._turn, tokens)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self.output.num_cached_tokens},
             "output_tokens": num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": min(thoughts, num_tokens)},
             "total_tokens": prompt + num_tokens,
         }
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from aioinfer.api.protocol import Body, Count, Int32, Int64, Seconds
-from aioinfer.api.tools import make_use, read_choice
+from aioinfer.engine.tools import make_use, read_choice
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse

@@ -10,9 +10,9 @@ import orjson
 from aiohttp import web
 
 from aioinfer.api.blocks import BlockKind, Blocks
-from aioinfer.api.chat_turn import SHORT_TEXT, Turn, make_parser
 from aioinfer.api.delivery import ChoiceEvents, DirectSink
 from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser
 from aioinfer.text.message_parser import MessageParser
 
 if TYPE_CHECKING:

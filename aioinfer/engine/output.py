@@ -12,7 +12,7 @@ attaches a `Sink`; the queue of deltas then holds only what the sink does not ac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,6 +93,8 @@ class RequestOutput:
         prompt_token_ids: the prompt as the model sees it.
         params: the request's sampling parameters.
         sequences: the n sequences, by index; one that stands for all beams of a beam search.
+        stops: the search for the request's stop strings, which each sequence begins anew; None if
+            it has none.
         on_abort: called with this object when the reader aborts the request; changes when the
             request moves to another engine.
     """
@@ -109,6 +111,7 @@ class RequestOutput:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.sequences: list[OutputSequence] = []
+        self.stops = StopStrings(params.stop, params.include_stop) if params.stop else None
         self.on_abort = abort
         self._queue: dict[int, Delta] = {}
         self._num_unfinished = params.n
@@ -130,6 +133,11 @@ class RequestOutput:
         if self.params.beam_search is not None:
             return self.params.n * self.sequences[0].request.num_output
         return sum(sequence.request.num_output for sequence in self.sequences)
+
+    def generated(self) -> list[Sequence[int]]:
+        """Returns the tokens so far of each sequence, an end token included."""
+        requests = [sequence.request for sequence in self.sequences]
+        return [request.tokens[len(self.prompt_token_ids) :] for request in requests]
 
     @property
     def prompt_scores(self) -> PromptScores | None:
@@ -268,7 +276,7 @@ class OutputSequence:
         self._detokenizer = detokenizer
         params = request.params
         self._min_tokens = params.min_tokens
-        self._stops = StopStrings(params.stop, params.include_stop) if params.stop else None
+        self._stops = output.stops and output.stops.for_other_text()
 
     def append(self, token: int, logprob: TokenLogprob | None, num_more: int = 0) -> str | None:
         """Passes on a new token with its text. Returns the stop string that the text now ends in,

@@ -132,6 +132,14 @@ class Pooling:
         found = next((name for name in names if name in self.prompts), None)
         return self.prompt(found)
 
+    @staticmethod
+    def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+        """Raises `RequestError` for a number of values that an embedding cannot have."""
+        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+            raise RequestError(
+                f"dimensions must be in [1, {hidden_size}], not {dimensions}", param="dimensions"
+            )
+
     def embedding(
         self, state: F32, dimensions: int | None = None, normalize: bool | None = None
     ) -> F32:

@@ -24,6 +24,7 @@ from aioinfer.text.token_lists import (
     AllowedTokens,
     BadWords,
     NoEndTokens,
+    StopTokens,
     TokenFilter,
     mask_of_all,
 )
@@ -81,9 +82,14 @@ class RestrictionCompiler:
             filters = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._make_filters, params
             )
-        if grammar is not None and (params.ignore_eos or not self._end_tokens):
+        if grammar is not None:
             assert self._grammars is not None
-            filters.append(NoEndTokens(self._grammars.end_tokens, self._vocab_size))
+            ends = self._grammars.end_tokens
+            if params.stop_token_ids:
+                # before the others: what these forbid stays forbidden
+                filters.insert(0, StopTokens(params.stop_token_ids, ends, self._vocab_size))
+            if params.ignore_eos or not self._end_tokens:
+                filters.append(NoEndTokens(ends, self._vocab_size))
         return CompiledRestrictions(grammar, filters, self._all_tokens)
 
     @cached_property

@@ -181,6 +181,8 @@ def describe(message: str) -> str:
         )
     if "Unable to determine if regex is empty" in message:
         return "its combination of 'pattern', lengths or formats is too complex"
+    if "forced bytes: got" in message:
+        return "the model's vocabulary cannot spell its text"
     if message.startswith("NoExtension"):
         return "it allows nothing"
     if any(word in message for word in ("panic", "too large", "limits.", "Too many", "LexerError")):

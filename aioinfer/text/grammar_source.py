@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.json_schema import MAX_PATTERN_CHARS, check_schema
+from aioinfer.text.schema_rewriting import rewrite, rewrite_text
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -44,7 +45,10 @@ def grammar_text(spec: GrammarSpec, is_special: Callable[[str], bool]) -> str:
             return _schema_text({"type": "object"}, '{"type": "object"}', whitespace)
         case "json_schema":
             schema = check_schema(_parse(spec.source))
-            return _schema_text(schema, spec.source, whitespace)
+            source = rewrite_text(spec.source, schema)
+            if source is not spec.source:
+                check_schema(_parse(source))
+            return _schema_text(schema, source, whitespace)
         case "regex":
             _check_pattern(spec.source, "a regular expression")
             return llguidance.LLMatcher.grammar_from_regex(spec.source)
@@ -191,5 +195,6 @@ def _read_tag(tag: Any) -> tuple[list[str], list[tuple[str, Any, str]]]:
         end = each.get("end", "")
         if not isinstance(end, str):
             raise RequestError(f"structures[{number}].end must be a text")
-        read.append((each["begin"], check_schema(each.get("schema", True)), end))
+        schema = rewrite(check_schema(each.get("schema", True)))
+        read.append((each["begin"], check_schema(schema), end))
     return triggers, read

@@ -9,7 +9,7 @@ character twice; what may become a marker is held back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -107,6 +107,27 @@ class MessageFormat(Protocol):
             use: the tools of the request; without any, text that looks like a call is content.
             in_thought: whether the prompt's end has opened a thought, as the templates of some
                 models do.
+        """
+        ...
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether the model may write thoughts."""
+        ...
+
+    def num_thought_tokens(
+        self,
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        in_thought: bool,
+    ) -> int:
+        """Returns how many tokens of an output are thoughts, with their markers.
+
+        Args:
+            tokens: of the output, an end token included.
+            decode: returns the text of tokens, special ones included.
+            in_thought: as for `parser`.
         """
         ...
 

@@ -53,6 +53,15 @@ class StopStrings:
         self._held = ""
         self._stop: str | None = None
 
+    def for_other_text(self) -> StopStrings:
+        """Returns a search for the same strings in another text. It costs next to nothing: the
+        automaton, which takes milliseconds to build for the longest stop strings, is shared."""
+        other = StopStrings.__new__(StopStrings)
+        other._include, other._root = self._include, self._root
+        other._first_characters = self._first_characters
+        other._state, other._held, other._stop = self._root, "", None
+        return other
+
     def feed(self, text: str) -> tuple[str, str | None]:
         """Takes the next piece of text.
 

@@ -1,5 +1,5 @@
 """Tokens that a request allows or forbids by themselves, whatever grammar it has: a list of allowed
-ones, words that may not be written, end tokens that may not end the text.
+ones, words that may not be written, tokens that may or may not end the text.
 
 They narrow masks (`TokenFilter`); `text.restrictions` combines them with each other and with a
 grammar.
@@ -57,6 +57,27 @@ class AllowedTokens:
     def narrow(self, mask: Mask, output: Sequence[int]) -> None:
         """See `TokenFilter.narrow`."""
         mask &= self._mask
+
+
+class StopTokens:
+    """Allows a request's own stop tokens wherever an end token may end the output: for a grammar
+    they are no text."""
+
+    max_context = 0
+    may_forbid_text = False
+
+    def __init__(self, stop_tokens: Iterable[int], end_tokens: Iterable[int], vocab_size: int):
+        """Takes the stop tokens, of which those from `vocab_size` on do not count, and the end
+        tokens that a grammar allows."""
+        known = [token for token in stop_tokens if 0 <= token < vocab_size]
+        stops, ends = mask_of(known, vocab_size), mask_of(end_tokens, vocab_size)
+        self._end_words, self._stop_words = np.flatnonzero(ends), np.flatnonzero(stops)
+        self._ends, self._stops = ends[self._end_words], stops[self._stop_words]
+
+    def narrow(self, mask: Mask, output: Sequence[int]) -> None:
+        """See `TokenFilter.narrow`; this one sets bits."""
+        if (mask[self._end_words] & self._ends).any():
+            mask[self._stop_words] |= self._stops
 
 
 class NoEndTokens:

@@ -177,7 +177,7 @@ def test_step_by_step_and_aborted_at_any_time(tiny: Path) -> None:
     (prompt,) = prompts(9)
     settings = SETTINGS | {"cache.num_blocks": 64}
     with LLMEngine(str(tiny), settings=settings, progress=False) as engine:
-        scheduler = engine._llm.frontend.engines[0].scheduler
+        scheduler = engine.frontend.engines[0].scheduler
         for number in range(12):
             name = f"search-{number}"
             engine.add_request(name, prompt, params((4, 1.0, False), 40, ignore_eos=True))

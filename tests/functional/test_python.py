@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import aiohttp
+import jsonschema
+import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from aioinfer import AsyncLLM, LLMEngine, SamplingParams, create_app, load_config
+from aioinfer import (
+    LLM,
+    AsyncLLM,
+    GrammarSpec,
+    LLMEngine,
+    SamplingParams,
+    create_app,
+    load_config,
+)
 from aioinfer.errors import RequestError
 from tests.functional.conftest import SMOLLM2, Served
 from tests.functional.test_disconnect import until
@@ -111,6 +122,73 @@ async def test_abort_pause_and_leaving_early(llm: AsyncLLM) -> None:
     assert scheduler.kv_cache.num_cached == 0
 
 
+QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+CALL: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+
+
+def check_call(message: Any) -> str:
+    """Checks a message that calls the tool; returns the arguments."""
+    (call,) = message["tool_calls"]
+    assert (message["role"], message["content"]) == ("assistant", None)
+    assert (call["type"], call["function"]["name"]) == ("function", "weather")
+    jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+    return str(call["function"]["arguments"])
+
+
+@in_session
+async def test_tools_and_a_schema(llm: AsyncLLM, served: Served) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60)
+    whole = await last_of(llm.chat(QUESTION, params, **CALL))
+    arguments = check_call(whole.message)
+    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 60, **CALL}
+    reply = await served.post("/v1/chat/completions", **body)
+    (call,) = reply["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+    pieces = [o async for o in llm.chat(QUESTION, params, deltas=True, **CALL)]
+    lengths = [len(str(piece.message)) for piece in pieces]
+    assert lengths == sorted(lengths)  # the message grows
+    assert lengths[0] < lengths[-1]
+    assert check_call(pieces[-1].message) == arguments
+    assert "".join(piece.text for piece in pieces) == whole.text
+    # the message goes into the next turn
+    result = {"role": "tool", "content": "18 degrees"}
+    turn = [*QUESTION, whole.message, result]
+    answer = await last_of(llm.chat(turn, greedy(3), tools=TOOLS, tool_choice="none"))
+    assert answer.message == {"role": "assistant", "content": answer.text}
+    grammar = GrammarSpec.of_schema(CITY)
+    by_schema = SamplingParams(temperature=0, max_tokens=60, grammar=grammar)
+    outputs = await asyncio.gather(
+        last_of(llm.chat(QUESTION, by_schema)), last_of(llm.generate(PROMPT, by_schema))
+    )
+    for output in outputs:
+        jsonschema.validate(json.loads(output.text), CITY)
+    assert outputs[1].message is None
+    with pytest.raises(RequestError, match="twice"):
+        await llm.add_chat(QUESTION, params, tools=TOOLS * 2)
+
+
+@in_session
+async def test_embeddings(llm: AsyncLLM) -> None:
+    texts = ["a cat", "a kitten", "the price of steel"]
+    found = await asyncio.gather(*(llm.embed(text) for text in texts))
+    assert all(abs(float(vector @ vector) - 1) < 1e-4 for vector in found)
+    assert float(found[0] @ found[1]) > float(found[0] @ found[2])
+    assert len(await llm.embed([5, 6], dimensions=7, pooling="mean")) == 7
+    state = await llm.encode("a cat")
+    length = float((state @ state) ** 0.5)
+    assert np.allclose(state / length, found[0], atol=1e-5)
+    assert await llm.score(*texts[:2]) == pytest.approx(float(found[0] @ found[1]), abs=1e-4)
+    with pytest.raises(RequestError, match="dimensions"):
+        await llm.embed("a", dimensions=100_000)
+
+
 # ---------------------------------------------------------------- LLMEngine
 
 
@@ -159,6 +237,36 @@ def test_an_engine_aborts_pauses_and_chats(engine: LLMEngine) -> None:
     assert ended["long"].completions[0].finish_reason == "abort"
     assert 0 < len(ended["long"].token_ids) < 200
     assert "Paris" in ended["chat"].text
+
+
+def test_an_engine_calls_tools_and_embeds(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, n=2)
+    engine.add_chat("call", QUESTION, params, **CALL)
+    (vector,) = engine.embed("a cat", dimensions=5)
+    assert vector.shape == (5,)
+    last: Any = None
+    while engine.has_unfinished_requests():
+        (last,) = engine.step()
+    first, second = (check_call(each.message) for each in last.completions)
+    assert first == second
+    assert engine.score("a cat", ["a cat"]) == pytest.approx([1.0], abs=1e-4)
+    with pytest.raises(RequestError, match="tool_choice"):
+        engine.add_chat("wrong", QUESTION, params, tool_choice="required")
+
+
+# ---------------------------------------------------------------- LLM
+
+
+def test_a_chat_with_tools() -> None:
+    with LLM(SMOLLM2, settings=SETTINGS, progress=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60)
+        outputs = llm.chat([QUESTION, QUESTION], params, **CALL)
+        assert len({check_call(output.message) for output in outputs}) == 1
+        (plain,) = llm.chat(QUESTION, greedy(4))
+        assert plain.message == {"role": "assistant", "content": plain.text}
+        with pytest.raises(RequestError, match="not in tools"):
+            llm.chat(QUESTION, params, tools=TOOLS,
+                     tool_choice={"type": "function", "function": {"name": "f"}})  # fmt: skip
 
 
 # ---------------------------------------------------------------- create_app

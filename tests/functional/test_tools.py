@@ -3,8 +3,10 @@ calls are required here, so that grammars write them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -198,10 +200,15 @@ async def test_a_thought_that_the_prompt_opens() -> None:
         "response_format": {"type": "json_object"},  # holds for the answer alone
     }
     async with serve(chat__reasoning_format="think") as served:
-        message = (await served.post(CHAT, **ask))["choices"][0]["message"]
+        reply = await served.post(CHAT, **ask)
+        assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+        message = reply["choices"][0]["message"]
         assert message["reasoning_content"] == message["reasoning"] != ""
         assert message["content"] is None
-        events = await served.stream(CHAT, **ask)
+        *events, last = await served.stream(CHAT, **ask, stream_options={"include_usage": True})
+        assert last["usage"] == reply["usage"] | {
+            "prompt_tokens_details": last["usage"]["prompt_tokens_details"]
+        }
         deltas = [event["choices"][0]["delta"] for event in events]
         text = "".join(delta.get("reasoning_content", "") for delta in deltas)
         assert text == message["reasoning_content"]
@@ -209,3 +216,20 @@ async def test_a_thought_that_the_prompt_opens() -> None:
         assert hidden["choices"][0]["message"].keys() == {"role", "content", "refusal"}
         plain = await served.post(CHAT, messages=ASK, max_tokens=3)
         assert plain["choices"][0]["message"]["content"]
+        assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+async def test_thoughts_of_responses_are_counted(tmp_path: Path) -> None:
+    template = tmp_path / "thinking.jinja"
+    text = "{% for m in messages %}{{ m.content }}\n{% endfor %}<think>\n"
+    await asyncio.to_thread(template.write_text, text)
+    async with serve(chat__reasoning_format="think", model__chat_template=str(template)) as served:
+        reply = await served.post("/v1/responses", input="Hello", max_output_tokens=4)
+        assert reply["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+        assert reply["output"][0]["type"] == "reasoning"
+        body = {"input": "Hello", "max_output_tokens": 4, "stream": True}
+        async with served.http.post("/v1/responses", json=body) as response:
+            last = (await response.text()).strip().rpartition("data: ")[2]
+        assert json.loads(last)["response"]["usage"]["output_tokens_details"] == {
+            "reasoning_tokens": 4
+        }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.harmony import HarmonyCalls
+from aioinfer.text.formats.hermes import HermesCalls
 from aioinfer.text.formats.lark import Lark, Tool, quote
 from aioinfer.text.formats.reader import Reader, Steps, TextParser
 from aioinfer.text.formats.thought import ThoughtMarkers
@@ -102,6 +103,26 @@ class FamilyFormat:
 
         return TextParser(read, parallel=use.parallel)
 
+    @property
+    def has_thoughts(self) -> bool:
+        """See `MessageFormat.has_thoughts`."""
+        return self._thought is not None or isinstance(self._calls, HarmonyCalls)
+
+    def num_thought_tokens(
+        self,
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        in_thought: bool,
+    ) -> int:
+        """See `MessageFormat.num_thought_tokens`."""
+        if isinstance(self._calls, HarmonyCalls):
+            return self._calls.num_thought_tokens(tokens, decode, self._special_ids)
+        if self._thought is None:
+            return 0
+        close_id = self._special_ids.get(self._thought.close)
+        return self._thought.num_tokens(tokens, decode, close_id, in_thought=in_thought)
+
     def grammar(
         self, use: ToolUse, *, in_thought: bool, answer: GrammarSpec | None
     ) -> GrammarSpec | None:
@@ -151,6 +172,10 @@ class FamilyFormat:
             unlike = f"({unlike} | {begins})" if unlike else begins
             bare = self._calls.bare_calls(lark, _tools(use), parallel=parallel)
             ways.append(f"{lark.terminal(begins)}{bare}")
+        if isinstance(self._calls, HermesCalls):
+            begins, fenced = self._calls.fenced_calls(lark, _tools(use), parallel=parallel)
+            unlike = f"({unlike} | {begins})"
+            ways.append(fenced)
         if self._calls.bare == self._calls.trigger:  # no call comes later in the message
             hidden = []
         else:

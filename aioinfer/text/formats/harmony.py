@@ -8,7 +8,7 @@ The description is OpenAI's "harmony response format" in its cookbook.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.lark import Lark, Tool
@@ -46,6 +46,26 @@ class HarmonyCalls:
                 found = yield from reader.until(self._body_end, draft.content)
             if found in (_END, _CALL):
                 draft.cut()
+
+    @staticmethod
+    def num_thought_tokens(
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        special_ids: Mapping[str, int],
+    ) -> int:
+        """Returns how many tokens of an output are thoughts: those of the messages in the channel
+        `analysis`, with what ends them."""
+        message, *ends = (special_ids.get(text) for text in (_MESSAGE, _END, _CALL, _RETURN))
+        count, begin, is_thought = 0, 0, False
+        for place, token in enumerate(tokens):
+            if token == message:
+                is_thought = "analysis" in decode(tokens[begin:place])
+            elif token in ends:
+                count += is_thought
+                begin, is_thought = place + 1, False
+            else:
+                count += is_thought
+        return count
 
     def answer(self, lark: Lark, body: str) -> str:
         """Returns the term for a thought, if the model wants one, and the answer `body`."""

@@ -1,6 +1,6 @@
 """Calls as Hermes and Qwen 2.5 and 3 write them: `<tool_call>{"name": ..., "arguments": ...}
 </tool_call>`, one for each call. Small models forget the markers: an object that begins the message
-and names one of the tools is a call as well."""
+and names one of the tools is a call as well, also in a block of code between fences."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from aioinfer.text.formats.lark import Lark, Tool
 from aioinfer.text.formats.reader import Markers, Reader, Steps
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_FENCE = "```"
+#: Characters of a name of a language.
+_MAX_LANGUAGE = 16
+#: How a message begins that is a call between fences, up to the name.
+_FENCED_NAME = r'/\s{0,20}```[A-Za-z_]{0,16}\n\s{0,20}\{\s{0,20}"name"\s{0,20}:\s{0,20}/ '
+#: White space in calls between fences.
+_SPACE = r"/[ \n]{0,20}/ "
 
 
 class HermesCalls:
@@ -22,18 +29,35 @@ class HermesCalls:
     trigger = _OPEN
     bare = '{"name": "'
     _open = Markers(_OPEN)
+    _line_end = Markers("\n")
 
     def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
         """See `CallFormat.read`."""
+        while (yield from self._read_bare(reader, draft, tools)):
+            pass
+        while (yield from reader.until(self._open, draft.content)):
+            yield from self._read_calls(reader, draft)
+
+    def _read_bare(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[bool]:
+        """Reads a call without markers, if one comes next. Returns whether one did, between fences:
+        then another may follow."""
         record: list[str] = []
         reader.record = record
         yield from reader.space()
-        is_call = yield from read_call(reader, draft, names=tools)
+        fenced = yield from reader.comes(_FENCE)
+        if fenced:  # a name of the language may stand behind it
+            yield from reader.short_until(self._line_end, _MAX_LANGUAGE)
+            yield from reader.space()
+        is_call = False
+        if fenced or not draft.num_calls:
+            is_call = yield from read_call(reader, draft, names=tools)
         reader.record = None
         if not is_call:
             draft.content("".join(record))
-        while (yield from reader.until(self._open, draft.content)):
-            yield from self._read_calls(reader, draft)
+        elif fenced:
+            yield from reader.space()
+            yield from reader.comes(_FENCE)
+        return fenced and is_call
 
     def _read_calls(self, reader: Reader, draft: Draft) -> Steps[None]:
         reader.record = record = [_OPEN]
@@ -58,6 +82,22 @@ class HermesCalls:
             lark.text(f'{lark.json(name)[1:]}, "arguments": ') + lark.schema(tool) + lark.text("}")
             for name, tool in tools.items()
         )
+
+    def fenced_calls(
+        self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool
+    ) -> tuple[str, str]:
+        """Returns the regular expression of how a message begins that is a call between fences,
+        behind which the grammar takes over, and the term for one such call, or more if
+        `parallel`."""
+        begins = {name: f"{_FENCED_NAME}{lark.text(lark.json(name))}" for name in tools}
+        each = lark.any_of(
+            lark.terminal(begins[name])
+            + f'{_SPACE}"," {_SPACE}"\\"arguments\\"" {_SPACE}":" {_SPACE}'
+            + lark.schema(tool)
+            + f'{_SPACE}"}}" {_SPACE}{lark.text(_FENCE)}'
+            for name, tool in tools.items()
+        )
+        return f"({' | '.join(begins.values())})", each + (f"({each})* " if parallel else "")
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.lark import Lark
 from aioinfer.text.formats.reader import Markers, Reader, Steps
+
+#: Tokens at the beginning of an output that may hold the marker of a thought, and white space.
+_OPENING = 16
+#: Tokens that are decoded at a time to find the end of a thought.
+_PORTION = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,34 @@ class ThoughtMarkers:
         draft.cut()
         if (yield from reader.until(Markers(self.close), draft.reasoning)):
             draft.cut()
+
+    def num_tokens(
+        self,
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        close_id: int | None,
+        *,
+        in_thought: bool,
+    ) -> int:
+        """Returns how many tokens at the beginning of an output are the thought and its markers:
+        all of them, where it is not closed.
+
+        Args:
+            tokens: of the output.
+            decode: returns the text of tokens, special ones included.
+            close_id: the token that closes a thought, or None where that takes several.
+            in_thought: whether the prompt's end has opened it.
+        """
+        if not in_thought and not decode(tokens[:_OPENING]).lstrip().startswith(self.open):
+            return 0
+        if close_id is not None:
+            return next((n for n, token in enumerate(tokens, 1) if token == close_id), len(tokens))
+        for start in range(0, len(tokens), _PORTION):
+            begin, end = max(0, start - len(self.close)), start + _PORTION
+            if self.close in decode(tokens[begin:end]):
+                ends = range(start + 1, end + 1)
+                return next(n for n in ends if self.close in decode(tokens[begin:n]))
+        return len(tokens)
 
     def term(self, lark: Lark, *, in_thought: bool) -> str:
         """Returns the term for a thought: one that has to be closed, or one that may come."""

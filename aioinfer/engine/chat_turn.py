@@ -1,5 +1,6 @@
-"""A turn of a conversation, as all endpoints that have one run it: the prompt, how to sample, and
-how the text becomes a message. `chat`, `anthropic` and `responses` convert their bodies into it."""
+"""A turn of a conversation, as all endpoints that have one and `LLM` run it: the prompt, how to
+sample, and how the text becomes a message. `api.chat`, `api.anthropic` and `api.responses` convert
+their bodies into it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioinfer.api.tools import NO_TOOLS, settle_schemas, show_tools
+from aioinfer.engine.tools import NO_TOOLS, read_tools, settle_schemas, show_tools
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_parser import MessageDelta, MessageParser, ToolUse
 
@@ -75,6 +76,50 @@ async def encode_turn(
     return await frontend.encode_chat(messages, tools=shown, **options)
 
 
+async def conversation_turn(
+    frontend: Frontend,
+    messages: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: Any = None,
+    parallel_tool_calls: bool | None = None,
+    **options: Any,
+) -> Turn:
+    """Returns the turn that answers a conversation in a Python program.
+
+    Args:
+        frontend: of the model.
+        messages: as OpenAI's chat has them; the arguments of calls may be objects.
+        params: how to sample; a `grammar` is the answer's.
+        tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them.
+        options: further ones of `Frontend.encode_chat`.
+
+    Raises:
+        RequestError: the tools or the conversation are wrong.
+    """
+    use = read_tools(tools, tool_choice, parallel=parallel_tool_calls)
+    rendered = [_with_objects(message) for message in messages]
+    prompt = await encode_turn(frontend, rendered, use, tools, **options)
+    return await turn_with(frontend, prompt, params, use)
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with the arguments of its calls as objects, as chat templates read them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = call_input(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters")
     return {name: tool[name] for name in names if tool.get(name) is not None}
@@ -100,20 +145,29 @@ async def make_turn(
     Raises:
         RequestError: a parameter or a tool's schema is wrong.
     """
+    params = frontend.defaults.sampling_params(**fields)
+    return await turn_with(frontend, prompt, params, use, shows_thoughts=shows_thoughts)
+
+
+async def turn_with(
+    frontend: Frontend,
+    prompt: list[int],
+    params: SamplingParams,
+    use: ToolUse = NO_TOOLS,
+    *,
+    shows_thoughts: bool = True,
+) -> Turn:
+    """Returns the turn that answers a prompt, as `make_turn`, with all sampling parameters."""
     format = frontend.message_format
-    parses = format.parses(use)
-    if not parses:
-        params = frontend.defaults.sampling_params(**fields)
-        return Turn(prompt, params, use, parses)
+    if not format.parses(use):
+        return Turn(prompt, params, use, False)
     tokenizer = frontend.require_tokenizer("messages")
     in_thought = format.opens_thought(tokenizer.decode(prompt[-_MARKER_TOKENS:], False))
     settled = await settle_schemas(frontend, use)
-    grammar = format.grammar(settled, in_thought=in_thought, answer=fields.get("grammar"))
-    if grammar is not None:
-        fields["grammar"] = grammar
-    fields["shown_token_ids"] = frozenset(tokenizer.marker_ids[text] for text in format.markers)
-    params = frontend.defaults.sampling_params(**fields)
-    return Turn(prompt, params, use, parses, in_thought, shows_thoughts)
+    grammar = format.grammar(settled, in_thought=in_thought, answer=params.grammar)
+    shown = frozenset(tokenizer.marker_ids[text] for text in format.markers)
+    params = replace(params, grammar=grammar, shown_token_ids=shown)
+    return Turn(prompt, params, use, True, in_thought, shows_thoughts)
 
 
 class PlainParser:
@@ -158,6 +212,16 @@ def make_parser(frontend: Frontend, turn: Turn) -> MessageParser:
     return parser if turn.shows_thoughts else ThoughtlessParser(parser)
 
 
+def num_thought_tokens(frontend: Frontend, turn: Turn, tokens: Sequence[int]) -> int:
+    """Returns how many tokens of an output are thoughts."""
+    if not turn.parses or not frontend.message_format.has_thoughts:
+        return 0
+    tokenizer = frontend.require_tokenizer("messages")
+    return frontend.message_format.num_thought_tokens(
+        tokens, lambda some: tokenizer.decode(some, False), in_thought=turn.in_thought
+    )
+
+
 @dataclass(slots=True)
 class Call:
     """A tool call of a message."""
@@ -165,6 +229,11 @@ class Call:
     id: str
     name: str
     arguments: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the call as OpenAI's chat has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def call_input(arguments: str) -> Mapping[str, Any]:
@@ -183,6 +252,16 @@ class ChatMessage:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the message as OpenAI's chat has it, which can go into the next conversation."""
+        empty = None if self.calls or self.reasoning else ""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or empty}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.to_dict() for call in self.calls]
+        return message
+
 
 def new_call_id(frontend: Frontend, prefix: str = "call_") -> str:
     """Returns the id of a call. It begins with `prefix`, but for Mistral's models: their templates
@@ -192,19 +271,39 @@ def new_call_id(frontend: Frontend, prefix: str = "call_") -> str:
     return f"{prefix}{secrets.token_hex(12)}"
 
 
+class MessageBuilder:
+    """The message of a choice while its text comes.
+
+    Attributes:
+        message: all so far.
+    """
+
+    def __init__(self, frontend: Frontend, turn: Turn):
+        self.message = ChatMessage()
+        self._frontend = frontend
+        self._parser = make_parser(frontend, turn)
+
+    def feed(self, text: str, *, ended: bool = False) -> None:
+        """Takes the next piece of text, which may be the last."""
+        self._take(self._parser.feed(text))
+        if ended:
+            self._take(self._parser.flush())
+
+    def _take(self, delta: MessageDelta) -> None:
+        message = self.message
+        message.content += delta.content
+        message.reasoning += delta.reasoning
+        for call in delta.calls:
+            if call.name is not None:
+                message.calls.append(Call(new_call_id(self._frontend), call.name))
+            message.calls[call.index].arguments += call.arguments
+
+
 async def parse_message(frontend: Frontend, turn: Turn, text: str) -> ChatMessage:
     """Returns the message of a choice whose text is complete."""
-    parser = make_parser(frontend, turn)
-
-    def parse() -> ChatMessage:
-        message = ChatMessage()
-        for delta in (parser.feed(text), parser.flush()):
-            message.content += delta.content
-            message.reasoning += delta.reasoning
-            for call in delta.calls:
-                if call.name is not None:
-                    message.calls.append(Call(new_call_id(frontend), call.name))
-                message.calls[call.index].arguments += call.arguments
-        return message
-
-    return parse() if len(text) <= SHORT_TEXT else await asyncio.to_thread(parse)
+    builder = MessageBuilder(frontend, turn)
+    if len(text) <= SHORT_TEXT:
+        builder.feed(text, ended=True)
+    else:
+        await asyncio.to_thread(builder.feed, text, ended=True)
+    return builder.message

@@ -1,0 +1,137 @@
+"""What is rewritten in JSON schemas: it allows nothing that the schema forbids, and what it should
+still allow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from aioinfer.text.schema_rewriting import rewrite, rewrite_text
+
+INTEGERS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+OBJECT: dict[str, Any] = {"type": "object"}
+AB: dict[str, Any] = OBJECT | {"properties": {"a": {}, "b": {}}}
+#: A schema, what it becomes, values that stay allowed, and values that both forbid.
+CASES: list[tuple[Any, Any, list[Any], list[Any]]] = [
+    (INTEGERS | {"uniqueItems": False}, INTEGERS, [[1, 1]], [["a"]]),
+    (INTEGERS | {"uniqueItems": True, "maxItems": 1}, INTEGERS | {"maxItems": 1}, [[1]], [[1, 1]]),
+    (
+        INTEGERS | {"contains": {"const": 5}},
+        INTEGERS
+        | {"prefixItems": [{"allOf": [{"type": "integer"}, {"const": 5}]}], "minItems": 1},
+        [[5], [5, 1]],
+        [[], [1], ["5"], [5, "a"]],
+    ),
+    (
+        {"contains": {"type": "string"}, "minContains": 2, "minItems": 3},
+        {"prefixItems": [{"type": "string"}] * 2, "minItems": 3},
+        [["a", "b", 1], 7],
+        [["a", "b"], ["a", 1, 2], []],
+    ),
+    (INTEGERS | {"contains": {"const": 5}, "minContains": 0}, INTEGERS, [[], [1]], [["a"]]),
+    (
+        OBJECT | {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGERS},
+        OBJECT | {"properties": {"a": INTEGERS, "b": INTEGERS}, "additionalProperties": False},
+        [{}, {"a": [1]}, {"a": [], "b": [2]}],
+        [{"c": [1]}, {"a": 1}],
+    ),
+    (
+        OBJECT | {"propertyNames": {"pattern": "^x"}},
+        OBJECT | {"patternProperties": {"^x": True}, "additionalProperties": False},
+        [{}, {"x": 1, "xy": 2}],
+        [{"y": 1}],
+    ),
+    (OBJECT | {"propertyNames": {"type": "string"}}, OBJECT, [{"a": 1}], [3]),
+    (OBJECT | {"propertyNames": False}, OBJECT | {"additionalProperties": False}, [{}],
+     [{"a": 1}]),
+    (AB | {"unevaluatedProperties": False}, AB | {"additionalProperties": False}, [{"a": 1}],
+     [{"c": 1}]),
+    (
+        {"prefixItems": [{"type": "string"}], "unevaluatedItems": False},
+        {"prefixItems": [{"type": "string"}], "items": False},
+        [["a"], []],
+        [["a", 1]],
+    ),
+    (AB | {"required": ["a"], "minProperties": 1}, AB | {"required": ["a"]}, [{"a": 1}], [{}]),
+    (
+        AB | {"additionalProperties": False, "maxProperties": 2},
+        AB | {"additionalProperties": False},
+        [{"a": 1, "b": 2}],
+        [{"a": 1, "b": 2, "c": 3}],
+    ),
+    ({"minLength": 2.0}, {"minLength": 2}, ["ab", 1], ["a"]),
+    ({"not": False, "type": "string"}, {"type": "string"}, ["a"], [1]),
+    (
+        {"type": "number", "exclusiveMinimum": 182.0, "exclusiveMaximum": 481, "maximum": 300},
+        {"type": "number", "minimum": 182.00000000000003, "maximum": 300},
+        [182.1, 300],
+        [182, 300.1, json.loads("182.0000000000000001")],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "expected", "allowed", "forbidden"), CASES)
+def test_a_keyword_is_rewritten(
+    schema: Any, expected: Any, allowed: list[Any], forbidden: list[Any]
+) -> None:
+    before = json.dumps(schema)
+    assert rewrite(schema) == expected
+    assert json.dumps(schema) == before
+    for value, is_valid in [(v, True) for v in allowed] + [(v, False) for v in forbidden]:
+        for each in (schema, expected):
+            assert jsonschema.Draft202012Validator(each).is_valid(value) == is_valid, (each, value)
+    inner = {"anyOf": [{"properties": {"contains": schema}}, {"items": schema}], "$defs": {"x": 1}}
+    assert json.loads(rewrite_text(json.dumps(inner), inner)) == {
+        "anyOf": [{"properties": {"contains": expected}}, {"items": expected}],
+        "$defs": {"x": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        3,
+        {},
+        INTEGERS | {"uniqueItems": True},
+        {"const": {"contains": 1, "minLength": 2.0}},
+        {"properties": {"contains": {"type": "string"}, "not": {}}},
+        {"contains": {}, "maxContains": 2},
+        {"contains": {}, "minContains": 1000},
+        {"contains": {}, "prefixItems": [{}]},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "contains": {}},
+        {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
+        {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}},
+        {"propertyNames": {"maxLength": 3}},
+        {"propertyNames": {"type": "integer", "enum": ["a"]}},
+        {"minProperties": 1, "properties": {"a": {}}},
+        {"type": "integer", "exclusiveMinimum": 3},
+        {"exclusiveMinimum": True, "minimum": 3},
+        {"exclusiveMinimum": 0},
+        {"exclusiveMaximum": 2**60},
+        {"not": {}},
+    ],
+)
+def test_what_stays(schema: Any) -> None:
+    assert rewrite(schema) is schema
+    text = json.dumps(schema, indent=3)
+    assert rewrite_text(text, schema) is text
+
+
+def test_a_schema_that_would_become_too_large_stays() -> None:
+    schema: dict[str, Any] = {"type": "array", "contains": {"const": 1}}
+    for _ in range(20):  # each is written twice, in `items` and in what comes first
+        schema = {"type": "array", "items": schema, "contains": {"type": "array"}}
+    assert rewrite(schema) is schema
+
+
+def test_a_deep_schema_is_rewritten_to_some_depth() -> None:
+    schema: dict[str, Any] = {"uniqueItems": False}
+    for _ in range(1500):
+        schema = {"items": schema, "uniqueItems": False}
+    rewritten = rewrite(schema)
+    assert "uniqueItems" not in rewritten
+    assert "uniqueItems" not in rewritten["items"]
