@@ -9,7 +9,7 @@ are decoded in a thread, since nothing of them could be decoded before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,7 +78,12 @@ class BeamSearches:
     def _advance(self, leader: Request, sequence: OutputSequence) -> None:
         run = sequence.search
         assert run is not None
-        decision = run.advance()
+        try:
+            decision = run.advance()
+        except Exception as error:  # one search must not end the other requests
+            message = f"the beam search could not go on: {error!r}"
+            self._engine.fail(sequence.output, GenerationError(message))
+            return
         if decision is not None:
             self._engine.scheduler.advance(run.group, decision.parents, decision.tokens)
             return
@@ -100,8 +105,8 @@ class BeamSearches:
 
     def emit_rest(self) -> None:
         """Emits the output of all searches that have ended."""
-        for leader, ending in list(self._ending.items()):
-            self._emit(leader, [decode() for decode in _decoders(ending)])
+        for leader in list(self._ending):
+            self._decode_and_emit(leader)
 
     # ---------------------------------------------------------------- output
 
@@ -114,24 +119,31 @@ class BeamSearches:
         ending = self._ending.get(leader)
         if ending is None:
             return
-        decoders = _decoders(ending)
         if sum(len(each.tokens) for each in ending.hypotheses) <= _SHORT_OUTPUT:
-            self._emit(leader, [decode() for decode in decoders])
+            self._decode_and_emit(leader)
             return
-        loop = asyncio.get_running_loop()
-        texts = loop.run_in_executor(None, lambda: [decode() for decode in decoders])
+        texts = asyncio.get_running_loop().run_in_executor(None, _texts, ending)
         texts.add_done_callback(partial(self._end_emission, leader))
 
     def _end_emission(self, leader: Request, texts: asyncio.Future[list[str]]) -> None:
-        ending = self._ending.get(leader)
-        if ending is None or texts.cancelled():
+        if leader not in self._ending or texts.cancelled():
             return
         if (error := texts.exception()) is None:
             self._emit(leader, texts.result())
-            return
-        del self._ending[leader]
+        else:
+            self._fail(leader, error)
+
+    def _decode_and_emit(self, leader: Request) -> None:
+        try:
+            texts = _texts(self._ending[leader])
+        except Exception as error:  # one request's text must not end the others
+            self._fail(leader, error)
+        else:
+            self._emit(leader, texts)
+
+    def _fail(self, leader: Request, error: BaseException) -> None:
         message = f"the tokens could not be turned into text: {error!r}"
-        self._engine.fail(ending.sequence.output, GenerationError(message))
+        self._engine.fail(self._ending.pop(leader).sequence.output, GenerationError(message))
 
     def _emit(self, leader: Request, texts: Sequence[str]) -> None:
         """Hands the results to the reader, unless the request was aborted or has failed."""
@@ -148,12 +160,12 @@ class BeamSearches:
         self._engine.forget(leader, ending.outcome)
 
 
-def _decoders(ending: _Ending) -> list[Callable[[], str]]:
-    """Returns what returns the texts of the hypotheses, in any thread."""
+def _texts(ending: _Ending) -> list[str]:
+    """Returns the texts of the hypotheses, in any thread."""
     make, params = ending.sequence.make_detokenizer, ending.sequence.output.params
     if make is None:
-        return [str] * len(ending.hypotheses)
-    return [partial(_decode, make(), found, params) for found in ending.hypotheses]
+        return [""] * len(ending.hypotheses)
+    return [_decode(make(), found, params) for found in ending.hypotheses]
 
 
 def _decode(detokenizer: Detokenizer, found: Hypothesis, params: SamplingParams) -> str:
