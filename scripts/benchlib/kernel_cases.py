@@ -148,8 +148,6 @@ def decode_cases(tune: bool) -> Iterator[Case]:
                     workspace,
                     scale=128**-0.5 * LOG2_E,
                     soft_cap=0.0,
-                    k_scale=1.0,
-                    v_scale=1.0,
                 )
 
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
@@ -437,8 +435,6 @@ def chain_cases(tune: bool) -> Iterator[Case]:
                     workspace,
                     scale=128**-0.5 * LOG2_E,
                     soft_cap=0.0,
-                    k_scale=1.0,
-                    v_scale=1.0,
                     pdl=pdl,
                 )
                 hidden = skinny_linear(out.flatten(1), o_w, residual=hidden, pdl=pdl)
