@@ -46,6 +46,7 @@ class KVScales:
         """float32 [num_kv_heads]."""
         return self.table[1]
 
+    @torch.inference_mode()
     def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Sets the scales, each float32 [num_kv_heads]."""
         scales = torch.stack((keys, values)).float()
