@@ -17,11 +17,15 @@ _INTERFACE = "rounded_to_float8"
 def rounded(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns keys or values [batch, heads, tokens, size] as a cache with scales [heads] holds
     them."""
-    factors = scales[:, None, None]
+    factors = scales[:, None, None].to(x.device)
     return (x / factors).clamp(-448, 448).to(torch.float8_e4m3fn).float() * factors
 
 
-def rounding_model(folder: Path, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def rounding_model(
+    folder: Path,
+    scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    device: str = "cpu",
+) -> Any:
     """Returns the model of a folder in float32.
 
     Args:
@@ -52,9 +56,10 @@ def rounding_model(folder: Path, scales: Mapping[int, tuple[torch.Tensor, torch.
 
     AttentionInterface.register(_INTERFACE, attend)
     _register_mask()
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=_INTERFACE
-    ).eval()
+    )
+    return model.eval().to(device)
 
 
 def _register_mask() -> None:
@@ -71,7 +76,7 @@ def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
     for prompt in prompts:
         ids = list(prompt)
         for _ in range(count):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
             ids.append(int(logits.argmax()))
         outputs.append(ids[len(prompt) :])
     return outputs

@@ -111,15 +111,14 @@ def test_numbers_are_rounded_to_the_nearest_once() -> None:
     assert (error <= nearest + 1e-6 * x.flatten().abs()).all()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_needle_among_32k_keys(seed: int) -> None:
+def test_a_needle_among_32k_keys() -> None:
     """One key of 32 768 outweighs all others together, in float8 as in float64."""
     heads, size, length, block = 2, 64, 32_768, 64
-    noise = torch.Generator().manual_seed(seed)
+    noise = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(count, heads, size, generator=noise) for count in (1, length, length)
     )
-    needle = 7 + 10_000 * seed
+    needle = 10_007
     # a score of ln(32 768) + 4, before which the sum of the others is about e ** 0.5 * 32 768
     goal = (math.log(length) + 4) * size**0.5
     keys[needle] = query[0] * goal / query[0].square().sum(-1, keepdim=True)
@@ -164,7 +163,7 @@ def check_model(model: Any, folder: Path) -> None:
     assert max(errors) < 0.25 * min(distances), (errors, distances)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_family(family: str, tmp_path: Path) -> None:
     tiny_model(family, tmp_path)
     check_model(load_model(tmp_path, ParallelGroup.single()), tmp_path)

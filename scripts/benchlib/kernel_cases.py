@@ -212,7 +212,6 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                     "scale": 128**-0.5 * LOG2_E,
                     "window": 0,
                     "soft_cap": 0.0,
-                    "v_scale": 1.0,
                 }
                 tile_rows = ROWS if config is None else config.rows
                 plan = PrefillPlan.empty(

@@ -120,7 +120,7 @@ def test_unsupported_shapes_are_rejected() -> None:
 FLOAT8_ROWS = [(1, 5), (1, 40), (1, 130), (1, 0), (1, 1), (7, 33), (40, 40), (20, 65)]
 
 
-@pytest.mark.parametrize("head_size", [64, 96, 128])
+@pytest.mark.parametrize("head_size", [64, 96])
 def test_a_float8_cache(head_size: int) -> None:
     """Against the attention over what such a cache holds: the scales of each head cost nothing."""
     options = {"cache_dtype": torch.float8_e4m3fn}
