@@ -49,13 +49,19 @@ MIN_ROWS_PAD = 256
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a
-    multiprocessor."""
+    multiprocessor.
+
+    With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
+    a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
+    Queries above 65504 would be infinite.
+    """
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
     min_tiles: int
+    fp16_operands: bool = False
 
 
 def decode_config(head_size: int, element_size: int) -> DecodeConfig:
@@ -387,7 +393,7 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
@@ -434,6 +440,8 @@ def _decode_kernel(
             )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+        if FP16_OPERANDS:
+            query = query.to(tl.float16)
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
                 k_cache,
@@ -507,7 +515,7 @@ def launch_decode(
     _decode_kernel[(workspace.plan.shape[0],)](
         source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
         workspace.partials, workspace.maxima, workspace.sums,
-        workspace.counters, scale, soft_cap, seq_lens if scales is None else scales,
+        workspace.counters, scale, soft_cap, workspace.plan if scales is None else scales,
         source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
         source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -520,6 +528,7 @@ def launch_decode(
         PDL=pdl, PROJECTED=projection is not None,
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
         HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
+        FP16_OPERANDS=config.fp16_operands and k_cache.dtype == torch.float8_e4m3fn,
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

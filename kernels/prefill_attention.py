@@ -133,7 +133,7 @@ def launch_prefill(
     config = config or prefill_config(head_size, q.element_size())
     _prefill_kernel[(plan.capacity, kv_heads)](
         q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan.tiles, scale, soft_cap,
-        seq_lens if scales is None else scales,
+        plan.tiles if scales is None else scales,
         q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         GROUP=plan.group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),

@@ -67,6 +67,8 @@ def load_kv_scales(folder: Path, layers: Sequence[KVScales]) -> bool:
     Raises:
         ConfigError: it has them for some of the layers alone, or they are no scales.
     """
+    if not any(scales.module for scales in layers):  # modules of transformers
+        return False
     stored = locate_tensors(folder)
     found = [_names_of(scales.module, stored) for scales in layers]
     named = [names for names in found if names is not None]
@@ -85,8 +87,6 @@ def load_kv_scales(folder: Path, layers: Sequence[KVScales]) -> bool:
 
 def _names_of(module: str, stored: Mapping[str, Path]) -> tuple[str, str] | None:
     """Returns the names of the scales of keys and of values of an attention module."""
-    if not module:
-        return None
     for keys, values in _NAMES:
         names = f"{module}.{keys}", f"{module}.{values}"
         if all(name in stored for name in names):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -70,6 +71,8 @@ def _decodes(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
     if tune:
         choices = itertools.product((32, 64, 128), (2, 4), (3, 4, 5, 6, 8), (1, 2, 3, 4), (1,))
         configs = [DecodeConfig(*choice) for choice in choices]
+    if dtype == FLOAT8:
+        configs += [replace(config, fp16_operands=True) for config in configs]
     shapes = {
         "64x2k": [2048] * 64,
         "8x8k": [8192] * 8,
@@ -91,7 +94,7 @@ def _decodes(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
             )  # fmt: skip
             variant = (
                 f"{_label(dtype)} tile {config.tile} w{config.num_warps} s{config.num_stages} "
-                f"p{config.programs_per_sm}"
+                f"p{config.programs_per_sm}{' fp16' if config.fp16_operands else ''}"
             )
             size = sum(keys) * KV_HEADS * SIZE * 2 * dtype.itemsize
             check = partial(_check, q, out, caches, [1] * len(keys), keys)

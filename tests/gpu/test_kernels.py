@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.activation import KINDS
-from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.gated_product import (
     TILE_TIMES,
     GatedConfig,
@@ -516,3 +517,10 @@ def test_penalties() -> None:
         logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in params)
     )
     torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_float8_cache_multiplied_in_float16() -> None:
+    rows = [(1, keys) for keys in (1, 5, 300, 4000, 64, 129)]
+    config = replace(decode_config(128, 1), fp16_operands=True)
+    options = {"dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn, "config": config}
+    check_attention(rows, 16, 4, 128, 128, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_a_float8_cache(head_size: int) -> None:
     options = {"cache_dtype": torch.float8_e4m3fn}
     assert attention_error(FLOAT8_ROWS, 6, 2, head_size, 16, **options) < 1e-5
     if head_size == 64:
-        capped = {"window": 20, "soft_cap": 5.0, "dtype": torch.float16}
+        capped = {"window": 20, "soft_cap": 5.0, "config": replace(SMALL, fp16_operands=True)}
         assert attention_error(FLOAT8_ROWS, 6, 2, head_size, 32, **options, **capped) < 1e-2
 
 
