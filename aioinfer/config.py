@@ -191,6 +191,18 @@ class CacheConfig:
         above=0,
         maximum=1,
     )
+    dtype: Literal["auto", "model", "fp8"] = key(
+        "Data type of keys and values. `auto`: what the checkpoint is made for (its "
+        "`kv_cache_scheme`), else `model`, the dtype of the arithmetic. `fp8` (e4m3) holds twice "
+        "as many tokens as 16 bits; see `scales`.",
+        "auto",
+    )
+    scales: Literal["auto", "one", "calibrated"] = key(
+        "With `fp8`, by what keys and values are divided before they are rounded, for each KV "
+        "head. `auto`: the checkpoint's scales if it has any, else `calibrated`: measured at the "
+        "start with a prompt of random tokens. `one`: they are not divided.",
+        "auto",
+    )
     enable_prefix_caching: bool = key(
         "Keep the KV blocks of finished requests for prompts that begin alike.", True
     )

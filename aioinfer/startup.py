@@ -86,6 +86,8 @@ def _cache_text(report: WorkerReport) -> str:
         for group, count in zip(report.groups, report.num_blocks, strict=True)
     ]
     size = f"{_size(report.kv_cache_bytes)} a worker"
+    if report.cache_dtype:
+        size += f", {report.cache_dtype}"
     if len(counts) == 1:
         return f"{size}: {counts[0]}"
     lines = [

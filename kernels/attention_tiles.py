@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+FLOAT8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -59,6 +60,15 @@ def cached_head(block, offset, head, strides):
     """Returns the offset in a KV cache of a head of the token at `offset` within `block`; `strides`
     are those of blocks, tokens and heads."""
     return block * strides[0] + offset * strides[1] + head * strides[2]
+
+
+@triton.jit
+def to_cache_dtype(x, cache):
+    """Returns float32 numbers rounded to the dtype of a KV cache. What is beyond the range of
+    float8 becomes its largest number; NaN stays NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x, -FLOAT8_MAX, FLOAT8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit

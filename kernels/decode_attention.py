@@ -33,6 +33,7 @@ from aioinfer.kernels.attention_tiles import (
     pairs,
     rotated_heads,
     softmax_step,
+    to_cache_dtype,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -48,13 +49,19 @@ MIN_ROWS_PAD = 256
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a
-    multiprocessor."""
+    multiprocessor.
+
+    With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
+    a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
+    Queries above 65504 would be infinite.
+    """
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
     min_tiles: int
+    fp16_operands: bool = False
 
 
 def decode_config(head_size: int, element_size: int) -> DecodeConfig:
@@ -327,10 +334,11 @@ def _repeated(x, ROWS: tl.constexpr):
 @triton.jit
 def _begin_row(
     line, table, position, head, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
-    k_cache, v_cache, k_inverse, v_inverse, k_strides, v_strides,
+    k_cache, v_cache, scales, k_strides, v_strides,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Returns the queries of a row whose newest token's projection begins at `line`, and the state
     of the softmax.
@@ -348,7 +356,11 @@ def _begin_row(
     )
     newest = line + (GROUP * KV_HEADS + head) * HEAD_SIZE
     k_x, k_other = load_with_pairs(newest, d, pair, mask)
-    value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32) * v_inverse
+    value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32)
+    k_inverse, v_inverse = 1.0, 1.0
+    if HAS_SCALES:
+        k_inverse = tl.load(scales + 2 * KV_HEADS + head)
+        v_inverse = tl.load(scales + 3 * KV_HEADS + head)
     cos, sin = load_angles(angles, d, ROTARY)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     query = rotated_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(
@@ -357,7 +369,7 @@ def _begin_row(
     if is_last:
         key = rotated_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
         offset = position % BLOCK_SIZE
-        key, cached = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
+        key, cached = to_cache_dtype(key, k_cache), to_cache_dtype(value * v_inverse, v_cache)
         tl.store(k_cache + cached_head(block, offset, head, k_strides) + d, key, (g == 0) & mask)
         tl.store(v_cache + cached_head(block, offset, head, v_strides) + d, cached, (g == 0) & mask)
         score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
@@ -372,9 +384,8 @@ def _begin_row(
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
-    soft_cap, v_scale,
-    cos_sin, q_weight, k_weight, eps, k_inverse, v_inverse, cos_sin_stride, q_stride, out_stride,
-    table_stride,
+    soft_cap, scales,
+    cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -382,6 +393,7 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
@@ -411,18 +423,25 @@ def _decode_kernel(
         l = tl.zeros([ROWS, TILE], tl.float32)
         acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
         cached = seq_len
+        # the keys' scale goes into the scores, the values' into the output: nothing for an element
+        score_scale, v_scale = scale, 1.0
+        if HAS_SCALES:
+            score_scale = scale * tl.load(scales + head)
+            v_scale = tl.load(scales + KV_HEADS + head)
         if PROJECTED:
             cached = tl.maximum(seq_len - 1, 0)
             query, m, l, acc = _begin_row(
                 line, table, cached, head, (end == tiles) & (seq_len > 0),
                 cos_sin + cached.to(tl.int64) * cos_sin_stride,
-                q_norm, k_norm, m, l, acc, eps, scale, soft_cap, k_cache, v_cache, k_inverse,
-                v_inverse, k_strides, v_strides,
+                q_norm, k_norm, m, l, acc, eps, score_scale, soft_cap, k_cache, v_cache, scales,
+                k_strides, v_strides,
                 KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM,
-                SOFT_CAP,
+                HAS_SCALES, SOFT_CAP,
             )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
+        if FP16_OPERANDS:
+            query = query.to(tl.float16)
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
                 k_cache,
@@ -442,7 +461,7 @@ def _decode_kernel(
             if WINDOW > 0:
                 visible = visible & (position >= seq_len - WINDOW)
             m, l, acc = softmax_step(
-                query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP
+                query, key, value, visible[None, :], m, l, acc, score_scale, soft_cap, SOFT_CAP
             )
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
@@ -480,13 +499,12 @@ def launch_decode(
     *,
     scale: float,
     soft_cap: float,
-    k_scale: float,
-    v_scale: float,
+    scales: torch.Tensor | None = None,
     projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
     """Launches the decode kernel; arguments as checked by `paged_attention`. `scale` includes
-    log2(e) and `k_scale`."""
+    log2(e)."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = workspace.config
     group = out.shape[1] // kv_heads
@@ -497,8 +515,8 @@ def launch_decode(
     _decode_kernel[(workspace.plan.shape[0],)](
         source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
         workspace.partials, workspace.maxima, workspace.sums,
-        workspace.counters, scale, soft_cap, v_scale,
-        source.cos_sin, *norms, source.eps, 1.0 / k_scale, 1.0 / v_scale, source.cos_sin.stride(0),
+        workspace.counters, scale, soft_cap, workspace.plan if scales is None else scales,
+        source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
         source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
@@ -509,6 +527,8 @@ def launch_decode(
         SPLITS=merged_splits(group, head_size),
         PDL=pdl, PROJECTED=projection is not None,
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
-        HAS_NORM=source.q_weight is not None, num_warps=config.num_warps,
+        HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
+        FP16_OPERANDS=config.fp16_operands and k_cache.dtype == torch.float8_e4m3fn,
+        num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

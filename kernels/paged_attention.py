@@ -61,8 +61,7 @@ def paged_attention(
     prefill_plan: PrefillPlan | None = None,
     scale: float | None = None,
     soft_cap: float = 0.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    scales: torch.Tensor | None = None,
     projection: Projection | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -76,7 +75,7 @@ def paged_attention(
     Args:
         q: [T, Hq, D], bf16, fp16 or fp32, heads contiguous; D one of 64, 96, 128, 256.
         k_cache, v_cache: [num_blocks, block_size, Hkv, D] with this step's keys and values written;
-            q's dtype or fp8.
+            q's dtype or float8 (e4m3).
         block_tables: int32 [R, max_blocks]; entries past a row's length are not read.
         query_starts: int32 [R + 1], the first token of each row.
         seq_lens: int32 [R], the number of keys of each row; 0 is padding (a row without tokens or,
@@ -90,7 +89,7 @@ def paged_attention(
             rows; not needed without such rows.
         scale: of the scores; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
-        k_scale, v_scale: the cache's values times these are the keys and values (fp8 caches).
+        scales: of caches in float8, see `qk_norm_rope_cache`; None: 1.
         projection: the projected queries, keys and values of the decodes, one line a row.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel
@@ -117,27 +116,21 @@ def paged_attention(
     if q.stride()[1:] != (head_size, 1) or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("heads must be contiguous")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    log2_scale = (1.0 / math.sqrt(head_size) if scale is None else scale) * k_scale * LOG2_E
+    log2_scale = (1.0 / math.sqrt(head_size) if scale is None else scale) * LOG2_E
     if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
-            scale=log2_scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale,
-            projection=projection, pdl=pdl,
+            scale=log2_scale, soft_cap=soft_cap, scales=scales, projection=projection, pdl=pdl,
         )  # fmt: skip
     if num_decodes is None or num_decodes < seq_lens.shape[0]:
         if prefill_plan is None:
             raise ValueError("rows of several tokens need a plan")
         arguments = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, prefill_plan)
-        options = {
-            "scale": log2_scale,
-            "window": workspace.window,
-            "soft_cap": soft_cap,
-            "v_scale": v_scale,
-        }
+        options = {"scale": log2_scale, "window": workspace.window, "soft_cap": soft_cap}
         if prefill_plan.hopper:
             launch_prefill_hopper(*arguments, **options)
         else:
-            launch_prefill(*arguments, **options, pdl=pdl)
+            launch_prefill(*arguments, **options, scales=scales, pdl=pdl)
     return out
 
 

@@ -39,12 +39,12 @@ def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
-    q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
+    q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, scales,
     q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride,
     v_block_stride, v_token_stride, v_head_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     if PDL:
@@ -81,6 +81,10 @@ def _prefill_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    v_scale = 1.0
+    if HAS_SCALES:
+        scale *= tl.load(scales + head)
+        v_scale = tl.load(scales + tl.num_programs(1) + head)
     for index in range(begin, (end + TILE - 1) // TILE):
         key, value, position = load_tile(
             k_cache,
@@ -119,21 +123,21 @@ def launch_prefill(
     scale: float,
     window: int,
     soft_cap: float,
-    v_scale: float,
+    scales: torch.Tensor | None = None,
     pdl: bool = False,
     config: PrefillConfig | None = None,
 ) -> None:
     """Launches the plain kernel; arguments as checked by `paged_attention`. `scale` includes
-    log2(e) and the scale of the keys."""
+    log2(e)."""
     _, block_size, kv_heads, head_size = k_cache.shape
     config = config or prefill_config(head_size, q.element_size())
     _prefill_kernel[(plan.capacity, kv_heads)](
         q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan.tiles, scale, soft_cap,
-        v_scale,
+        plan.tiles if scales is None else scales,
         q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         GROUP=plan.group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),
-        BLOCK_SIZE=block_size, ROWS=config.rows,
-        TILE=config.tile, WINDOW=window, SOFT_CAP=soft_cap > 0, PDL=pdl,
+        BLOCK_SIZE=block_size, ROWS=config.rows, TILE=config.tile, WINDOW=window,
+        SOFT_CAP=soft_cap > 0, HAS_SCALES=scales is not None, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -387,7 +387,7 @@ def launch_prefill_hopper(
     scale: float,
     window: int,
     soft_cap: float,
-    v_scale: float,
+    v_scale: float = 1.0,
 ) -> None:
     """Launches the kernel; arguments as checked by `paged_attention`. `scale` includes log2(e) and
     the scale of the keys."""

@@ -5,26 +5,36 @@ Called once a layer on GPUs. Rotary embeddings: Su et al., "RoFormer", 2021, in 
 of GPT-NeoX, which Llama and Qwen checkpoints use. The optional norm of q and k over a head is
 Qwen3's.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: N803  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import load_angles, load_with_pairs, pairs, rotated_heads
+from aioinfer.kernels.attention_tiles import FLOAT8_MAX as _FLOAT8_MAX
+from aioinfer.kernels.attention_tiles import (
+    load_angles,
+    load_with_pairs,
+    pairs,
+    rotated_heads,
+    to_cache_dtype,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+FLOAT8_MAX = _FLOAT8_MAX.value
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_cache_kernel(
     qkv, positions, cos_sin, q_weight, k_weight, slot_mapping, q_out, k_cache, v_cache, eps,
-    k_inverse, v_inverse,
+    scales,
     qkv_stride, cos_sin_stride, q_stride, k_block_stride, k_token_stride, k_head_stride,
     v_block_stride, v_token_stride, v_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
     ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -50,7 +60,9 @@ def _qk_norm_rope_cache_kernel(
         source = head + Q_HEADS
     if is_v:
         rows = qkv + token * qkv_stride + (source + KV_HEADS)[:, None] * HEAD_SIZE
-        value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32) * v_inverse
+        value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32)
+        if HAS_SCALES:
+            value *= tl.load(scales + 3 * KV_HEADS + head, head < KV_HEADS, 1.0)[:, None]
         place = (
             v_cache
             + block * v_block_stride
@@ -58,7 +70,7 @@ def _qk_norm_rope_cache_kernel(
             + head[:, None] * v_head_stride
             + d[None, :]
         )
-        tl.store(place, value.to(v_cache.dtype.element_ty), mask & (slot >= 0))
+        tl.store(place, to_cache_dtype(value, v_cache), mask & (slot >= 0))
     else:
         rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
         channel, pair = d[None, :], pairs(d, ROTARY)[None, :]
@@ -84,7 +96,9 @@ def _qk_norm_rope_cache_kernel(
                 + head[:, None] * k_head_stride
                 + d[None, :]
             )
-            tl.store(place, (x * k_inverse).to(k_cache.dtype.element_ty), mask & (slot >= 0))
+            if HAS_SCALES:
+                x *= tl.load(scales + 2 * KV_HEADS + head, head < KV_HEADS, 1.0)[:, None]
+            tl.store(place, to_cache_dtype(x, k_cache), mask & (slot >= 0))
 
 
 def qk_norm_rope_cache(
@@ -99,8 +113,7 @@ def qk_norm_rope_cache(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -114,13 +127,14 @@ def qk_norm_rope_cache(
         cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
             sines.
         slot_mapping: int64 or int32 [T], block * block_size + offset; -1 writes nothing (padding).
-        k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype,
-            fp8 too.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype.
+            What is beyond the range of float8 is written as its largest number.
         num_q_heads: Hq.
         q_weight, k_weight: [D] of the norms, both or neither.
         eps: of the norms.
-        k_scale, v_scale: the factors by which the cache's values are multiplied when read (fp8
-            caches); 1 otherwise.
+        scales: float32 [4, Hkv], contiguous, of caches in float8: by KV head the factors by which
+            what they hold is multiplied when it is read, of keys and of values, and the reciprocals
+            of both. None: 1.
         out: [T, Hq, D] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
@@ -159,13 +173,13 @@ def qk_norm_rope_cache(
     _qk_norm_rope_cache_kernel[grid](
         qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin,
         k_weight if k_weight is not None else cos_sin,
-        slot_mapping, out, k_cache, v_cache, eps, 1.0 / k_scale, 1.0 / v_scale,
+        slot_mapping, out, k_cache, v_cache, eps, cos_sin if scales is None else scales,
         qkv.stride(0), cos_sin.stride(0), out.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HEAD_SIZE=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), ROTARY=rotary,
-        BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None, PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None,
+        HAS_SCALES=scales is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -182,9 +196,11 @@ def qk_norm_rope_cache_reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_cache` in plain torch, in the inputs' dtype; writes to the caches and returns
-    q [T, Hq, D]."""
+    q [T, Hq, D]. The caches have that dtype, too: with scales, what is read from caches in float8
+    is written to them."""
     kv_heads, head_size = k_cache.shape[2:]
     half = cos_sin.shape[1] // 2
     q, k, v = qkv.unflatten(1, (-1, head_size)).split([num_q_heads, kv_heads, kv_heads], dim=1)
@@ -198,10 +214,11 @@ def qk_norm_rope_cache_reference(
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     is_written = slot_mapping >= 0
-    k_cache.view(-1, kv_heads, head_size)[slot_mapping[is_written].long()] = apply_rope(k)[
-        is_written
-    ].to(k_cache.dtype)
-    v_cache.view(-1, kv_heads, head_size)[slot_mapping[is_written].long()] = v[is_written].to(
-        v_cache.dtype
-    )
+    slots = slot_mapping[is_written].long()
+    for number, (cache, new) in enumerate(((k_cache, apply_rope(k)), (v_cache, v))):
+        if scales is not None:
+            scale, inverse = (scales[row, :, None].to(new.dtype) for row in (number, 2 + number))
+            stored = (new * inverse).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+            new = stored.to(new.dtype) * scale
+        cache.view(-1, kv_heads, head_size)[slots] = new[is_written].to(cache.dtype)
     return apply_rope(q)

@@ -23,7 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchlib.kernel_cases import DEVICE, FAMILIES, Case, random_tensor
+from benchlib.float8_cases import float8_cases
+from benchlib.kernel_cases import DEVICE, Case, random_tensor
+from benchlib.kernel_cases import FAMILIES as OTHER_FAMILIES
+
+FAMILIES = {**OTHER_FAMILIES, "float8": float8_cases}
 
 
 def time_case(case: Case) -> float:

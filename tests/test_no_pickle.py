@@ -30,9 +30,9 @@ def test_no_module_unpickles(file: Path) -> None:
 def test_weights_are_looked_for_in_safetensors_files_only(tmp_path: Path) -> None:
     from aioinfer.checkpoint.source import _TEXT_FILES
     from aioinfer.errors import ConfigError
-    from aioinfer.models.loader import _locate_tensors
+    from aioinfer.models.loader import locate_tensors
 
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")  # the pickle of 1
     with pytest.raises(ConfigError, match="holds no safetensors files"):
-        _locate_tensors(tmp_path)
+        locate_tensors(tmp_path)
     assert not any(pattern.endswith((".bin", ".pt", ".pth", ".pkl")) for pattern in _TEXT_FILES)

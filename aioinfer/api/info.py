@@ -146,6 +146,7 @@ def _engine_info(engine: Engine) -> dict[str, Any]:
         "state": engine.state.value,
         "device": report.device,
         "dtype": report.dtype,
+        "cache_dtype": report.cache_dtype,
         "implementation": report.implementation,
         "block_size": report.block_size,
         "num_blocks": list(report.num_blocks),

@@ -34,6 +34,7 @@ class WorkerReport:
         phases: (name, seconds) of each phase of the start.
         graph_bytes: GPU memory of one rank's CUDA graphs.
         implementation: what computes the model, such as `"Triton kernels"`.
+        cache_dtype: of the KV cache, with the origin of its scales if it is float8.
     """
 
     device: str
@@ -48,6 +49,7 @@ class WorkerReport:
     phases: list[tuple[str, float]] = field(default_factory=list)
     graph_bytes: int = 0
     implementation: str = ""
+    cache_dtype: str = ""
 
 
 #: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for

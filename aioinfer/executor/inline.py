@@ -79,6 +79,7 @@ class InlineExecutor:
             [("load weights", loaded - began), ("allocate, warm up", time.perf_counter() - loaded)],
             self._worker.graph_bytes,
             report.implementation,
+            report.cache_dtype,
         )
 
     def post(self, plan: StepPlan) -> None:

@@ -138,6 +138,7 @@ class MultiprocessExecutor:
             [("spawn workers", spawned - began), *phases],
             graph_bytes,
             first.implementation,
+            first.cache_dtype,
         )
 
     def _spawn_all(self) -> None:

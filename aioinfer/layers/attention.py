@@ -13,7 +13,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm, norm_in_place
 from aioinfer.layers.residual import ResidualStream
@@ -33,6 +33,7 @@ class Attention:
         qkv: the merged projection: queries' heads, then keys', then values'.
         output: the output projection.
         rotary: the table of angles.
+        scales: of keys and values, where the KV cache is in float8.
         head_norms: of queries and keys, by head, or none.
         projection_norms: of queries and keys over all heads of all ranks, or none.
         norm: of the residual stream before the projection, or none.
@@ -47,6 +48,7 @@ class Attention:
         qkv: ColumnParallelLinear,
         output: RowParallelLinear,
         rotary: RotaryTable,
+        scales: KVScales,
         *,
         head_norms: tuple[RMSNorm, RMSNorm] | None = None,
         projection_norms: tuple[SplitRMSNorm, SplitRMSNorm] | None = None,
@@ -56,6 +58,7 @@ class Attention:
         backend: Backend,
     ):
         self.shape = shape
+        self.scales = scales
         self.qkv, self.output = qkv, output
         self._rotary = rotary
         self._head_norms, self._projection_norms = head_norms, projection_norms

@@ -36,11 +36,12 @@ class AttentionPlans:
 
     Args:
         rows, tokens: the maximum of a step.
+        dtype: of queries.
         programs: of decode attention, instead of what fits the GPU (for tests).
     """
 
-    def __init__(self, rows: int, tokens: int, programs: int | None = None):
-        self._rows, self._tokens = rows, tokens
+    def __init__(self, rows: int, tokens: int, dtype: torch.dtype, programs: int | None = None):
+        self._rows, self._tokens, self._dtype = rows, tokens, dtype
         self._programs = programs
         self._workspaces: dict[tuple[int, AttentionShape], DecodeWorkspace] = {}
         self._prefills: dict[tuple[int, int, bool], PrefillPlan] = {}
@@ -55,7 +56,7 @@ class AttentionPlans:
                 shape.num_heads, cache.keys, window=shape.window or 0, programs=self._programs
             )
         prefill = make_prefill_plan(
-            self._rows, self._tokens, shape.num_heads, cache.keys.dtype, cache.keys, cache.values
+            self._rows, self._tokens, shape.num_heads, self._dtype, cache.keys, cache.values
         )
         kind = prefill.group, prefill.tile_rows, prefill.hopper
         return self._workspaces[key], self._prefills.setdefault(kind, prefill)
@@ -133,7 +134,7 @@ class KernelAttention:
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
             prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            projection=projection, pdl=self._pdl,
+            scales=self._cache.scales, projection=projection, pdl=self._pdl,
         )  # fmt: skip
 
     def attend_sampled(self, qkv: torch.Tensor, step: Step, sampled: SampledRows) -> torch.Tensor:
@@ -155,7 +156,8 @@ class KernelAttention:
             queries, self._cache.keys, self._cache.values, tables,
             step.inputs.query_starts[: rows + 1], sampled.seq_lens, num_decodes=rows,
             workspace=self._workspace, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            projection=Projection(qkv, self._cos_sin, **self._norms), pdl=self._pdl,
+            scales=self._cache.scales, projection=Projection(qkv, self._cos_sin, **self._norms),
+            pdl=self._pdl,
         )  # fmt: skip
 
     def attend_rotated(
@@ -164,12 +166,12 @@ class KernelAttention:
         """Caches keys and values and returns [T, num_heads, head_size], for a step without padding
         whose queries, keys and values [T, heads, head_size] are normed and rotated already."""
         inputs, group, cache = step.inputs, step.inputs.groups[self._group], self._cache
-        cache.keys.flatten(0, 1).index_copy_(0, group.slot_mapping, keys)
-        cache.values.flatten(0, 1).index_copy_(0, group.slot_mapping, values)
+        cache.write(group.slot_mapping, keys, values)
         return paged_attention(
             queries, cache.keys, cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
             prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
+            scales=cache.scales,
         )  # fmt: skip
 
     def _queries(self, qkv: torch.Tensor) -> torch.Tensor:
@@ -183,7 +185,7 @@ class KernelAttention:
         out = torch.empty_like(self._queries(qkv), memory_format=torch.contiguous_format)
         qk_norm_rope_cache(
             qkv[first:], inputs.positions[first:], self._cos_sin, group.slot_mapping[first:],
-            cache.keys, cache.values, num_q_heads=self._shape.num_heads, out=out[first:],
-            pdl=self._pdl, **self._norms,
+            cache.keys, cache.values, num_q_heads=self._shape.num_heads, scales=cache.scales,
+            out=out[first:], pdl=self._pdl, **self._norms,
         )  # fmt: skip
         return out

@@ -1,4 +1,10 @@
-"""The KV cache as a layer sees it, and the shape of its attention."""
+"""The KV cache as a layer sees it, the scales of one in float8, and the shape of its attention.
+
+A cache in float8 (e4m3) holds `stored = round(x / scale)`, x being a key or a value in the dtype of
+the arithmetic, and `scale` a number for each KV head. The quotient is rounded once, to the nearest
+(ties to even); what is beyond the range becomes the largest finite number, and NaN stays NaN. What
+is read is `stored * scale`. Queries and probabilities keep their dtype.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,44 @@ from dataclasses import dataclass
 import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
+from aioinfer.layers.shards import Shard
+
+FLOAT8 = torch.float8_e4m3fn
+#: The largest finite number of float8.
+FLOAT8_MAX = 448.0
+
+
+class KVScales:
+    """The scales of one layer's keys and values in float8, for the KV heads of one rank; 1 at
+    first. They are written in place: CUDA graphs refer to their memory.
+
+    Attributes:
+        module: the attention module in the checkpoint.
+        heads: which of the model's KV heads this rank has.
+        table: float32 [4, num_kv_heads]: the scales of keys, those of values, and the reciprocals
+            of both.
+    """
+
+    def __init__(self, module: str, heads: Shard, device: torch.device):
+        self.module = module
+        self.heads = heads
+        self.table = torch.ones(4, heads.size, dtype=torch.float32, device=device)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """float32 [num_kv_heads]."""
+        return self.table[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """float32 [num_kv_heads]."""
+        return self.table[1]
+
+    @torch.inference_mode()
+    def set(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Sets the scales, each float32 [num_kv_heads]."""
+        scales = torch.stack((keys, values)).float()
+        self.table.copy_(torch.cat((scales, 1 / scales)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +59,55 @@ class KVCache:
 
     Attributes:
         keys, values: [num_blocks, block_size, num_kv_heads, head_size] in the cache's dtype.
+        scales: float32 [4, num_kv_heads] of a cache in float8 (see `KVScales.table`); None
+            otherwise, where keys and values have the dtype of the arithmetic.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def of_layer(cls, kv: torch.Tensor, scales: KVScales) -> KVCache:
+        """Returns the cache of a layer: `kv` is [2, num_blocks, block_size, num_kv_heads,
+        head_size]."""
+        return cls(kv[0], kv[1], scales.table if kv.dtype == FLOAT8 else None)
+
+    def write(
+        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes keys and values [T, num_kv_heads, head_size] to the slots (int64 [T]); returns
+        them as they are stored."""
+        if self.scales is not None:
+            keys, values = (
+                to_float8(new, inverse)
+                for new, inverse in zip((keys, values), self.scales[2:], strict=True)
+            )
+        for cache, new in ((self.keys, keys), (self.values, values)):
+            as_bytes(cache).flatten(0, 1).index_copy_(0, slots, as_bytes(new))
+        return keys, values
+
+    def read(
+        self, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns stored keys and values [..., num_kv_heads, head_size] as numbers in `dtype`, that
+        of the arithmetic."""
+        if self.scales is None:
+            return keys, values
+        key_scales, value_scales = self.scales[0, :, None], self.scales[1, :, None]
+        return (keys.float() * key_scales).to(dtype), (values.float() * value_scales).to(dtype)
+
+
+def to_float8(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Returns x [..., num_kv_heads, head_size] in float8, multiplied with the reciprocals of the
+    scales [num_kv_heads]. What is beyond the range saturates; NaN stays NaN."""
+    return (x.float() * inverse[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a tensor in float8 as bytes, since torch copies by index no float8 on a
+    CPU; other tensors as they are."""
+    return x.view(torch.uint8) if x.dtype == FLOAT8 else x
 
 
 @dataclass(frozen=True, slots=True)

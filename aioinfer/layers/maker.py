@@ -13,7 +13,7 @@ from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, Sh
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.schemes import Quantization
-from aioinfer.layers.kv_cache import AttentionShape
+from aioinfer.layers.kv_cache import AttentionShape, KVScales
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
@@ -172,8 +172,10 @@ class LayerMaker:
         by_head = self._head_norms(name, head_size, unit_offset) if head_norms else None
         copies = max(1, group.size // num_kv_heads)
         whole = self._projection_norms(name, shards, copies) if projection_norms else None
+        kv_heads = Shard(keys.start, len(keys), num_kv_heads)
+        scales = KVScales(name, kv_heads, self.backend.device)
         attention = Attention(
-            shape, qkv, output, self._rotary(rope, head_size), head_norms=by_head,
+            shape, qkv, output, self._rotary(rope, head_size), scales, head_norms=by_head,
             projection_norms=whole, norm=norm, post_norm=post_norm,
             residual_scale=residual_scale, backend=self.backend,
         )  # fmt: skip

@@ -68,13 +68,16 @@ class TorchAttention:
             step: with `host`; without padding.
         """
         inputs = step.inputs.groups[self._group]
-        cache.keys.flatten(0, 1).index_copy_(0, inputs.slot_mapping, keys)
-        cache.values.flatten(0, 1).index_copy_(0, inputs.slot_mapping, values)
+        stored = cache.write(inputs.slot_mapping, keys, values)
+        # a prompt that is computed whole attends to what later steps will read
+        keys, values = cache.read(*stored, queries.dtype)
         memo = (TorchAttention, self._group)
         gathers = step.memo.get(memo)
         if gathers is None:
             assert step.host is not None
-            gathers = plan_gathers(step.host, inputs.block_tables, cache.keys, self._shape.window)
+            gathers = plan_gathers(
+                step.host, inputs.block_tables, cache.keys, self._shape.window, queries.dtype
+            )
             step.memo[memo] = gathers
         if len(gathers) == 1:
             return self._attend(queries, keys, values, cache, gathers[0])
@@ -109,9 +112,7 @@ class TorchAttention:
         kv_heads, head_size = self._shape.num_kv_heads, self._shape.head_size
         assert gather.blocks is not None
         grouped = queries.reshape(rows, kv_heads, -1, head_size)
-        all_keys, all_values = (
-            kv.index_select(0, gather.blocks).flatten(0, 1) for kv in (cache.keys, cache.values)
-        )
+        all_keys, all_values = self._gather(cache, gather.blocks, queries.dtype)
         # a former owner of the block may have left NaN there, which no mask hides
         if gather.padding is not None:
             all_keys.index_fill_(0, gather.padding, 0)
@@ -136,8 +137,8 @@ class TorchAttention:
     ) -> torch.Tensor:
         """Attends the tokens of one sequence to everything of it that is in the cache."""
         if gather.blocks is not None:
-            keys = cache.keys.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
-            values = cache.values.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
+            gathered = self._gather(cache, gather.blocks, queries.dtype)
+            keys, values = (kv[: gather.shape[1]] for kv in gathered)
         attended = self._dot_product(
             queries.transpose(0, 1).unsqueeze(0),
             keys.transpose(0, 1).unsqueeze(0),
@@ -146,6 +147,14 @@ class TorchAttention:
             is_causal=gather.mask is None and gather.count > 1,
         )
         return attended[0].transpose(0, 1)
+
+    @staticmethod
+    def _gather(
+        cache: KVCache, blocks: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values of blocks, each [tokens, num_kv_heads, head_size]."""
+        keys, values = (kv.index_select(0, blocks) for kv in (cache.keys, cache.values))
+        return cache.read(keys.flatten(0, 1), values.flatten(0, 1), dtype)
 
     def _dot_product(
         self,
@@ -185,7 +194,11 @@ class TorchAttention:
 
 
 def plan_gathers(
-    host: HostRows, tables: torch.Tensor, keys: torch.Tensor, window: int | None
+    host: HostRows,
+    tables: torch.Tensor,
+    keys: torch.Tensor,
+    window: int | None,
+    dtype: torch.dtype | None = None,
 ) -> list[Gather]:
     """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks,
     block_size, ...].
@@ -196,10 +209,11 @@ def plan_gathers(
     Args:
         host: the lengths of the rows.
         tables: int32 [R, max_blocks], their KV blocks.
-        keys: [num_blocks, block_size, ...], for block size, dtype and device.
+        keys: [num_blocks, block_size, ...], for block size and device.
         window: of the layer, or None.
+        dtype: of the arithmetic; by default that of `keys`.
     """
-    block_size = keys.shape[1]
+    block_size, dtype = keys.shape[1], dtype or keys.dtype
     longer = (row for row, count in enumerate(host.query_lens) if count > 1)
     decodes = next(longer, len(host.query_lens))
     rows = zip(host.seq_lens, host.query_lens, strict=True)
@@ -214,13 +228,13 @@ def plan_gathers(
         columns = torch.tensor(skipped)[:, None] + torch.arange(tables.shape[1])
         tables = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1).to(tables.device))
     gathers = [
-        _gather_decodes(tables, first, lengths[first:last], keys, window)
+        _gather_decodes(tables, first, lengths[first:last], keys, window, dtype)
         for first, last in _group_by_length(lengths[:decodes], block_size)
     ]
     first = decodes
     for row in range(decodes, len(lengths)):
         gathers.append(
-            _gather_row(tables[row], first, host.query_lens[row], lengths[row], keys, window)
+            _gather_row(tables[row], first, host.query_lens[row], lengths[row], keys, window, dtype)
         )
         first += host.query_lens[row]
     return gathers
@@ -243,7 +257,12 @@ def _group_by_length(lengths: list[int], block_size: int) -> list[tuple[int, int
 
 
 def _gather_decodes(
-    tables: torch.Tensor, first: int, lengths: list[int], cache: torch.Tensor, window: int | None
+    tables: torch.Tensor,
+    first: int,
+    lengths: list[int],
+    cache: torch.Tensor,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> Gather:
     rows, longest, block_size = len(lengths), max(lengths), cache.shape[1]
     blocks = -(-longest // block_size)
@@ -256,7 +275,7 @@ def _gather_decodes(
         padding = gathered[hidden].to(cache.device)
     if window is not None:
         hidden |= positions < ends - window
-    mask = _mask(hidden, cache)[:, None, None] if hidden.any() else None
+    mask = _mask(hidden, dtype, cache.device)[:, None, None] if hidden.any() else None
     blocks_of_rows = tables[first : first + rows, :blocks].flatten()
     return Gather(first, rows, blocks_of_rows, (rows, longest), mask, padding)
 
@@ -268,6 +287,7 @@ def _gather_row(
     length: int,
     cache: torch.Tensor,
     window: int | None,
+    dtype: torch.dtype,
 ) -> Gather:
     is_whole = count == length
     blocks = None if is_whole else table[: -(-length // cache.shape[1])]
@@ -277,15 +297,10 @@ def _gather_row(
         hidden = keys > queries
         if window is not None:
             hidden |= keys <= queries - window
-        mask = _mask(hidden, cache)
+        mask = _mask(hidden, dtype, cache.device)
     return Gather(first, count, blocks, (0, length), mask)
 
 
-def _mask(hidden: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Returns what to add to the scores, with the cache's dtype and device: minus infinity where
-    `hidden`."""
-    return (
-        torch.zeros(hidden.shape, dtype=cache.dtype)
-        .masked_fill_(hidden, -torch.inf)
-        .to(cache.device)
-    )
+def _mask(hidden: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns what to add to the scores: minus infinity where `hidden`."""
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)

@@ -18,7 +18,7 @@ from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.experts import MixtureMLP
-from aioinfer.layers.kv_cache import KVCache
+from aioinfer.layers.kv_cache import KVCache, KVScales
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm
@@ -41,6 +41,7 @@ class CausalLM(Protocol):
         hidden_size: of the residual stream.
         weights_bytes: of this rank's parameters, a tied one counted once.
         kv_specs: what each layer keeps in the KV cache; known once the model is loaded.
+        kv_scales: of each layer, for a KV cache in float8; made when the model is loaded, and 1.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
     """
@@ -51,6 +52,7 @@ class CausalLM(Protocol):
     finishes_with_hidden_states: bool
     weights_bytes: int
     kv_specs: Sequence[KVSpec]
+    kv_scales: Sequence[KVScales]
 
     def load(
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
@@ -75,7 +77,8 @@ class CausalLM(Protocol):
 
         Args:
             groups: the layers that share block tables.
-            kv: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size].
+            kv: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size], in the
+                dtype of the arithmetic or in float8, to which `kv_scales` belong.
             rows, tokens: the maximum of a step.
         """
         ...
@@ -197,6 +200,7 @@ class DecoderModel:
         self.head = head or make.head("lm_head", self.embedding, tied=tied)
         self.vocabulary = self.embedding.vocabulary
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        self.kv_scales = [layer.attention.scales for layer in self.layers]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
@@ -237,8 +241,9 @@ class DecoderModel:
         self._plans = self._make_plans(kv[0].shape[3], rows, tokens, programs)
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
             for index, layer in enumerate(group.layers):
-                cache = KVCache(tensors[0, index], tensors[1, index])
-                self.layers[layer].attention.bind(cache, number, self._plans)
+                attention = self.layers[layer].attention
+                cache = KVCache.of_layer(tensors[:, index], attention.scales)
+                attention.bind(cache, number, self._plans)
 
     def _make_plans(
         self, block_size: int, rows: int, tokens: int, programs: int | None
@@ -249,7 +254,7 @@ class DecoderModel:
             return None
         from aioinfer.layers.kernel_attention import AttentionPlans
 
-        return AttentionPlans(rows, tokens, programs)
+        return AttentionPlans(rows, tokens, self.backend.dtype, programs)
 
     def _unsupported_head_sizes(self, block_size: int) -> list[int]:
         """Returns the head sizes that the attention kernels lack with such blocks, ascending."""

@@ -27,9 +27,10 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Vocabulary
-from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.config import read_dtype
@@ -126,6 +127,7 @@ class FallbackModel:
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
         self.kv_specs: Sequence[KVSpec] = ()
+        self.kv_scales: Sequence[KVScales] = ()
         self.weights_bytes = 0
         self._config = config
         self._trust_remote_code = trust_remote_code
@@ -181,6 +183,14 @@ class FallbackModel:
             )
         self._attentions = [found[number] for number in sorted(found)]
         self.kv_specs = [attention.shape.kv_spec for attention in self._attentions]
+        self.kv_scales = [self._make_scales(a.shape.num_kv_heads) for a in self._attentions]
+
+    def _make_scales(self, num_kv_heads: int) -> KVScales:
+        """Returns the scales of a layer of which this rank has so many KV heads; the ranks share no
+        head."""
+        rank, size = self.backend.group.rank, self.backend.group.size
+        heads = Shard(rank * num_kv_heads, num_kv_heads, size * num_kv_heads)
+        return KVScales("", heads, self.backend.device)
 
     def _forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
@@ -203,7 +213,7 @@ class FallbackModel:
         self._plans = self._make_plans(kv[0].shape[3], rows, tokens)
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
             for index, layer in enumerate(group.layers):
-                cache = KVCache(tensors[0, index], tensors[1, index])
+                cache = KVCache.of_layer(tensors[:, index], self.kv_scales[layer])
                 self._attentions[layer].bind(cache, number, self._plans, self.backend)
 
     def _make_plans(self, block_size: int, rows: int, tokens: int) -> Any:
@@ -211,7 +221,7 @@ class FallbackModel:
             return None
         from aioinfer.layers.kernel_attention import AttentionPlans
 
-        return AttentionPlans(rows, tokens)
+        return AttentionPlans(rows, tokens, self.backend.dtype)
 
     def _unsupported_head_sizes(self, block_size: int) -> list[int]:
         """Returns the head sizes that the attention kernels lack with such blocks, ascending."""

@@ -16,6 +16,12 @@ from aioinfer.layers.shards import WeightShard
 
 #: Tensors that checkpoints carry and nobody needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)
+#: Scales of a KV cache in float8, which `kv_scales` reads where the cache is one, and of queries
+#: and probabilities, which keep their dtype here.
+_CACHE_SCALES = (
+    ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".k_proj.output_scale",
+    ".v_proj.output_scale", ".q_proj.output_scale", ".prob_output_scale",
+)  # fmt: skip
 #: Tensors that not every model needs which may have them: a head that is tied, and a classification
 #: head (see `engine.pooling`).
 _OTHERS = ("lm_head.weight", "score.weight")
@@ -101,14 +107,14 @@ def _load_safetensors(
     total: int,
     is_unused: Callable[[str], bool],
 ) -> None:
-    file_of = _locate_tensors(folder)
+    file_of = locate_tensors(folder)
     missing = [name for name, _ in shards if name not in file_of]
     wanted = {name for name, _ in shards}
     unknown = [
         name
         for name in file_of
         if name not in wanted
-        and not name.endswith(_COMPUTED)
+        and not name.endswith((*_COMPUTED, *_CACHE_SCALES))
         and name not in _OTHERS
         and not is_unused(name)
     ]
@@ -131,11 +137,20 @@ def _load_safetensors(
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor:
     """Returns one tensor of a checkpoint, whole. Raises `ConfigError` if it is not there."""
-    file = _locate_tensors(folder).get(name)
-    if file is None:
+    if name not in locate_tensors(folder):
         raise ConfigError(f"{folder} does not hold the tensor {name}")
-    with _open(file) as tensors:
-        return _slice_of(tensors, name, file)[:]
+    return read_tensors(folder, [name])[name]
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Returns tensors of a checkpoint that are there, whole."""
+    file_of, found = locate_tensors(folder), {}
+    for file in sorted({file_of[name] for name in names}):
+        with _open(file) as tensors:
+            for name in names:
+                if file_of[name] == file:
+                    found[name] = _slice_of(tensors, name, file)[...]
+    return found
 
 
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
@@ -191,7 +206,7 @@ def _stored_dtypes(shard: WeightShard | None) -> Sequence[str]:
     return _STORED_DTYPES.get(dtype, ("F16", "BF16", "F32", "F64"))
 
 
-def _locate_tensors(folder: Path) -> dict[str, Path]:
+def locate_tensors(folder: Path) -> dict[str, Path]:
     """Returns the file of each tensor, from the index of a sharded checkpoint or from the files
     themselves."""
     index = folder / "model.safetensors.index.json"

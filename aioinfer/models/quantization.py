@@ -44,6 +44,8 @@ def read_quantization(config: Mapping[str, Any], wanted: str = "auto") -> Quanti
             f"quantization_config.quant_method = {method!r} is not supported; these are: {known}"
         )
     quantization = _READERS[method](found)
+    if not quantization.groups and wanted != "auto":
+        return Quantization(wanted, [(["Linear"], _ONLINE[wanted])])
     kinds = {getattr(scheme, "kind", None) for _, scheme in quantization.groups}
     if wanted != "auto" and kinds != {wanted}:
         raise ConfigError(
@@ -105,7 +107,9 @@ def _read_compressed(found: Mapping[str, Any]) -> Quantization:
         if content and content.get("format", "") != "dense":
             raise ConfigError(f"quantization_config.{name} is not supported")
     groups = found.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not groups and found.get("kv_cache_scheme"):  # the KV cache alone
+        groups = {}
+    elif not isinstance(groups, Mapping) or not groups:
         raise ConfigError("quantization_config.config_groups must be an object that is not empty")
     schemes = [
         (_read_names(group.get("targets") or ["Linear"]), _read_group(name, group))

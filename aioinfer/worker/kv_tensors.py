@@ -9,6 +9,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
 
 
@@ -48,8 +49,9 @@ class KVTensors:
             if count:
                 here = slice(start, start + count)
                 start += count
-                copied = tensor.index_select(2, sources[here])
-                tensor.index_copy_(2, targets[here].long(), copied)
+                content = as_bytes(tensor)
+                copied = content.index_select(2, sources[here])
+                content.index_copy_(2, targets[here].long(), copied)
 
     def zero(self, blocks: int) -> None:
         """Writes zeros to the first `blocks` blocks of each group."""

@@ -24,9 +24,13 @@ from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.models.config import read_json
+from aioinfer.models.kv_scales import has_float8_cache, load_kv_scales
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.masks import MaskSource
@@ -58,6 +62,7 @@ class LoadReport:
     Attributes:
         device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
         dtype: of the weights and the arithmetic, with the reason if it was selected.
+        cache_dtype: of the KV cache, with the origin of its scales if it is float8.
         weights_bytes: of this rank.
         block_size: tokens a KV block.
         groups: the layers by what they keep in the KV cache.
@@ -78,6 +83,7 @@ class LoadReport:
     model_max_len: int
     vocab_size: int
     implementation: str = ""
+    cache_dtype: str = ""
 
 
 class Worker:
@@ -142,11 +148,13 @@ class Worker:
                 quantization=quantization,
             )
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
+        cache_text = self._select_cache()
         self._groups = group_layers(self._model.kv_specs)
         demand = CacheDemand(
             groups=self._groups,
             block_bytes=tuple(
-                group.bytes_per_block(self.block_size, dtype.itemsize) for group in self._groups
+                group.bytes_per_block(self.block_size, self._cache_dtype.itemsize)
+                for group in self._groups
             ),
             block_size=self.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -171,7 +179,26 @@ class Worker:
             model_max_len=model_config.max_len,
             vocab_size=model_config.vocab_size,
             implementation=self._model.describe(self.block_size),
+            cache_dtype=cache_text,
         )
+
+    def _select_cache(self) -> str:
+        """Selects the dtype of the KV cache, and loads its scales if the checkpoint has them.
+        Returns how to call it in the start-up table."""
+        wanted, scales = self._config.cache.dtype, self._config.cache.scales
+        if wanted == "auto":
+            wanted = "fp8" if has_float8_cache(read_json(self._folder)) else "model"
+        self._is_calibrated = False
+        self._cache_dtype = FLOAT8 if wanted == "fp8" else self._backend.dtype
+        if wanted != "fp8":
+            return str(self._cache_dtype).removeprefix("torch.")
+        if scales == "one":
+            return "float8 (e4m3; scales: 1)"
+        is_stored = self._config.model.load_format != "dummy"
+        if scales == "auto" and is_stored and load_kv_scales(self._folder, self._model.kv_scales):
+            return "float8 (e4m3; scales: the checkpoint's)"
+        self._is_calibrated = True
+        return "float8 (e4m3; scales: calibrated)"
 
     def _growth_bytes(self) -> int:
         """Returns the memory that counts of tokens take while they grow to their full size, beyond
@@ -217,6 +244,7 @@ class Worker:
         if isinstance(runner, ModelRunner):
             keep_freed_memory()
             self._run_warm_up_steps()
+            self._calibrate()
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
@@ -226,6 +254,7 @@ class Worker:
             runner.warm_up()
         self._run_warm_up_steps()
         self._run_prompt_rows()
+        self._calibrate()
         runner.capture()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
@@ -250,6 +279,30 @@ class Worker:
             runner.step(plan, self._allow_all).wait()
         slots.reset()
         runner.kv.zero(rows)
+
+    def _calibrate(self) -> None:
+        """Measures the scales of a KV cache in float8 that has none; leaves no other trace."""
+        if not self._is_calibrated:
+            return
+        runner, slots, size = self._runner, self._runner.slots, self.block_size
+        most = size * min(len(kv[0, 0]) for kv in runner.kv.tensors)
+        budget = self._config.scheduler.max_num_batched_tokens
+        count = max(1, min(CALIBRATION_TOKENS, budget, most, slots.max_model_len - 1))
+        tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
+        admission = Admission(0, tokens, count, SamplingParams(temperature=0), 0, ())
+
+        def compute_prompt() -> None:
+            groups, slot_count = len(self._groups), len(slots.tokens)
+            plan = _make_plan([count], 0, size, groups, slot_count, [admission])
+            runner.step(plan).wait()
+            slots.reset()
+
+        blocks = -(-count // size)
+        calibrate(
+            self._model.kv_scales, self._groups, runner.kv.tensors, blocks, compute_prompt,
+            self._group,
+        )  # fmt: skip
+        runner.kv.zero(blocks)
 
     def _run_prompt_rows(self) -> None:
         """Executes a prefill step with log-probabilities of the prompt and one that pools, so that
@@ -293,8 +346,7 @@ class Worker:
             self.device,
             len(groups),
         )
-        dtype = self._backend.dtype
-        kv = KVTensors(groups, num_blocks, self.block_size, dtype, self.device)
+        kv = KVTensors(groups, num_blocks, self.block_size, self._cache_dtype, self.device)
         tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
         self._make_all_reduce()
         self._model.bind(groups, kv.tensors, max_num_seqs, tokens)

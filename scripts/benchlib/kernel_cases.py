@@ -148,8 +148,6 @@ def decode_cases(tune: bool) -> Iterator[Case]:
                     workspace,
                     scale=128**-0.5 * LOG2_E,
                     soft_cap=0.0,
-                    k_scale=1.0,
-                    v_scale=1.0,
                 )
 
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
@@ -214,7 +212,6 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
                     "scale": 128**-0.5 * LOG2_E,
                     "window": 0,
                     "soft_cap": 0.0,
-                    "v_scale": 1.0,
                 }
                 tile_rows = ROWS if config is None else config.rows
                 plan = PrefillPlan.empty(
@@ -437,8 +434,6 @@ def chain_cases(tune: bool) -> Iterator[Case]:
                     workspace,
                     scale=128**-0.5 * LOG2_E,
                     soft_cap=0.0,
-                    k_scale=1.0,
-                    v_scale=1.0,
                     pdl=pdl,
                 )
                 hidden = skinny_linear(out.flatten(1), o_w, residual=hidden, pdl=pdl)

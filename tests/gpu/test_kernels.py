@@ -3,7 +3,9 @@ NaN before."""
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.activation import KINDS
-from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.gated_product import (
     TILE_TIMES,
     GatedConfig,
@@ -21,7 +23,12 @@ from aioinfer.kernels.gated_product import (
     supports,
 )
 from aioinfer.kernels.norm import rms_norm
-from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
+from aioinfer.kernels.paged_attention import (
+    make_prefill_plan,
+    paged_attention,
+    paged_attention_reference,
+)
+from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.prepare import (
     StepInputs,
     append_tokens,
@@ -30,6 +37,7 @@ from aioinfer.kernels.prepare import (
     prepare_inputs,
     prepare_inputs_reference,
 )
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 from cases import (
     AttentionCase,
@@ -45,6 +53,8 @@ from cases import (
     random_rows,
 )
 from sampling_cases import make_state, sample_and_judge, uniforms_agree
+
+from aioinfer.layers.kv_cache import to_float8
 
 DEVICE = "cuda"
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -128,9 +138,77 @@ def test_decodes_from_a_projection_apply_norm_and_rope_and_write_the_cache(
             )
 
 
-def test_attention_over_an_fp8_cache() -> None:
-    rows = random_rows(12, 900, 300, random.Random(3))
-    check_attention(rows, 8, 2, 128, 64, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_attention_over_a_float8_cache(head_size: int) -> None:
+    """Against the attention over what the cache holds: rounding is no part of the error."""
+    rng = random.Random(head_size)
+    options = {"dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn}
+    for block_size, window, soft_cap in ((16, 0, 0.0), (64, 77, 0.0), (128, 0, 20.0)):
+        rows = random_rows(12, 900, 300, rng)
+        shape = (8, 2, head_size, block_size)
+        check_attention(rows, *shape, **options, window=window, soft_cap=soft_cap)
+    check_attention([(1, 32768)] + [(1, 90)] * 200, 16, 4, head_size, 128, **options)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_decodes_from_a_projection_write_a_float8_cache(head_size: int) -> None:
+    rows = [(1, random.Random(head_size).randint(0, 900)) for _ in range(40)]
+    for normed, window in ((True, 0), (False, 77)):
+        case = AttentionCase(
+            rows, 16, 4, head_size, 128, torch.bfloat16, DEVICE,
+            window=window, cache_dtype=torch.float8_e4m3fn,
+        )  # fmt: skip
+        assert max(map(error, projected_attention(case, head_size, normed))) < 1e-2, case
+
+
+def test_float8_saturates_and_keeps_nan() -> None:
+    """As plain torch does: `layers.kv_cache`."""
+    size, scales = 64, torch.ones(4, 1, device=DEVICE)
+    caches = torch.zeros(2, 1, 16, 1, size, device=DEVICE).to(torch.float8_e4m3fn)
+    values = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, 447.0, 449.0, 1e-9])
+    qkv = values.to(DEVICE).repeat(size // 8).repeat(3)[None]
+    qk_norm_rope_cache(
+        qkv,
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        torch.tensor([[1.0, 0.0]], device=DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        caches[0],
+        caches[1],
+        num_q_heads=1,
+        scales=scales,
+    )
+    stored = caches[1, 0, 0, 0, :8].float().cpu()
+    expected = torch.tensor([448.0, -448.0, 448.0, -448.0, torch.nan, 448.0, 448.0, 0.0])
+    torch.testing.assert_close(stored, expected, equal_nan=True)
+
+
+def test_a_needle_among_32k_keys_in_float8() -> None:
+    """One key of 32 768 outweighs all others together, in float8 as in float64: as a decode, and as
+    the last token of a prefill."""
+    size, length, block = 128, 32768, 128
+    q = torch.randn(5, 1, size, device=DEVICE)
+    keys, values = (torch.randn(length, 1, size, device=DEVICE) for _ in range(2))
+    goal = (math.log(length) + 4) * size**0.5
+    keys[20_000] = q[-1] * goal / q[-1].square().sum()
+    scores = (keys[:, 0].double() @ q[-1, 0].double()) * size**-0.5
+    expected = scores.softmax(0) @ values[:, 0].double()
+    scales = torch.tensor([[1 / 16], [1 / 16], [16.0], [16.0]], device=DEVICE)
+    caches = [to_float8(x, scales[2]).view(-1, block, 1, size) for x in (keys, values)]
+    tables = torch.arange(length // block, dtype=torch.int32, device=DEVICE)[None]
+    lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    for tokens in (1, 5):
+        mine = q[-tokens:].to(torch.bfloat16)
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+        workspace = DecodeWorkspace.create(1, caches[0])
+        plan = make_prefill_plan(1, tokens, 1, mine.dtype, *caches)
+        if tokens == 1:
+            plan_decode(workspace, lens)
+        plan_prefill(plan, starts, lens, int(tokens == 1), tokens)
+        out = paged_attention(
+            mine, *caches, tables, starts, lens, num_decodes=int(tokens == 1),
+            workspace=workspace, prefill_plan=plan, scales=scales,
+        )  # fmt: skip
+        assert error((out[-1, 0], expected)) < 0.05
 
 
 @needs_hopper
@@ -439,3 +517,10 @@ def test_penalties() -> None:
         logits, rows, rows, occurrences, *(torch.tensor(w, device=DEVICE) for w in params)
     )
     torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_float8_cache_multiplied_in_float16() -> None:
+    rows = [(1, keys) for keys in (1, 5, 300, 4000, 64, 129)]
+    config = replace(decode_config(128, 1), fp16_operands=True)
+    options = {"dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn, "config": config}
+    check_attention(rows, 16, 4, 128, 128, **options)

@@ -25,15 +25,16 @@ class Bound:
     """The model of a folder with a KV cache of its own, over the kernels or in plain torch."""
 
     def __init__(
-        self, folder: Path, *, kernels: bool, fill: float = 0.0, group: ParallelGroup | None = None
-    ):
+        self, folder: Path, *, kernels: bool, fill: float = 0.0,
+        group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(CPU, torch.float32, ranks, has_kernels=kernels)
         self.model: Any = build_model(folder, self.backend)
         load_weights(list(self.model.weight_shards()), folder, "auto", 0, lambda done, total: None)
         self.model.finalize()
         groups = group_layers(self.model.kv_specs)
-        kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, torch.float32, CPU)
+        kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
         self.kv = kv.tensors
         for tensor in self.kv:
             tensor.fill_(fill)

@@ -24,6 +24,9 @@ from aioinfer.kernels.paged_attention import (
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, qk_norm_rope_cache_reference
 
+from aioinfer.layers.kv_cache import FLOAT8, KVScales, to_float8
+from aioinfer.layers.shards import Shard
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 NAN = float("nan")
 
@@ -90,8 +93,7 @@ def attention(case: AttentionCase) -> Pair:
             cache.view(-1, case.kv_heads, case.head_size)[lines] = normal(
                 keys, case.kv_heads, case.head_size, dtype=case.dtype, device=device
             ).float()
-    k_scale, v_scale = (1.0, 1.0) if cache_dtype == case.dtype else (0.5, 0.25)
-    k_cache, v_cache = (k_cache / k_scale).to(cache_dtype), (v_cache / v_scale).to(cache_dtype)
+    k_cache, v_cache, scales, read = cached(k_cache, v_cache, cache_dtype)
     starts = torch.tensor([0] + [tokens for tokens, _ in rows], device=device).cumsum(0).int()
     lens = torch.tensor([keys for _, keys in rows], dtype=torch.int32, device=device)
     q = normal(int(starts[-1]), case.q_heads, case.head_size, dtype=case.dtype, device=device)
@@ -110,17 +112,28 @@ def attention(case: AttentionCase) -> Pair:
     out = paged_attention(
         q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace,
         prefill_plan=prefill_plan,
-        soft_cap=case.soft_cap, k_scale=k_scale, v_scale=v_scale,
+        soft_cap=case.soft_cap, scales=scales,
         out=poisoned(*q.shape, dtype=q.dtype, device=device),
     )  # fmt: skip
     assert not workspace.counters.any()
-    wide = [
-        t.double()
-        for t in (q, k_cache.to(torch.float32) * k_scale, v_cache.to(torch.float32) * v_scale)
-    ]
     return out, paged_attention_reference(
-        *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
+        q.double(), *read, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
     )
+
+
+def cached(
+    keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    """Returns caches [..., Hkv, D] in `dtype`, the scales of their heads if that is float8, and in
+    float64 what is read from them."""
+    if dtype != FLOAT8:
+        caches = [keys.to(dtype), values.to(dtype)]
+        return *caches, None, readable(caches, None)
+    scales = KVScales("", Shard.whole(keys.shape[-2]), keys.device)
+    # the largest values lie beyond the range of some heads
+    scales.set(*(0.005 * 10 ** torch.rand(2, keys.shape[-2], device=keys.device)))
+    caches = [to_float8(keys, scales.table[2]), to_float8(values, scales.table[3])]
+    return *caches, scales.table, readable(caches, scales.table)
 
 
 def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[Pair]:
@@ -133,11 +146,8 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
     blocks = torch.randperm(width * len(lens) + 1, device=device)
     tables = blocks[:-1].view(len(lens), width).int()
     shape = (len(blocks), case.block_size, case.kv_heads, case.head_size)
-    caches = [
-        normal(*shape, dtype=torch.float32, device=device).to(case.cache_dtype or dtype)
-        for _ in range(2)
-    ]
-    wide = [cache.to(torch.float32).double() for cache in caches]
+    before = [normal(*shape, dtype=torch.float32, device=device) for _ in range(2)]
+    *caches, scales, wide = cached(*before, case.cache_dtype or dtype)
     qkv = normal(len(lens), heads * case.head_size, dtype=dtype, device=device)
     angles = torch.rand(int(lens.max()), rotary // 2, device=device) * 6.3
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -155,7 +165,7 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
         *caches, tables, starts, lens,
         num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
-        projection=Projection(qkv, cos_sin, *weights),
+        projection=Projection(qkv, cos_sin, *weights), scales=scales,
     )  # fmt: skip
     assert not workspace.counters.any()
     last = (lens - 1).clamp(min=0).long()
@@ -175,11 +185,21 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         num_q_heads=case.q_heads,
         q_weight=norms[0],
         k_weight=norms[1],
+        scales=scales,
     )
     reference = paged_attention_reference(
         q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
     )
-    return [(out, reference), (caches[0].float(), wide[0]), (caches[1].float(), wide[1])]
+    pairs = zip(readable(caches, scales), wide, strict=True)
+    return [(out, reference), *pairs]
+
+
+def readable(caches: list[torch.Tensor], scales: torch.Tensor | None) -> list[torch.Tensor]:
+    """Returns what is read from the caches of keys and of values, in float64."""
+    if scales is None:
+        return [cache.double() for cache in caches]
+    factors = scales[:2, :, None].double()
+    return [cache.float().double() * f for cache, f in zip(caches, factors, strict=True)]
 
 
 def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
@@ -217,9 +237,10 @@ def qk_norm_rope(
     normed: bool,
     dtype: torch.dtype,
     device: str,
+    cache_dtype: torch.dtype | None = None,
 ) -> list[Pair]:
-    """Runs `qk_norm_rope_cache` with one token of padding. Returns q and the whole caches, the
-    entries that must not be written included."""
+    """Runs `qk_norm_rope_cache` with one token of padding. Returns q and what is read from the
+    whole caches, the entries that must not be written included."""
     block_size, blocks = 16, tokens // 8 + 2
     qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
     positions = torch.randint(0, 1000, (tokens,), dtype=torch.int32, device=device)
@@ -232,14 +253,11 @@ def qk_norm_rope(
         if normed
         else [None, None]
     )
-    caches = [
-        torch.full((blocks, block_size, kv_heads, head_size), 7.0, dtype=dtype, device=device)
-        for _ in range(2)
-    ]
-    wide_caches = [cache.double() for cache in caches]
+    before = torch.full((blocks, block_size, kv_heads, head_size), 1.75, device=device)
+    *caches, scales, wide_caches = cached(before, before, cache_dtype or dtype)
     q = qk_norm_rope_cache(
         qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0],
-        k_weight=weights[1],
+        k_weight=weights[1], scales=scales,
         out=poisoned(tokens, q_heads, head_size, dtype=dtype, device=device),
     )  # fmt: skip
     wide = [None if w is None else w.double() for w in weights]
@@ -252,8 +270,9 @@ def qk_norm_rope(
         num_q_heads=q_heads,
         q_weight=wide[0],
         k_weight=wide[1],
+        scales=scales,
     )
-    return [(q, reference), (caches[0], wide_caches[0]), (caches[1], wide_caches[1])]
+    return [(q, reference), *zip(readable(caches, scales), wide_caches, strict=True)]
 
 
 def linear(

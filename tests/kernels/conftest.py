@@ -10,7 +10,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves this folder out where kernels are compiled."""
     return None if os.environ.get("TRITON_INTERPRET") == "1" else True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def converts_float8() -> None:
+    """Makes the interpreter convert to and from float8 as a GPU does."""
+    from interpreter_float8 import install  # triton must not be imported before it interprets
+
+    install()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,3 +116,27 @@ def test_unsupported_shapes_are_rejected() -> None:
         attention_error([(1, 5)], 2, 1, 80, 16)
     with pytest.raises(ValueError, match="no multiple"):
         attention_error([(1, 5)], 3, 2, 64, 16)
+
+
+FLOAT8_ROWS = [(1, 5), (1, 40), (1, 130), (1, 0), (1, 1), (7, 33), (40, 40), (20, 65)]
+
+
+@pytest.mark.parametrize("head_size", [64, 96])
+def test_a_float8_cache(head_size: int) -> None:
+    """Against the attention over what such a cache holds: the scales of each head cost nothing."""
+    options = {"cache_dtype": torch.float8_e4m3fn}
+    assert attention_error(FLOAT8_ROWS, 6, 2, head_size, 16, **options) < 1e-5
+    if head_size == 64:
+        capped = {"window": 20, "soft_cap": 5.0, "config": replace(SMALL, fp16_operands=True)}
+        assert attention_error(FLOAT8_ROWS, 6, 2, head_size, 32, **options, **capped) < 1e-2
+
+
+@pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
+def test_decodes_from_a_projection_write_a_float8_cache(normed: bool, rotary: int) -> None:
+    rows = [(1, 5), (1, 130), (1, 0), (1, 1), (1, 33)]
+    case = AttentionCase(
+        rows, 6, 2, 64, 16, torch.float32, "cpu",
+        config=SMALL, programs=5, cache_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    # a product that lies between two numbers of float8 may round to the other one
+    assert max(map(error, projected_attention(case, rotary, normed))) < 2e-3
