@@ -67,6 +67,7 @@ EXTENDED = frozenset(
         "functional/test_batches.py",
         "functional/test_cli.py",
         "functional/test_deploy.py::test_a_slow_upload_stays_at_nginx_and_its_stream_is_not_buffered",
+        "functional/test_kept_gguf.py",
         "functional/test_masks.py",
         "functional/test_ollama.py",
         "functional/test_prompt_rows.py",

@@ -4,7 +4,10 @@ nothing of devices, ranks, weight formats or loading."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+import torch
 
 from aioinfer.layers.attention import Attention, heads_of_rank
 from aioinfer.layers.backend import Backend
@@ -72,9 +75,19 @@ class LayerMaker:
             yield from layer.weight_shards()
 
     def finalize(self) -> None:
-        """Prepares all loaded weights for the device."""
-        for layer in (*self._to_prepare, *self._layers):
+        """Prepares all loaded weights for the device; float16 ones in as many threads as there are,
+        since FBGEMM lays each out with one."""
+        for layer in self._to_prepare:
             layer.finalize()
+        is_half = self.quantization is not None and self.quantization.has_affine
+        threads = torch.get_num_threads() if is_half and has_half_products(self.backend) else 1
+        if threads == 1:
+            for layer in self._layers:
+                layer.finalize()
+            return
+        with ThreadPoolExecutor(threads, "weights") as pool:
+            for _ in pool.map(lambda layer: layer.finalize(), self._layers):
+                pass
 
     def describe_weights(self) -> str:
         """Returns how weights are quantized, for the start-up table; "" if they are not."""
