@@ -70,9 +70,10 @@ class ModelConfig:
         "Data type of weights and arithmetic. `auto`: the checkpoint's on a GPU, float32 on a CPU.",
         "auto",
     )
-    quantization: Literal["auto", "fp8", "int8"] = key(
-        "`auto`: linear layers are quantized as the checkpoint says. `fp8`, `int8`: weights of 16 "
-        "or 32 bits are quantized while they are loaded, with a scale for each output feature.",
+    quantization: Literal["auto", "none", "fp8", "int8"] = key(
+        "`auto`: weights are quantized as the checkpoint says. `none`: they are not, and a GGUF "
+        "file is converted to float32. `fp8`, `int8`: weights of 16 or 32 bits are quantized while "
+        "they are loaded, with a scale for each output feature.",
         "auto",
     )
     max_model_len: int | None = key(

@@ -40,6 +40,8 @@ from benchlib.workload import Call, IntRange, RequestShape, random_token_calls
 
 TOKEN_IDS = IntRange(1000, 10_000)
 IDLE_S = 10.0
+#: transformers cannot read converted GGUF files that stay quantized.
+_AS_FLOAT32 = "model.quantization=none"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -226,7 +228,7 @@ def main() -> None:
     options = parse_arguments()
     startup = time_startup(options) if options.startup else None
     peer = (
-        Peer(resolve_model(load_config(options.config, options.set).model))
+        Peer(resolve_model(load_config(options.config, [*options.set, _AS_FLOAT32]).model))
         if options.transformers
         else None
     )

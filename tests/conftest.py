@@ -70,6 +70,7 @@ EXTENDED = frozenset(
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
         "functional/test_deploy.py::test_a_slow_upload_stays_at_nginx_and_its_stream_is_not_buffered",
+        "functional/test_kept_gguf.py",
         "functional/test_masks.py",
         "functional/test_ollama.py",
         "functional/test_page.py::test_a_round_with_a_tool",

@@ -23,11 +23,13 @@ class Converter:
 
     def __init__(self) -> None:
         self.files: list[Path] = []
+        self.kept: list[bool] = []
         self.barrier: threading.Barrier | None = None
         self.error: Exception | None = None
 
-    def __call__(self, file: Path, folder: Path) -> None:
+    def __call__(self, file: Path, folder: Path, *, keeps_quantized: bool) -> None:
         assert folder.is_dir()
+        self.kept.append(keeps_quantized)
         self.files.append(file)
         (folder / "config.json").write_text(str(file))
         if self.barrier:
@@ -79,6 +81,14 @@ def test_a_gguf_file_is_converted_once(file: Path, cache: Path, converter: Conve
     assert resolve(file) == folder
     assert converter.files == [file]
     assert list(cache.iterdir()) == [folder]
+
+
+def test_a_quantized_conversion_and_one_in_float32_lie_side_by_side(
+    file: Path, converter: Converter
+):
+    for quantization in ("auto", "none", "fp8", "auto"):
+        resolve_model(ModelConfig(path=str(file), quantization=quantization))  # type: ignore[arg-type]
+    assert converter.kept == [True, False]
 
 
 def test_a_changed_file_is_converted_anew(file: Path, converter: Converter):

@@ -4,8 +4,9 @@ tokenizer.
 After that a GGUF model is a folder like any other, which loads in half a second where reading the
 GGUF takes several. Tensors are converted in slices, several at a time, from the mapped file into
 their place in `model.safetensors`, so that memory holds a few slices and not the model. F16 and
-BF16 tensors keep their type; quantized ones become float32, in which alone their values are exact
-(a scale of 11 significant bits times an integer of 4 to 8).
+BF16 tensors keep their type. Quantized matrices stay quantized, as integers with a scale and an
+offset for each group (`gguf_groups`), where that is asked for; others become float32, in which
+alone their values are exact (a scale of 11 significant bits times an integer of 4 to 8).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from aioinfer.checkpoint.gguf_architectures import (
     read_config,
 )
 from aioinfer.checkpoint.gguf_file import GgufFile, GgufTensor
+from aioinfer.checkpoint.gguf_groups import GROUPED_TYPES, GroupedType, pack_pairs
 from aioinfer.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
 from aioinfer.errors import ConfigError
 from aioinfer.text.gguf_tokenizer import write_tokenizer
@@ -50,6 +52,7 @@ class _Conversion:
         tensor: the source.
         name: the destination's.
         dtype: the destination's: "F32", or "F16" or "BF16" for a copy.
+        grouped: how it stays quantized, in several tensors, or None.
         row_order: the source row of each row, or None for the same order.
         offset: subtracted from each value.
     """
@@ -59,6 +62,21 @@ class _Conversion:
     dtype: str
     row_order: np.ndarray | None
     offset: float
+    grouped: GroupedType | None = None
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Returns the tensors that it becomes."""
+        shape, grouped = self.tensor.shape, self.grouped
+        if grouped is None:
+            return {self.name: TensorSpec(self.dtype, shape)}
+        rows, columns = shape
+        packed = (rows, columns // 2) if grouped.bits == 4 else (rows, columns)
+        scales = TensorSpec(grouped.scale_dtype, (rows, columns // grouped.group_size))
+        specs = {
+            f"{self.name}_integers": TensorSpec("U8" if grouped.bits == 4 else "I8", packed),
+            f"{self.name}_scales": scales,
+        }
+        return specs | ({f"{self.name}_offsets": scales} if grouped.has_offsets else {})
 
     def slices(self) -> Iterator[tuple[_Conversion, slice]]:
         """Yields this conversion with each of the ranges of rows to convert at a time."""
@@ -68,18 +86,37 @@ class _Conversion:
         for begin in range(0, num_rows, count):
             yield self, slice(begin, min(begin + count, num_rows))
 
-    def convert(self, rows: slice) -> np.ndarray:
-        """Returns some rows of the destination: float32, or the bytes of a copy."""
+    def convert(self, rows: slice) -> dict[str, np.ndarray]:
+        """Returns some rows of each destination: float32, the bytes of a copy, or the parts of
+        quantized groups."""
         source = rows if self.row_order is None else self.row_order[rows]
+        if self.grouped is not None:
+            return self._take_apart(self.grouped, source)
         if self.dtype != "F32":
-            return np.ascontiguousarray(self.tensor.rows[source])
+            return {self.name: np.ascontiguousarray(self.tensor.rows[source])}
         values = self.tensor.values(source)
-        return values - np.float32(self.offset) if self.offset else values
+        return {self.name: values - np.float32(self.offset) if self.offset else values}
+
+    def _take_apart(self, grouped: GroupedType, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
+        """Returns rows of a quantized tensor as integers, scales and offsets."""
+        block_bytes = gguf.GGML_QUANT_SIZES[self.tensor.type][1]
+        parts = grouped.take_apart(self.tensor.rows[rows].reshape(-1, block_bytes))
+        integers = pack_pairs(parts.integers) if grouped.bits == 4 else parts.integers
+        named = {"integers": integers, "scales": parts.scales, "offsets": parts.offsets}
+        return {
+            f"{self.name}_{part}": np.ascontiguousarray(values)
+            for part, values in named.items()
+            if values is not None
+        }
 
 
-def convert_gguf(path: Path, folder: Path) -> None:
+def convert_gguf(path: Path, folder: Path, *, keeps_quantized: bool = False) -> None:
     """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer into
     `folder`, which must exist.
+
+    Args:
+        keeps_quantized: whether matrices of `GROUPED_TYPES` stay quantized, which
+            `quantization_config` then says; no other program reads them.
 
     Raises:
         ConfigError: the file is not a GGUF file, or holds a model that is not supported.
@@ -87,10 +124,12 @@ def convert_gguf(path: Path, folder: Path) -> None:
     """
     file = GgufFile(path)
     config = read_config(file)
-    conversions = list(_conversions(file, architecture_of(file), config))
+    conversions = list(_conversions(file, architecture_of(file), config, keeps_quantized))
+    if groups := _quantized_groups(conversions):
+        config["quantization_config"] = {"quant_method": "gguf_groups", "groups": groups}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(file, config))
-    specs = {each.name: TensorSpec(each.dtype, each.tensor.shape) for each in conversions}
+    specs = {name: spec for each in conversions for name, spec in each.specs().items()}
     with (
         SafetensorsWriter(folder / "model.safetensors", specs) as writer,
         ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gguf") as pool,
@@ -98,9 +137,9 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
         def convert(work: tuple[_Conversion, slice]) -> None:
             conversion, rows = work
-            values = conversion.convert(rows)
-            row_bytes = values.nbytes // (rows.stop - rows.start)
-            writer.write(conversion.name, rows.start * row_bytes, values)
+            for name, values in conversion.convert(rows).items():
+                row_bytes = values.nbytes // (rows.stop - rows.start)
+                writer.write(name, rows.start * row_bytes, values)
 
         done = pool.map(convert, (work for each in conversions for work in each.slices()))
         write_tokenizer(file.metadata, folder)
@@ -125,8 +164,24 @@ def _generation_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]
     return generation
 
 
+def _quantized_groups(conversions: list[_Conversion]) -> list[dict[str, Any]]:
+    """Returns which modules are quantized in which way: `groups` of `quantization_config`."""
+    modules: dict[tuple[int, int, bool], list[str]] = {}
+    for each in conversions:
+        if (grouped := each.grouped) is not None:
+            key = grouped.bits, grouped.group_size, grouped.has_offsets
+            modules.setdefault(key, []).append(each.name.removesuffix(".weight"))
+    return [
+        {"bits": bits, "group_size": size, "has_offsets": offsets, "modules": names}
+        for (bits, size, offsets), names in modules.items()
+    ]
+
+
 def _conversions(
-    file: GgufFile, architecture: GgufArchitecture, config: dict[str, Any]
+    file: GgufFile,
+    architecture: GgufArchitecture,
+    config: dict[str, Any],
+    keeps_quantized: bool,
 ) -> Iterator[_Conversion]:
     """Yields how each tensor is converted.
 
@@ -147,7 +202,10 @@ def _conversions(
             row_order = _halves_from_pairs(tensor.shape[0], heads[stem])
         offset = architecture.norm_offset if stem.endswith("norm") else 0.0
         dtype = "F32" if offset else _STORED_AS_IS.get(tensor.type, "F32")
-        yield _Conversion(tensor, f"{prefix}{names[stem]}.{kind}", dtype, row_order, offset)
+        is_matrix = len(tensor.shape) == 2 and kind == "weight"
+        grouped = GROUPED_TYPES.get(tensor.type) if keeps_quantized and is_matrix else None
+        name = f"{prefix}{names[stem]}.{kind}"
+        yield _Conversion(tensor, name, dtype, row_order, offset, grouped)
 
 
 def _split_name(name: str) -> tuple[bool, str, str, str]:

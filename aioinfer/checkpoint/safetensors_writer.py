@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 #: Tensors begin at multiples of this in the file, as the reference implementation lays them out.
 _ALIGNMENT = 8
 
@@ -26,7 +26,7 @@ class TensorSpec(NamedTuple):
     """What a file will hold under a name.
 
     Attributes:
-        dtype: "F32", "F16" or "BF16".
+        dtype: "F32", "F16", "BF16", "I8" or "U8".
         shape: the tensor's.
     """
 

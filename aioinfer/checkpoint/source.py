@@ -17,7 +17,7 @@ from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 
 #: Part of a conversion's cache key: raise it when `convert_gguf` gives something else than before.
-_CONVERTER_VERSION = 2
+_CONVERTER_VERSION = 3
 #: Files that repository owners put beside the weights: the same in another program's layout.
 _OTHER_LAYOUTS = ["consolidated*", "original/*"]
 _TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
@@ -40,7 +40,7 @@ def resolve_model(config: ModelConfig) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"{path} is neither a folder nor a GGUF file")
-        return _converted(path.resolve())
+        return _converted(path.resolve(), keeps_quantized=config.quantization == "auto")
     if (
         name.startswith(("package:", "/", ".", "~"))
         or path.suffix == ".gguf"
@@ -63,8 +63,9 @@ def _packaged_file(name: str) -> Path:
     return Path(str(distribution.locate_file(file)))
 
 
-def _converted(file: Path) -> Path:
-    """Returns the folder with the conversion of a GGUF file, made the first time.
+def _converted(file: Path, *, keeps_quantized: bool) -> Path:
+    """Returns the folder with the conversion of a GGUF file, made the first time; there is one with
+    quantized tensors and one with float32.
 
     The key is the file's path, size and time: hashing gigabytes at each start would cost more than
     it protects from. The folder is made aside and renamed, so that it is never seen half done; of
@@ -72,6 +73,8 @@ def _converted(file: Path) -> Path:
     """
     status = file.stat()
     identity = f"{_CONVERTER_VERSION}:{file}:{status.st_size}:{status.st_mtime_ns}"
+    if keeps_quantized:
+        identity += ":quantized"
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aioinfer"
     folder = root / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if folder.is_dir():
@@ -84,7 +87,7 @@ def _converted(file: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"the cache folder for conversions cannot be used: {error}") from error
     try:
-        convert_gguf(file, scratch)
+        convert_gguf(file, scratch, keeps_quantized=keeps_quantized)
         scratch.chmod(0o755)
         os.rename(scratch, folder)
     except OSError as error:

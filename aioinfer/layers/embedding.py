@@ -6,11 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.affine import AffineRows
 from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
+from aioinfer.layers.formats.half import HalfWeight, has_half_products
+from aioinfer.layers.formats.schemes import AffineScheme
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards, WeightShard
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 
 
 class Vocabulary:
@@ -41,6 +44,13 @@ class Vocabulary:
         [shard_size, hidden_size]; padding stays zero."""
         return WeightShard(weight[: self.local_size], 0, self.start, self.vocab_size)
 
+    def quantized_rows(
+        self, name: str, hidden_size: int, scheme: AffineScheme, device: torch.device
+    ) -> AffineRows:
+        """Returns what this rank's rows of a quantized checkpoint module go to."""
+        source = Source(name, Shard(self.start, self.local_size, self.vocab_size))
+        return AffineRows(source, Shard.whole(hidden_size), scheme, device)
+
 
 class Embedding:
     """Looks token ids up. A rank gives zeros for ids out of its shard; the sum over the ranks is
@@ -51,6 +61,8 @@ class Embedding:
         vocabulary: which ids this rank has.
         hidden_size: of the model.
         scale: multiplied with every embedding, rounded to the model's dtype as Gemma does.
+        scheme: how the module is quantized, or None. Such a weight stays quantized without
+            kernels: rows are dequantized as they are looked up.
         backend: of the rank.
     """
 
@@ -62,9 +74,15 @@ class Embedding:
         backend: Backend,
         *,
         scale: float = 1.0,
+        scheme: AffineScheme | None = None,
     ):
         self.vocabulary = vocabulary
         shape = vocabulary.shard_size, hidden_size
+        #: rows that stay quantized
+        self.quantized: AffineRows | None = None
+        if scheme is not None:
+            self.quantized = vocabulary.quantized_rows(name, hidden_size, scheme, backend.device)
+            shape = 0, hidden_size
         self.weight = torch.zeros(shape, dtype=backend.dtype, device=backend.device)
         self._name = name
         self._backend = backend
@@ -77,10 +95,16 @@ class Embedding:
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's rows of the checkpoint's tensor go."""
-        yield f"{self._name}.weight", self.vocabulary.weight_shard(self.weight)
+        if self.quantized is not None:
+            yield from self.quantized.weight_shards()
+        else:
+            yield f"{self._name}.weight", self.vocabulary.weight_shard(self.weight)
 
     def finalize(self) -> None:
-        """Leaves the weight as it is."""
+        """Dequantizes a quantized weight for the kernels."""
+        if self.quantized is not None and self._backend.has_kernels:
+            self.weight = _dequantize(self.quantized, self.vocabulary, self.weight)
+            self.quantized = None
 
     def __call__(self, input_ids: torch.Tensor, out: torch.Tensor | None = None) -> ResidualStream:
         """Returns the residual stream of the embeddings [T, hidden_size] of input_ids int32 [T].
@@ -109,12 +133,21 @@ class Embedding:
     def _look_up_in_torch(self, input_ids: torch.Tensor) -> torch.Tensor:
         vocabulary = self.vocabulary
         if vocabulary.group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
+        if vocabulary.local_size == 0:
+            size = len(input_ids), self.weight.shape[1]
+            return vocabulary.group.all_reduce(self.weight.new_zeros(size))
         local = input_ids - vocabulary.start
-        out_of_shard = (local < 0) | (local >= vocabulary.shard_size)
-        embedded = F.embedding(local.masked_fill(out_of_shard, 0), self.weight)
+        out_of_shard = (local < 0) | (local >= vocabulary.local_size)
+        embedded = self._rows(local.masked_fill(out_of_shard, 0))
         embedded = embedded.masked_fill_(out_of_shard.unsqueeze(-1), 0)
         return vocabulary.group.all_reduce(embedded)
+
+    def _rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns rows of this rank's weight, by their numbers."""
+        if self.quantized is None:
+            return F.embedding(numbers, self.weight)
+        return self.quantized.dequantized(numbers).to(self._backend.dtype)
 
 
 class LMHead:
@@ -125,6 +158,8 @@ class LMHead:
         vocabulary: which ids these are.
         hidden_size: of the model.
         tied: the embedding whose weight is the head's too, or None.
+        scheme: how the module is quantized, or None; a tied one is as the embedding is. Such a
+            weight becomes float16 on a CPU (`formats.half`), and the model's dtype on a GPU.
         scale: multiplied with the logits.
         soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 for none.
         backend: of the rank.
@@ -140,8 +175,13 @@ class LMHead:
         tied: Embedding | None = None,
         scale: float = 1.0,
         soft_cap: float = 0.0,
+        scheme: AffineScheme | None = None,
     ):
         shape = vocabulary.shard_size, hidden_size
+        self._quantized: AffineRows | None = None
+        if scheme is not None and tied is None:
+            self._quantized = vocabulary.quantized_rows(name, hidden_size, scheme, backend.device)
+            shape = 0, hidden_size
         self.weight: torch.Tensor | None = (
             torch.zeros(shape, dtype=backend.dtype, device=backend.device)
             if tied is None
@@ -149,9 +189,10 @@ class LMHead:
         )
         self._name = name
         self._vocabulary = vocabulary
-        self._is_tied = tied is not None
+        self._tied = tied
         self._scale, self._soft_cap = scale, soft_cap
-        self._packed: PackedWeight | None = None
+        self._backend = backend
+        self._packed: PackedWeight | HalfWeight | None = None
         self._pdl = backend.pdl
         self._kernel = None
         if backend.has_kernels:
@@ -161,13 +202,26 @@ class LMHead:
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's rows of the checkpoint's tensor go, if it is not tied."""
-        if not self._is_tied:
+        if self._quantized is not None:
+            yield from self._quantized.weight_shards()
+        elif self._tied is None:
             assert self.weight is not None
             yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight)
 
     def finalize(self) -> None:
-        """On a CPU, lays the weight out anew; a tied one then stays for the embedding too."""
-        if self._kernel is None:
+        """Dequantizes a quantized weight. On a CPU, lays the weight out anew; a tied one then stays
+        for the embedding too. Called after the embedding's."""
+        quantized = self._quantized if self._tied is None else self._tied.quantized
+        if quantized is not None:
+            assert self.weight is not None
+            self.weight = _dequantize(quantized, self._vocabulary, self.weight)
+            self._quantized = None
+        elif self._tied is not None:
+            self.weight = self._tied.weight
+        if quantized is not None and has_half_products(self._backend):
+            assert self.weight is not None
+            self._packed = HalfWeight(self.weight)
+        elif self._kernel is None:
             self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
@@ -205,3 +259,11 @@ class LMHead:
         return self._kernel(
             hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
         )
+
+
+def _dequantize(quantized: AffineRows, vocabulary: Vocabulary, like: torch.Tensor) -> torch.Tensor:
+    """Returns a rank's weight [shard_size, hidden_size] with the dtype and device of another; its
+    padding is zero."""
+    weight = like.new_zeros(vocabulary.shard_size, like.shape[1])
+    quantized.dequantize_into(weight[: vocabulary.local_size])
+    return weight

@@ -4,15 +4,19 @@ nothing of devices, ranks, weight formats or loading."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+import torch
 
 from aioinfer.layers.attention import Attention, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, SharedExpert
 from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
-from aioinfer.layers.formats.schemes import Quantization
+from aioinfer.layers.formats.schemes import AffineScheme, Quantization
 from aioinfer.layers.kv_cache import AttentionShape, KVScales
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
@@ -86,16 +90,44 @@ class LayerMaker:
             yield from layer.weight_shards()
 
     def finalize(self) -> None:
-        """Prepares all loaded weights for the device."""
-        for layer in (*self._to_prepare, *self._layers):
+        """Prepares all loaded weights for the device; float16 ones in as many threads as there are,
+        since FBGEMM lays each out with one."""
+        for layer in self._to_prepare:
             layer.finalize()
+        is_half = self.quantization is not None and self.quantization.has_affine
+        threads = torch.get_num_threads() if is_half and has_half_products(self.backend) else 1
+        if threads == 1:
+            for layer in self._layers:
+                layer.finalize()
+            return
+        with ThreadPoolExecutor(threads, "weights") as pool:
+            for _ in pool.map(lambda layer: layer.finalize(), self._layers):
+                pass
+
+    def describe_weights(self) -> str:
+        """Returns how weights are quantized, for the start-up table; "" if they are not."""
+        if self.quantization is None:
+            return ""
+        text = f"quantized weights ({self.quantization.summary})"
+        if self.quantization.has_affine:
+            is_half = has_half_products(self.backend)
+            text += ", multiplied as float16" if is_half else ", dequantized when they are loaded"
+        return text
 
     # ---------------------------------------------------------------- layers
 
     def embedding(self, name: str, vocab_size: int, *, scale: float = 1.0) -> Embedding:
         """Returns the token embedding of the checkpoint module `name`."""
         vocabulary = Vocabulary(vocab_size, self.backend.group)
-        return self._keep(Embedding(name, vocabulary, self.hidden_size, self.backend, scale=scale))
+        embedding = Embedding(
+            name,
+            vocabulary,
+            self.hidden_size,
+            self.backend,
+            scale=scale,
+            scheme=self._affine_scheme(name),
+        )
+        return self._keep(embedding)
 
     def head(
         self, name: str, embedding: Embedding, *, tied: bool, scale: float = 1.0,
@@ -110,6 +142,7 @@ class LayerMaker:
             tied=embedding if tied else None,
             scale=scale,
             soft_cap=soft_cap,
+            scheme=None if tied else self._affine_scheme(name),
         )
         return self._keep(head)
 
@@ -282,6 +315,12 @@ class LayerMaker:
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
         return make_weight(sources, columns, self.backend, self.quantization)
+
+    def _affine_scheme(self, name: str) -> AffineScheme | None:
+        """Returns how the embedding or the head is quantized; other schemes are not for them."""
+        if self.quantization is None:
+            return None
+        return self.quantization.affine_schemes_of([name])[0]
 
     def _keep(self, layer: Any) -> Any:
         self._layers.append(layer)

@@ -265,9 +265,11 @@ class DecoderModel:
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""
-        if not self.backend.has_kernels:
-            return "plain torch"
-        return describe_attention(self._unsupported_head_sizes(block_size), block_size)
+        computed = "plain torch"
+        if self.backend.has_kernels:
+            computed = describe_attention(self._unsupported_head_sizes(block_size), block_size)
+        weights = self._make.describe_weights()
+        return f"{computed}; {weights}" if weights else computed
 
     @property
     def supports_graphs(self) -> bool:

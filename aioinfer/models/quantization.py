@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.formats.schemes import GroupScheme, Quantization, ScaledScheme, Scheme
+from aioinfer.layers.formats.schemes import (
+    AffineScheme,
+    GroupScheme,
+    Quantization,
+    ScaledScheme,
+    Scheme,
+)
 
 _Inputs = Literal["dynamic", "static", "none"]
 #: What `model.quantization` makes of weights that are not quantized.
@@ -25,14 +31,14 @@ def read_quantization(config: Mapping[str, Any], wanted: str = "auto") -> Quanti
     Args:
         config: the decoded `config.json`.
         wanted: `model.quantization`: "auto" for what the checkpoint says, or "fp8" or "int8", in
-            which weights that are not quantized are loaded.
+            which weights that are not quantized are loaded, or "none".
 
     Raises:
         ConfigError: the checkpoint's scheme is not supported, or `wanted` is another than its own.
     """
     found = config.get("quantization_config")
     if not found:
-        if wanted == "auto":
+        if wanted in ("auto", "none"):
             return None
         return Quantization(wanted, [(["Linear"], _ONLINE[wanted])])
     if not isinstance(found, Mapping):
@@ -157,6 +163,18 @@ def _read_inputs(name: str, activations: Mapping[str, Any] | None) -> _Inputs:
     return "dynamic" if activations.get("dynamic") else "static"
 
 
+def _read_affine(found: Mapping[str, Any]) -> Quantization:
+    """What `checkpoint.gguf` writes: integers with a scale and an offset for each group."""
+    groups = [
+        (
+            _read_names(group["modules"]),
+            AffineScheme(group["bits"], group["group_size"], group["has_offsets"]),
+        )
+        for group in found["groups"]
+    ]
+    return Quantization("gguf", groups)
+
+
 def _read_bits(found: Mapping[str, Any]) -> int:
     bits = found.get("bits", found.get("w_bit"))
     if bits not in (4, 8):
@@ -199,4 +217,5 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": _read_fp8,
     "gptq": _read_gptq,
     "awq": _read_awq,
+    "gguf_groups": _read_affine,
 }

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return resolve_model(ModelConfig(path=MODEL))
+    return resolve_model(ModelConfig(path=MODEL, quantization="none"))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,8 @@ def running(**settings: Any) -> Iterator[LLM]:
         "scheduler__max_num_seqs": 32,
         "cache__cpu_memory_gib": 0.1,
         "model__max_model_len": 1024,
+        # float32, as the reference computes
+        "model__quantization": "none",
     }
     merged = {key.replace("__", "."): value for key, value in (defaults | settings).items()}
     with LLM(MODEL, settings=merged, progress=False) as llm:

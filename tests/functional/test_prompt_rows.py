@@ -224,11 +224,16 @@ def test_models_of_transformers_own(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[tuple[LLM, Reference]]:
-    settings = BASE | {"cache.num_blocks": 128, "scheduler.max_num_batched_tokens": 64}
+    settings = BASE | {
+        "model.quantization": "none",
+        "cache.num_blocks": 128,
+        "scheduler.max_num_batched_tokens": 64,
+    }
     with LLM(MODEL, settings=settings, progress=False) as llm:
         assert llm.frontend.tokenizer is not None
         prompts = [llm.frontend.tokenizer.encode(text) for text in PROMPTS[:4]]
-        yield llm, Reference.of(resolve_model(ModelConfig(path=MODEL)), prompts)
+        folder = resolve_model(ModelConfig(path=MODEL, quantization="none"))
+        yield llm, Reference.of(folder, prompts)
 
 
 def test_real_weights(smollm2: tuple[LLM, Reference]) -> None:

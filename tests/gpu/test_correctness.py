@@ -81,7 +81,9 @@ def make_model(name: str, folder: Path) -> Model:
         )
         return Model(folder, 8192, trained=False)
     try:
-        return Model(resolve_model(ModelConfig(path=SMOLLM2)), 49_152, trained=True)
+        return Model(
+            resolve_model(ModelConfig(path=SMOLLM2, quantization="none")), 49_152, trained=True
+        )
     except (ConfigError, ImportError) as error:
         pytest.skip(f"SmolLM2 cannot be had: {error}")
 

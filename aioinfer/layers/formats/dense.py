@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ class DenseWeight:
         if weight is None:
             weight = torch.empty(rows, columns.size, dtype=backend.dtype, device=backend.device)
         self.weight: torch.Tensor | None = weight
-        self._packed: PackedWeight | None = None
+        self._packed: Packed | None = None
 
     def weight_shards(self) -> NamedShards:
         """See `WeightFormat.weight_shards`."""
@@ -197,6 +198,14 @@ def make_dense(
     """Returns the dense weight for the backend; arguments as in `DenseWeight`."""
     kind = KernelDenseWeight if backend.has_kernels else DenseWeight
     return kind(sources, columns, backend, weight)
+
+
+class Packed(Protocol):
+    """A weight on a CPU that was laid out anew."""
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x W^T + b [..., out] for x [..., in]."""
+        ...
 
 
 class PackedWeight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.affine import AffineWeight
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.dense import make_dense
 from aioinfer.layers.formats.grouped import GroupedWeight
@@ -32,11 +33,16 @@ def make_weight(
             or blocks that share scales.
     """
     names = [source.name for source in sources]
-    scheme = None if quantization is None else quantization.scheme_of_all(names)
+    if quantization is None:
+        return make_dense(sources, columns, backend)
+    affine = quantization.affine_schemes_of(names)
+    if any(affine):
+        return AffineWeight(sources, columns, backend, affine)
+    scheme = quantization.scheme_of_all(names)
     match scheme:
         case ScaledScheme():
             return ScaledWeight(sources, columns, backend, scheme)
         case GroupScheme():
             return GroupedWeight(sources, columns, backend, scheme)
-        case None:
+        case _:
             return make_dense(sources, columns, backend)

@@ -60,7 +60,24 @@ class GroupScheme:
     has_order: bool = False
 
 
-Scheme = ScaledScheme | GroupScheme
+@dataclass(frozen=True, slots=True)
+class AffineScheme:
+    """Weights in 4 or 8 bits, of which groups of neighbouring inputs share a scale and an offset:
+    weight = stored integer * scale + offset. GGUF's quantized types, after conversion.
+
+    Attributes:
+        bits: of an integer: 4, unsigned, two to a byte, the first in the low bits; or 8, signed.
+        group_size: inputs that share a scale.
+        has_offsets: each group has an offset; otherwise it is 0, and 4-bit integers are stored plus
+            8.
+    """
+
+    bits: int
+    group_size: int
+    has_offsets: bool
+
+
+Scheme = ScaledScheme | GroupScheme | AffineScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +97,19 @@ class Quantization:
     ignored: Sequence[str] = ()
     unused: Sequence[str] = ()
 
+    @property
+    def summary(self) -> str:
+        """For the start-up table, such as "gguf: 4 bits in groups of 32"."""
+        kinds = [scheme for _, scheme in self.groups if isinstance(scheme, AffineScheme)]
+        widths = sorted({(scheme.bits, scheme.group_size) for scheme in kinds})
+        texts = [f"{bits} bits in groups of {size}" for bits, size in widths]
+        return f"{self.name}: {', '.join(texts)}" if texts else self.name
+
+    @property
+    def has_affine(self) -> bool:
+        """Whether some modules have an `AffineScheme`."""
+        return any(isinstance(scheme, AffineScheme) for _, scheme in self.groups)
+
     def scheme_of(self, module: str) -> Scheme | None:
         """Returns the scheme of a linear layer, by its name in the checkpoint, such as
         "model.layers.0.mlp.down_proj"; None if it is not quantized."""
@@ -89,6 +119,12 @@ class Quantization:
             if any(pattern == "Linear" or _matches(pattern, module) for pattern in patterns):
                 return scheme
         return None
+
+    def affine_schemes_of(self, modules: Sequence[str]) -> list[AffineScheme | None]:
+        """Returns the affine scheme of each module, None for one that has none: of these, one
+        product may take several."""
+        schemes = [self.scheme_of(module) for module in modules]
+        return [scheme if isinstance(scheme, AffineScheme) else None for scheme in schemes]
 
     def scheme_of_all(self, modules: Sequence[str]) -> Scheme | None:
         """Returns the scheme of modules that are computed as one.
