@@ -269,6 +269,20 @@ async def test_a_chat_and_what_is_refused(served: Served) -> None:
 
 
 @in_session
+async def test_long_outputs(served: Served) -> None:
+    """They are decoded in a thread."""
+    reply = await served.post(
+        COMPLETIONS, prompt="Once", use_beam_search=True, n=4, max_tokens=80, ignore_eos=True,
+        return_token_ids=True, logprobs=1,
+    )  # fmt: skip
+    decode = served.frontend.require_tokenizer().decode
+    for choice in reply["choices"]:
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) == 80
+        assert choice["text"] == decode(choice["token_ids"])
+    assert reply["usage"]["completion_tokens"] == 320
+
+
+@in_session
 async def test_a_client_that_goes_away(served: Served) -> None:
     task = asyncio.ensure_future(
         served.post(COMPLETIONS, prompt="Hello", use_beam_search=True, n=4, max_tokens=400)
