@@ -157,6 +157,8 @@ class BeamSearches:
             delta.stop_reason = found.end_token
             delta.cumulative_logprob = found.cumulative_logprob
             output.put(delta)
+        for index in range(len(texts), output.params.n):  # aborted before there were so many
+            output.put(Delta(index, finish_reason=ending.finish_reason))
         self._engine.forget(leader, ending.outcome)
 
 

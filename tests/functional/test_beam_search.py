@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,11 +184,12 @@ def test_step_by_step_and_aborted_at_any_time(tiny: Path) -> None:
     settings = SETTINGS | {"cache.num_blocks": 64}
     with LLMEngine(str(tiny), settings=settings, progress=False) as engine:
         scheduler = engine.frontend.engines[0].scheduler
-        for number in range(12):
+        for number in range(8):
             name = f"search-{number}"
             engine.add_request(name, prompt, params((4, 1.0, False), 40, ignore_eos=True))
-            while scheduler.stats.steps % 13 < number and not scheduler.is_idle:
-                pass
+            last_step = scheduler.stats.steps + number
+            while scheduler.stats.steps < last_step and not scheduler.is_idle:
+                time.sleep(0.001)
             engine.abort(name)
             news = [output for outputs in iter(engine.step, []) for output in outputs]
             last = news[-1]
@@ -266,6 +268,20 @@ async def test_a_chat_and_what_is_refused(served: Served) -> None:
     ):
         error = (await served.post(CHAT, 400, n=2, **fields, **wrong))["error"]
         assert error["param"] == name
+
+
+@in_session
+async def test_long_outputs(served: Served) -> None:
+    """They are decoded in a thread."""
+    reply = await served.post(
+        COMPLETIONS, prompt="Once", use_beam_search=True, n=4, max_tokens=80, ignore_eos=True,
+        return_token_ids=True, logprobs=1,
+    )  # fmt: skip
+    decode = served.frontend.require_tokenizer().decode
+    for choice in reply["choices"]:
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) == 80
+        assert choice["text"] == decode(choice["token_ids"])
+    assert reply["usage"]["completion_tokens"] == 320
 
 
 @in_session
