@@ -41,7 +41,8 @@ class HermesCalls:
     def _read_bare(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[bool]:
         """Reads a call without markers, if one comes next. Returns whether one did, between fences:
         then another may follow."""
-        reader.record = record = []
+        record: list[str] = []
+        reader.record = record
         yield from reader.space()
         fenced = yield from reader.comes(_FENCE)
         if fenced:  # a name of the language may stand behind it
