@@ -223,15 +223,16 @@ class Check:
 
 
 async def check_all(
-    url: str, schemas: Sequence[dict[str, Any]], options: argparse.Namespace
+    url: str, schemas: Sequence[dict[str, Any]], options: argparse.Namespace, console: Console
 ) -> dict[float, Check]:
-    """Returns the checks at each temperature."""
+    """Returns the checks at each temperature, and prints their counts as they come."""
     checks = {}
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(url, timeout=timeout) as http:
         for text in options.temperatures.split(","):
             check = checks[float(text)] = Check(http, float(text), options.max_tokens)
             await check.run(schemas, options.concurrency)
+            console.print(f"temperature {text}: {dict(check.counts)}")
     return checks
 
 
@@ -265,7 +266,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Returns the exit status."""
-    options = parse_options()
+    options, console = parse_options(), Console(width=160)
     schemas = make_schemas(options.schemas, options.suite)
     with tempfile.TemporaryDirectory() as folder, exiting_at_signals():
         settings = [*SETTINGS, f"model.path={options.model}", *options.set]
@@ -273,8 +274,8 @@ def main() -> int:
             tiny_model("llama", Path(folder), vocab_size=VOCAB_SIZE, max_position_embeddings=1024)
             settings += [f"model.path={folder}", f"model.tokenizer={SMOLLM2}"]
         with ServerProcess(ROOT / "configs" / "smollm2.toml", settings) as server:
-            checks = asyncio.run(check_all(server.url, schemas, options))
-    report(checks, Console(width=160))
+            checks = asyncio.run(check_all(server.url, schemas, options, console))
+    report(checks, console)
     return int(any(check.counts["invalid"] for check in checks.values()))
 
 

@@ -105,7 +105,10 @@ async def conversation_turn(
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message with the arguments of its calls as objects, as chat templates read them."""
+    """Returns a message as chat templates read it: with a text as its content, and the arguments of
+    its calls as objects."""
+    if message.get("content") is None:
+        message = {**message, "content": ""}
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)

@@ -93,7 +93,7 @@ async def test_required_calls_follow_their_schemas(
         several += question.num_calls > 1 and len(names) > 1
     record_property("right", right)
     record_property("several", several)
-    assert right >= 25  # of 43 that need a call
+    assert right >= 25  # of 44 that need a call
 
 
 async def test_named_calls_follow_their_schemas(qwen: Served) -> None:
