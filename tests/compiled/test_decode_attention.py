@@ -1,4 +1,5 @@
-"""The decode attention kernel as compiled for Hopper, without a GPU: how many barriers it takes."""
+"""The decode attention kernel as compiled for Hopper, without a GPU: how many barriers it takes,
+and how it converts a KV cache in float8."""
 
 from __future__ import annotations
 
@@ -18,17 +19,19 @@ from triton.compiler import ASTSource
 
 HEAD_SIZE, KV_HEADS = 128, 8
 TYPES = {
-    "*bf16": ("q", "k_cache", "v_cache", "out", "q_weight", "k_weight"),
+    "*bf16": ("q", "out", "q_weight", "k_weight"),
     "*i32": ("block_tables", "seq_lens", "plan", "counters"),
-    "*fp32": ("partials", "maxima", "sums", "cos_sin"),
-    "fp32": ("scale", "soft_cap", "v_scale", "eps", "k_inverse", "v_inverse"),
+    "*fp32": ("partials", "maxima", "sums", "cos_sin", "scales"),
+    "fp32": ("scale", "soft_cap", "eps"),
 }
 
 
-def barriers(group: int, *, projected: bool) -> int:
-    """Returns the number of barriers in the kernel that `launch_decode` launches for Qwen3's heads
-    in bf16, those of the merge included."""
-    config, names = decode_config(HEAD_SIZE, 2), _decode_kernel.arg_names
+def compiled(
+    group: int, *, projected: bool, is_float8: bool = False, fp16_operands: bool = False
+) -> str:
+    """Returns the PTX of the kernel that `launch_decode` launches for Qwen3's heads and queries in
+    bf16."""
+    config, names = decode_config(HEAD_SIZE, 1 if is_float8 else 2), _decode_kernel.arg_names
     constants = {
         "KV_HEADS": KV_HEADS, "GROUP": group, "GROUP_PAD": group, "ROWS": 16,
         "HEAD_SIZE": HEAD_SIZE, "HEAD_PAD": HEAD_SIZE,
@@ -36,8 +39,10 @@ def barriers(group: int, *, projected: bool) -> int:
         "FIELDS": PLAN_FIELDS,
         "SPLITS": merged_splits(group, HEAD_SIZE), "PDL": True,
         "PROJECTED": projected, "ROTARY": HEAD_SIZE if projected else 0, "HAS_NORM": projected,
+        "HAS_SCALES": is_float8, "FP16_OPERANDS": fp16_operands,
     }  # fmt: skip
     types = {name: kind for kind, those in TYPES.items() for name in those}
+    types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
@@ -50,11 +55,14 @@ def barriers(group: int, *, projected: bool) -> int:
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )  # fmt: skip
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return (
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        .asm["ptx"]
-        .count("bar.sync")
-    )
+    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return ptx
+
+
+def barriers(group: int, *, projected: bool) -> int:
+    """Returns the number of barriers in the kernel over a cache in bf16, those of the merge
+    included."""
+    return compiled(group, projected=projected).count("bar.sync")
 
 
 @pytest.mark.parametrize("group", [2, 4])
@@ -63,3 +71,17 @@ def test_norm_and_rope_in_the_kernel_take_few_barriers(group: int) -> None:
     layout of its own."""
     extra = barriers(group, projected=True) - barriers(group, projected=False)
     assert 0 < extra <= 12
+
+
+@pytest.mark.parametrize("projected", [True, False])
+def test_float8_is_converted_by_instructions_for_two_numbers(projected: bool) -> None:
+    """To float16 by one instruction, to bf16 by two more. What is written saturates."""
+    to_bf16, to_fp16 = (
+        compiled(4, projected=projected, is_float8=True, fp16_operands=fp16)
+        for fp16 in (False, True)
+    )
+    for ptx in (to_bf16, to_fp16):
+        assert "cvt.rn.f16x2.e4m3x2" in ptx
+        assert ("cvt.rn.satfinite.e4m3x2" in ptx) == projected
+    assert to_bf16.count("cvt.bf16.f16") > 1.8 * to_bf16.count("cvt.rn.f16x2.e4m3x2")
+    assert to_fp16.count("cvt.bf16.f16") < 0.1 * to_bf16.count("cvt.bf16.f16")
