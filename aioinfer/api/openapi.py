@@ -30,6 +30,8 @@ from aioinfer.api.page import PAGE_FILES
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
@@ -80,6 +82,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
+    ("POST", "/api/embed"): Operation(OllamaEmbedRequest),
+    ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest),
     ("POST", "/v1/embeddings"): Operation(EmbeddingRequest),
     ("POST", "/pooling"): Operation(PoolingRequest),
     ("POST", "/classify"): Operation(ClassifyRequest),
