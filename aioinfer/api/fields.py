@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "structural_tag": (),
     "thinking_token_budget": (),
-    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     # llama.cpp, SGLang and others
