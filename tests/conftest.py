@@ -30,6 +30,8 @@ os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**33))
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
 
 TESTS = Path(__file__).parent
+#: `make test-clients` runs these with packages of their own.
+collect_ignore = ["clients"]
 KERNELS = TESTS / "kernels"
 #: Files that take longest, which begin first, so that none of them is left to one core at the end.
 LONGEST = ("test_equality.py", "test_request_path.py", "test_recovery.py", "test_multiprocess.py")

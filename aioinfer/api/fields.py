@@ -37,7 +37,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "structural_tag": (),
     "thinking_token_budget": (),
-    "truncation_side": ("left",),
     "vllm_xargs": ({},),
     # llama.cpp, SGLang and others
     "custom_logit_processor": (),

@@ -155,8 +155,8 @@ def _engine_info(engine: Engine) -> dict[str, Any]:
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """Describes the tokenizer: its special tokens and its chat template. 404 unless
-    `server.tokenizer_info` is set."""
+    """Describes the tokenizer: its special tokens, which vLLM's clients read as `eos_token` and the
+    like, and its chat template. 404 unless `server.tokenizer_info` is set."""
     frontend = request.app[FRONTEND]
     if not frontend.config.server.tokenizer_info:
         raise RequestError(
@@ -165,9 +165,8 @@ async def tokenizer_info(request: web.Request) -> web.Response:
             code="not_enabled",
         )
     described = frontend.require_tokenizer().describe()
-    return json_response(
-        described | {"vocab_size": frontend.vocab_size, "max_model_len": frontend.max_model_len}
-    )
+    sizes = {"vocab_size": frontend.vocab_size, "max_model_len": frontend.max_model_len}
+    return json_response(described["special_tokens"] | described | sizes)
 
 
 def _card(app: web.Application, name: str) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from aioinfer.api.paths import PREFIX
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
@@ -82,6 +84,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
+    ("POST", "/api/embed"): Operation(OllamaEmbedRequest),
+    ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest),
     ("POST", "/v1/embeddings"): Operation(EmbeddingRequest),
     ("POST", "/pooling"): Operation(PoolingRequest),
     ("POST", "/classify"): Operation(ClassifyRequest),

@@ -22,6 +22,8 @@ from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     PoolingBody,
     PoolingRequest,
     RerankRequest,
@@ -62,6 +64,34 @@ async def create_embeddings(request: web.Request) -> web.StreamResponse:
     make = _encoder(request.app[FRONTEND], body, normalize=body.normalize)
     head = {"object": "list", "model": _name(request), "usage": pooled.usage()}
     return await _send(request, head, pooled.states, make, ("embedding", "embedding"))
+
+
+async def embed_for_ollama(request: web.Request) -> web.StreamResponse:
+    """Embeds each input, in the shape of Ollama's `/api/embed`; under `/api/embeddings` one."""
+    is_older = request.path.endswith("/embeddings")
+    began = time.perf_counter_ns()
+    body = await read_body(request, OllamaEmbeddingsRequest if is_older else OllamaEmbedRequest)
+    frontend = request.app[FRONTEND]
+    pooled = await _pool_inputs(request, body, frontend.pooling.params(), "embd")
+
+    def make() -> bytes:
+        embed = frontend.pooling.embedding
+        # older clients normalise by themselves, and expect the vector as the model has it
+        found = [embed(s, body.dimensions, not is_older) for s in pooled.states]
+        reply: dict[str, Any] = {
+            "model": _name(request),
+            "embeddings": found,
+            "total_duration": time.perf_counter_ns() - began,
+            "load_duration": 0,
+            "prompt_eval_count": pooled.num_tokens,
+        }
+        if is_older:
+            reply = {"embedding": found[0]}
+        return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    numbers = sum(map(len, pooled.states))
+    data = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
+    return web.Response(body=data, content_type="application/json")
 
 
 async def create_pooling(request: web.Request) -> web.StreamResponse:
@@ -173,7 +203,8 @@ async def _encode(
                 ids = await frontend.encode(each, special, max_tokens=longest)
             if limit is not None:
                 room = frontend.max_model_len - 1
-                ids = ids[-min(room, limit if limit > 0 else room) :]
+                most = min(room, limit if limit > 0 else room)
+                ids = ids[:most] if body.keeps_beginning else ids[-most:]
             found.append(ids)
     return found
 

@@ -3,8 +3,9 @@ names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not have."
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.protocol import MAX_PROMPTS, Body, Count, Int32, Seconds, TokenId
@@ -12,8 +13,10 @@ from aioinfer.errors import RequestError
 
 
 class PoolingBody(Body, kw_only=True):
-    """What all of these bodies have in common."""
+    """What all of these bodies have in common. `truncate_prompt_tokens` keeps the end of a text, as
+    in vLLM, unless `keeps_beginning`."""
 
+    keeps_beginning: ClassVar[bool] = False
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
     priority: Int32 | None = None
@@ -60,6 +63,26 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     """`POST /pooling`."""
 
     pooling_type: Literal["last", "mean", "cls"] | None = None
+
+
+class OllamaEmbedRequest(EmbeddingRequest, kw_only=True):
+    """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
+    is false."""
+
+    keeps_beginning: ClassVar[bool] = True
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            self.model = self.model.removesuffix(":latest")
+        if self.truncate is not False and self.truncate_prompt_tokens is None:
+            self.truncate_prompt_tokens = -1
+
+
+class OllamaEmbeddingsRequest(OllamaEmbedRequest, kw_only=True):
+    """`POST /api/embeddings`, the older form: one text, named `prompt`."""
+
+    input: str = msgspec.field(name="prompt")
 
 
 class ClassifyRequest(InputBody, kw_only=True):

@@ -50,8 +50,8 @@ async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> li
 
 
 def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
-    """Returns the last `truncate_prompt_tokens` of a prompt; with -1 as many as leave room for the
-    output."""
+    """Returns the last `truncate_prompt_tokens` of a prompt, or the first with a `truncation_side`
+    of "right"; with -1 as many as leave room for the output."""
     kept = body.truncate_prompt_tokens or 0
     if kept > frontend.max_model_len:
         raise RequestError(
@@ -62,7 +62,7 @@ def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
     if kept < 0:
         output = body.sampling_fields().get("max_tokens") or 1
         kept = max(1, frontend.max_model_len - output)
-    return ids[-kept:]
+    return ids[:kept] if body.truncation_side == "right" else ids[-kept:]
 
 
 async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str) -> list[list[int]]:

@@ -11,7 +11,7 @@ bodies from `read_body`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -143,6 +143,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     user: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None

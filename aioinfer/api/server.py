@@ -304,6 +304,8 @@ def _add_models(app: web.Application) -> None:
         ("/api/chat", ollama.chat),
         ("/api/generate", ollama.generate),
         ("/api/show", ollama.show),
+        ("/api/embed", pooling.embed_for_ollama),
+        ("/api/embeddings", pooling.embed_for_ollama),
         ("/tokenize", tokenization.tokenize),
         ("/detokenize", tokenization.detokenize),
         ("/abort", admin.abort),

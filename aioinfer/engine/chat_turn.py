@@ -212,7 +212,22 @@ def make_parser(frontend: Frontend, turn: Turn) -> MessageParser:
     if not turn.parses:
         return PlainParser()
     parser = frontend.message_format.parser(turn.use, in_thought=turn.in_thought)
-    return parser if turn.shows_thoughts else ThoughtlessParser(parser)
+    if not turn.shows_thoughts:
+        parser = ThoughtlessParser(parser)
+    return CallsOnlyParser(parser) if turn.use.choice in ("required", "named") else parser
+
+
+class CallsOnlyParser(ThoughtlessParser):
+    """A `MessageParser` that leaves out the content of another: where a call is required, that is
+    part of a marker, at which the length of the output has ended it."""
+
+    def feed(self, text: str) -> MessageDelta:
+        """See `MessageParser.feed`."""
+        return replace(self._parser.feed(text), content="")
+
+    def flush(self) -> MessageDelta:
+        """See `MessageParser.flush`."""
+        return replace(self._parser.flush(), content="")
 
 
 def num_thought_tokens(frontend: Frontend, turn: Turn, tokens: Sequence[int]) -> int:

@@ -252,7 +252,8 @@ class PromptEncoder:
         values = np.frombuffer(tokens, np.int32)
         if values.min() < 0 or values.max() >= self._vocab_size:
             raise RequestError(
-                f"the prompt holds a token id outside of 0 to {self._vocab_size - 1}",
+                "the prompt holds a token id that is out of vocabulary: outside of 0 to "
+                f"{self._vocab_size - 1}",
                 param="prompt",
             )
         hashes: list[bytes] = []

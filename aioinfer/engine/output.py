@@ -48,7 +48,8 @@ class Delta:
         token_ids: the new tokens, an end token included.
         logprobs: one for each new token, if the request has `logprobs`.
         finish_reason: "stop", "length", "abort" or "error" in the last delta, else None.
-        stop_reason: the token id or the string that ended the text.
+        stop_reason: the string, or the token id of `stop_token_ids`, that ended the text; None at
+            the model's own end token.
         cumulative_logprob: of all tokens, in the output of a beam search.
     """
 
@@ -325,7 +326,8 @@ class OutputSequence:
                 text += stops.flush() if stop is None else ""
         if stop is not None:
             request.finish_reason, request.stop_reason = "stop", stop
-        self.output.push(
-            self.index, text, token, logprob, request.finish_reason, request.stop_reason
-        )
+        reason = request.stop_reason
+        if isinstance(reason, int) and reason not in request.params.stop_token_ids:
+            reason = None  # the model's own end token, as in vLLM
+        self.output.push(self.index, text, token, logprob, request.finish_reason, reason)
         return stop

@@ -133,6 +133,8 @@ async def test_what_the_server_says_of_itself(served: Served, administered: Serv
         info = await response.json()
     assert info["special_tokens"]["eos_token"] == "<|im_end|>"
     assert info["special_token_ids"]["eos_token"] == 2
+    # where lm-eval's remote tokenizer looks for them
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
     assert "<|im_start|>" in info["chat_template"]
     async with administered.http.get("/server_info") as response:
         text = await response.text()

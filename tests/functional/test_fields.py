@@ -99,6 +99,12 @@ class TestPrompts:
             CHAT, messages=QUESTION, truncate_prompt_tokens=4, return_token_ids=True, **GREEDY
         )
         assert reply["prompt_token_ids"] == (await served.frontend.encode_chat(QUESTION))[-4:]
+        for body in ({"prompt": ids[:9]}, {"prompt": ids[:9], "truncation_side": "left"}):
+            body |= {"truncate_prompt_tokens": 4, "return_token_ids": True}
+            reply = await served.post(COMPLETIONS, **body, **GREEDY)
+            assert reply["choices"][0]["prompt_token_ids"] == ids[5:9]
+            reply = await served.post(COMPLETIONS, **body | {"truncation_side": "right"}, **GREEDY)
+            assert reply["choices"][0]["prompt_token_ids"] == ids[:4]
         reply = await served.post(COMPLETIONS, 400, prompt=text, truncate_prompt_tokens=513)
         assert reply["error"]["param"] == "truncate_prompt_tokens"
 

@@ -68,6 +68,29 @@ async def test_what_is_there(served: Served) -> None:
     assert "tools" in shown["capabilities"]
 
 
+async def test_embeddings(served: Served) -> None:
+    both = await served.post("/api/embed", model="smollm2", input=["a river", "a stream"])
+    reference = await served.post("/v1/embeddings", input=["a river", "a stream"])
+    for found, item in zip(both["embeddings"], reference["data"], strict=True):
+        assert found == pytest.approx(item["embedding"], abs=1e-4)
+    assert both["prompt_eval_count"] == reference["usage"]["prompt_tokens"]
+    # the body of `ollama.Client.embed`; a long text is embedded up to where it fits
+    body = {"options": {}, "keep_alive": None, "dimensions": 8, "model": "smollm2:latest"}
+    long = await served.post("/api/embed", input="river " * 600, **body)
+    whole = await served.post("/api/embed", input="river " * 600 + "stone", truncate=True, **body)
+    assert long["embeddings"] == [pytest.approx(whole["embeddings"][0], abs=1e-4)]
+    assert len(long["embeddings"][0]) == 8
+    refused = await served.post("/api/embed", status=400, input="river " * 600, truncate=False)
+    assert "maximum context length" in refused["error"]
+
+
+async def test_embeddings_in_the_older_form(served: Served) -> None:
+    """One vector, as the model has it."""
+    found = (await served.post("/api/embeddings", prompt="a river"))["embedding"]
+    reference = await served.post("/pooling", input="a river")
+    assert found == pytest.approx(reference["data"][0]["data"], abs=1e-3)
+
+
 async def test_errors_are_texts(served: Served) -> None:
     reply = await served.post("/api/chat", status=404, model="other", messages=ASK)
     assert "does not exist" in reply["error"]

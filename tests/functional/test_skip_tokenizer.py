@@ -77,6 +77,7 @@ async def test_the_end_token_of_the_models_files_ends_a_request(without: Served)
         prompt=PROMPT, max_tokens=5, temperature=0, logit_bias={str(end): 100}
     )
     assert (choice["token_ids"], choice["finish_reason"]) == ([end], "stop")
+    assert choice["stop_reason"] is None  # that is said of `stop` and `stop_token_ids` alone
     choice = await without.complete(
         prompt=PROMPT, max_tokens=5, temperature=0, logit_bias={"5": 100}, stop_token_ids=[5]
     )

@@ -105,6 +105,20 @@ async def test_streamed_calls_are_those_of_the_whole_reply(client: openai.AsyncO
     check_calls(final.message.tool_calls)
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_a_required_call_that_is_cut_in_its_marker_is_no_text(
+    served: Served, choice: Any, max_tokens: int
+) -> None:
+    asked = {"messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": max_tokens}
+    (whole,) = (await served.post(CHAT, **asked))["choices"]
+    assert not whole["message"]["content"]
+    assert not whole["message"].get("tool_calls")
+    assert whole["finish_reason"] == "length"
+    events = await served.stream(CHAT, **asked)
+    assert not any(event["choices"][0]["delta"].get("content") for event in events)
+
+
 async def test_text_stays_text_under_auto(served: Served) -> None:
     plain = {"messages": ASK, "max_tokens": 6, "temperature": 0, "tools": TOOLS}
     reply = await served.post(CHAT, **plain)
