@@ -154,7 +154,8 @@ class BeamSearches:
         for index, (found, text) in enumerate(zip(ending.hypotheses, texts, strict=True)):
             delta = Delta(index, text, found.tokens, _logprobs(found, output.params))
             delta.finish_reason = ending.finish_reason if found.end_token is None else "stop"
-            delta.stop_reason = found.end_token
+            if found.end_token in output.params.stop_token_ids:
+                delta.stop_reason = found.end_token
             delta.cumulative_logprob = found.cumulative_logprob
             output.put(delta)
         for index in range(len(texts), output.params.n):  # aborted before there were so many
