@@ -61,20 +61,24 @@ def scaled_linear_config(
     """Returns the configuration for x [rows, inputs] and `features` output features.
 
     Derived from `linear.linear_config`: a tile holds twice the weights, for as many bytes. With
-    scales of blocks a tensor-core step is one block of inputs. (Not yet tuned on a card.)
+    scales of blocks a tensor-core step is one block of inputs. They compile without spilled
+    registers, and are not yet tuned on a card.
 
     Args:
         itemsize: bytes of an activation; float32 (for tests) takes the smallest tile.
     """
     if rows > 1 and itemsize > 2:
         return LinearConfig(16, GROUP, 4, 3)
+    if rows > MAX_ROWS // 2:  # 64 features would be a wgmma of 16 columns, which loads single bytes
+        if features >= 12288 or gated:
+            return LinearConfig(32, GROUP if grouped else 256, 4, 5)
+        return LinearConfig(16, GROUP, 1, 8) if grouped else LinearConfig(16, 256, 2, 6)
     if rows > 1:
-        step = GROUP if grouped else 256
         if features >= 12288:
-            return LinearConfig(64, step, 4, 5 if grouped else 4)
+            return LinearConfig(64, GROUP, 4, 6) if grouped else LinearConfig(64, 256, 4, 4)
         if gated:
-            return LinearConfig(32, step, 4, 5)
-        return LinearConfig(16, GROUP if grouped else 512, 1 if grouped else 2, 6)
+            return LinearConfig(32, GROUP if grouped else 256, 4, 5)
+        return LinearConfig(16, GROUP, 1, 8) if grouped else LinearConfig(16, 512, 2, 6)
     step = max(GROUP, min(4096, triton.next_power_of_2(inputs)))
     if gated or normed:
         return LinearConfig(2 if gated else 4, step, 4)

@@ -60,13 +60,18 @@ CONFIGS = (
     (128, ProductConfig(128, 128, 128, 8, 4)),
     (None, ProductConfig(128, 256, 128, 8, 3)),
 )
+#: For scales of blocks: the sums of a block stand beside the total, for which the registers of the
+#: widest tile do not suffice. Two programs of four warps fit a multiprocessor: one can multiply
+#: while the other scales.
+BLOCK_CONFIGS = (*CONFIGS[:2], (None, ProductConfig(64, 128, 128, 4, 4)))
 #: For activations of 32 bits, which only tests have.
 WIDE_CONFIG = ProductConfig(64, 32, 32, 4, 2)
 
 
-def product_config(rows: int) -> ProductConfig:
-    """Returns the configuration for so many rows."""
-    return next(config for bound, config in CONFIGS if bound is None or rows <= bound)
+def product_config(rows: int, *, grouped: bool) -> ProductConfig:
+    """Returns the configuration for so many rows; `grouped` for scales of blocks."""
+    table = BLOCK_CONFIGS if grouped else CONFIGS
+    return next(config for bound, config in table if bound is None or rows <= bound)
 
 
 @triton.jit
@@ -195,7 +200,8 @@ def scaled_product(
     if not rows:
         return out
     if config is None:
-        config = WIDE_CONFIG if values.element_size() > 2 else product_config(rows)
+        is_wide = values.element_size() > 2
+        config = WIDE_CONFIG if is_wide else product_config(rows, grouped=grouped)
     step = GROUP if grouped else config.step
     token_tiles, weight_tiles = -(-rows // config.tokens), -(-lines // config.features)
     added = out if residual is None else residual

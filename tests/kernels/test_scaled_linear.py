@@ -86,9 +86,11 @@ def test_the_configurations_of_the_table(rows: int) -> None:
 
 
 def test_every_number_of_rows_has_a_configuration() -> None:
-    assert [product_config(rows).tokens for rows in (17, 32, 33, 128, 129, 8192)] == [
-        32, 32, 64, 128, 256, 256,
-    ]  # fmt: skip
+    rows = (17, 32, 33, 128, 129, 8192)
+    tokens = [product_config(n, grouped=False).tokens for n in rows]
+    assert tokens == [32, 32, 64, 128, 256, 256]
+    of_blocks = [product_config(n, grouped=True).tokens for n in rows]
+    assert of_blocks == [32, 32, 64, 128, 128, 128]
 
 
 def test_no_rows() -> None:
