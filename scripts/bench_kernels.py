@@ -24,6 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchlib.kernel_cases import DEVICE, FAMILIES, Case, random_tensor
+from benchlib.scaled_cases import scaled_cases
+
+FAMILIES = {**FAMILIES, "scaled": scaled_cases}
 
 
 def time_case(case: Case) -> float:
@@ -95,7 +98,7 @@ def main() -> None:
                 )
                 traceback.print_exc(limit=-2)
                 continue
-            floor = max(case.bytes / bandwidth, case.flops / rate)
+            floor = max(case.bytes / bandwidth, case.flops / (rate * case.rate_factor))
             line |= {
                 "us": seconds * 1e6,
                 "floor_us": floor * 1e6,
