@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from aioinfer.kernels.gated_product import interleave
 from aioinfer.kernels.linear import MAX_ROWS
 from interpreted_float8 import round_to_nearest
 
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
+from aioinfer.layers.formats.make import make_weight
+from aioinfer.layers.formats.scaled import ScaledWeight
+from aioinfer.layers.formats.schemes import Quantization, ScaledScheme
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.shards import Shard, Source
 from tests.kernels.bound_model import Bound, random_ids
 from tests.scaled_models import layouts, write, write_dequantized
 from tests.tiny_models import tiny_model
@@ -81,3 +88,54 @@ def test_products_are_launched_before_the_first_request(
     )
     bound.model.warm_up()
     assert rows == [2, 17] * 2  # attention's output and the MLP's
+
+
+WHOLE, BLOCKS = Shard.whole(256), ScaledScheme("fp8", (128, 128), inputs="none")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "interleaved", "run"),
+    [
+        (WHOLE, WHOLE, False, 128),
+        (WHOLE, Shard(128, 128, 256), True, 8),  # an even number of blocks for a rank
+        (Shard(100, 104, 256), WHOLE, False, 1),  # rows that begin within a block
+    ],
+)
+def test_scales_of_blocks_follow_the_rows(
+    rows: Shard, columns: Shard, interleaved: bool, run: int
+) -> None:
+    """The product of a rank's part, written where it is wanted."""
+    weight = kernel_weight(rows, columns, BLOCKS)
+    assert isinstance(weight, KernelScaledWeight)
+    weight.values.copy_(torch.randn(weight.values.shape) * 50)
+    weight.scales.uniform_(0.5, 2.0)
+    expected = weight.dequantized()
+    if interleaved:
+        weight.reorder_rows(interleave(torch.arange(rows.size)))
+        expected = interleave(expected)
+    weight.finalize()
+    assert weight.matrix.rows_per_scale == run
+    for count in (3, MAX_ROWS + 1):
+        x, out = torch.randn(count, columns.size), torch.full((count, rows.size), torch.nan)
+        assert weight.multiply(x, out=out) is out
+        torch.testing.assert_close(out, x @ expected.T, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("columns", "scheme"),
+    [
+        (Shard(64, 64, 128), BLOCKS),  # begins within a block
+        (Shard.whole(256), ScaledScheme("fp8", (128, 64))),
+        (Shard.whole(200), ScaledScheme("int8")),
+    ],
+)
+def test_what_kernels_do_not_take_is_dequantized(columns: Shard, scheme: ScaledScheme) -> None:
+    assert type(kernel_weight(WHOLE, columns, scheme)) is ScaledWeight
+
+
+def kernel_weight(rows: Shard, columns: Shard, scheme: ScaledScheme) -> ScaledWeight:
+    backend = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single(), has_kernels=True)
+    quantization = Quantization("test", [(["Linear"], scheme)])
+    weight = make_weight([Source("x", rows)], columns, backend, quantization)
+    assert isinstance(weight, ScaledWeight)
+    return weight
