@@ -43,6 +43,8 @@ class ProductConfig:
         step: inputs of a stage.
         num_warps, num_stages: as Triton has them.
         group: token tiles that are computed with a weight tile before the next weight tile.
+        exact_sums: add the float8 sums of each step in float32; Hopper's tensor cores keep about
+            14 bits. Always so with scales of blocks.
     """
 
     features: int
@@ -51,6 +53,7 @@ class ProductConfig:
     num_warps: int
     num_stages: int
     group: int = 8
+    exact_sums: bool = False
 
 
 #: By the number of rows up to which each is used. (Not yet tuned on a card.)
@@ -120,7 +123,7 @@ def _product_kernel(
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     GROUP_SIZE: tl.constexpr, X_SCALES: tl.constexpr, GROUPED: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    SUM: tl.constexpr, PDL: tl.constexpr,
+    SUM: tl.constexpr, EXACT_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`features` are weight rows; X_SCALES is 0 for 16-bit activations, 1 for scales of tokens and
     2 for scales of tokens and groups."""
@@ -143,6 +146,8 @@ def _product_kernel(
                 part, x_scales, w_scales, tokens, is_token, weight_tile * FEATURES, lines, is_line,
                 step, token_stride, groups, FEATURES, X_SCALES == 2, ROWS_PER_SCALE,
             )  # fmt: skip
+        elif EXACT_SUMS:
+            totals += tl.dot(w, tl.trans(value), input_precision="ieee", out_dtype=SUM)
         else:
             totals = tl.dot(w, tl.trans(value), totals, input_precision="ieee", out_dtype=SUM)
     totals = totals.to(tl.float32)
@@ -213,7 +218,7 @@ def scaled_product(
         INPUTS=inputs, FEATURES=config.features, TOKENS=config.tokens, STEP=step,
         GROUP_SIZE=config.group, X_SCALES=scaling, GROUPED=grouped,
         ROWS_PER_SCALE=weight.rows_per_scale, HAS_RESIDUAL=residual is not None, GATED=gated,
-        SUM=tl.int32 if values.dtype == torch.int8 else tl.float32,
+        SUM=tl.int32 if values.dtype == torch.int8 else tl.float32, EXACT_SUMS=config.exact_sums,
         PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

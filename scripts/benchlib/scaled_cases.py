@@ -161,14 +161,15 @@ def many_rows(
         return float((out[last].double() - expected).norm() / expected.norm())
 
     table = product_config(rows, grouped=grouped)
-    for config in [table, *(tile for tile in TILES if tune and tile != table)]:
+    exact = [replace(table, exact_sums=True)] if kind == "fp8" else []
+    for config in [table, *exact, *(tile for tile in TILES if tune and tile != table)]:
 
         def run(w: ScaledMatrix, config: ProductConfig = config) -> torch.Tensor:
             return scaled_product(x, w, BF16, residual=residual, gated=gated, config=config)
 
         variant = f"{kind} n{config.features} t{config.tokens} w{config.num_warps}"
         yield replace(
-            case, variant=f"{variant} s{config.num_stages}",
+            case, variant=f"{variant} s{config.num_stages}{' exact' * config.exact_sums}",
             runs=[lambda w=w, run=run: run(w) for w in weights],
             check=lambda run=run: error(run(weights[0])),
         )  # fmt: skip

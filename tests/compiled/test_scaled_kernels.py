@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def product(
         "INPUTS": 4096, "FEATURES": config.features, "TOKENS": config.tokens, "STEP": config.step,
         "GROUP_SIZE": config.group, "X_SCALES": scaling, "GROUPED": scaling == 2,
         "ROWS_PER_SCALE": run, "HAS_RESIDUAL": not gated, "GATED": gated,
-        "SUM": tl.int32 if inputs == INT8 else tl.float32, "PDL": True,
+        "SUM": tl.int32 if inputs == INT8 else tl.float32, "EXACT_SUMS": config.exact_sums,
+        "PDL": True,
     }  # fmt: skip
     return compile_kernel(scaled_product._product_kernel, types, constants, config)
 
@@ -87,6 +89,7 @@ WGMMA = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8", BF16: "f32.bf16.bf16"}
     [(config, FP8, 1, 1, False) for _, config in CONFIGS]
     + [(config, FP8, 2, 128, False) for _, config in BLOCK_CONFIGS]
     + [(BLOCK_CONFIGS[-1][1], FP8, 2, 8, True)]
+    + [(replace(CONFIGS[2][1], exact_sums=True), FP8, 1, 1, False)]
     + [(CONFIGS[-1][1], INT8, 1, 1, True), (CONFIGS[-1][1], BF16, 0, 1, False)],
 )
 def test_products_of_many_rows(

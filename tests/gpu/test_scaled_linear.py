@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_activations_that_are_not_quantized(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [(config, "fp8") for _, config in CONFIGS]
+    [(replace(config, exact_sums=exact), "fp8") for _, config in CONFIGS for exact in (False, True)]
     + [(config, "int8") for _, config in CONFIGS]
     + [(config, "fp8 blocks") for _, config in BLOCK_CONFIGS],
 )

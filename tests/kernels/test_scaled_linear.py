@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from aioinfer.kernels.linear import LinearConfig
@@ -26,8 +28,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     round_to_nearest(monkeypatch)
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "normed"), [(True, True), (False, False)])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 @pytest.mark.parametrize(("kind", "grouped"), [(FP8, False), (FP8, True), (INT8, False)])
 def test_few_rows(kind: torch.dtype, grouped: bool, rows: int, gated: bool, normed: bool) -> None:
@@ -70,6 +71,12 @@ def test_many_rows(kind: torch.dtype, grouped: bool, groups: bool | None, gated:
     )
     residual = None if gated else "sum"
     assert error(many_rows(case, groups=groups, config=TILE, residual=residual)) < 1e-5
+
+
+def test_sums_of_steps_are_added_apart() -> None:
+    case = ScaledCase(19, 40, 208, FP8, torch.float32, "cpu")
+    config = replace(TILE, exact_sums=True)
+    assert error(many_rows(case, groups=False, config=config)) < 1e-5
 
 
 @pytest.mark.parametrize("groups", [True, None])

@@ -35,9 +35,7 @@ MANY, FEW = ([0, 0, 0], [9, 5, 12]), ([9, 5, 12], [1, 1, 5])
     [
         ("float channel", "llama"),
         ("float block", "qwen3"),
-        ("float static", "qwen3"),
         ("float weights alone", "gemma2"),
-        ("int channel", "qwen2"),
     ],
 )
 @torch.inference_mode()
