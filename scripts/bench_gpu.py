@@ -5,10 +5,12 @@ figures of vLLM on H200s.
     python scripts/bench_gpu.py --model FOLDER --cases d1,d256,k64x2000
     python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 \
         --set parallel.tensor_parallel_size=2
+    python scripts/bench_gpu.py --model FOLDER --set model.quantization=fp8 --cases d1,d32,d256,p16
     python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix \
         --set scheduler.max_num_batched_tokens=4096
 
-A folder contains config.json and a tokenizer; weights in it are not read. The vocabulary and the
+A folder contains config.json and a tokenizer; weights in it are not read, and are at random in the
+format of its `quantization_config`, if it has one. The vocabulary and the
 numbers in a case's name may be others. vLLM's figures and the marks (what is to be reached) are
 those of `benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B and Qwen3-8B.
 
@@ -122,9 +124,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     try:
         options.cases = [Case.parse(name, options.http) for name in names]
-        parallel = load_config(None, ["model.path=none", *options.set]).parallel
+        config = load_config(None, ["model.path=none", *options.set])
+        parallel, quantization = config.parallel, config.model.quantization
         num_gpus = parallel.tensor_parallel_size if parallel.data_parallel_size == 1 else 0
-        options.models = [Model.load(folder, num_gpus) for folder in options.model]
+        options.models = [Model.load(folder, num_gpus, quantization) for folder in options.model]
         for model in options.models:
             load_config(None, make_settings(options, model))
     except (OSError, ValueError, ConfigError) as error:

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchlib.float8_cases import float8_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
 from benchlib.kernel_cases import FAMILIES as OTHER_FAMILIES
+from benchlib.scaled_cases import scaled_cases
 
-FAMILIES = {**OTHER_FAMILIES, "float8": float8_cases}
+FAMILIES = {**OTHER_FAMILIES, "float8": float8_cases, "scaled": scaled_cases}
 
 
 def time_case(case: Case) -> float:
@@ -99,7 +100,7 @@ def main() -> None:
                 )
                 traceback.print_exc(limit=-2)
                 continue
-            floor = max(case.bytes / bandwidth, case.flops / rate)
+            floor = max(case.bytes / bandwidth, case.flops / (rate * case.rate_factor))
             line |= {
                 "us": seconds * 1e6,
                 "floor_us": floor * 1e6,

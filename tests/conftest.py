@@ -64,6 +64,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
+        "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",
         "functional/test_api_page.py",
         "functional/test_batches.py",
@@ -94,6 +95,7 @@ EXTENDED = frozenset(
 )
 KEPT = frozenset(
     [
+        "compiled/test_scaled_kernels.py::test_activations_are_quantized_in_registers",
         "functional/test_admin.py::test_only_an_admin_key_opens_them",
         "functional/test_api_page.py::test_every_endpoint_has_a_command",
         "functional/test_api_page.py::test_every_field_is_named",

@@ -107,6 +107,14 @@ def test_offline(
     assert "✗" in ended.table
 
 
+def test_weights_that_are_quantized(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Random weights in the format of the setting."""
+    settings = ("--set", "model.quantization=fp8")
+    ended = run(capsys, "--model", str(folder), "--cases", "k2x20x4", *settings)
+    assert ended.status == 0
+    assert ended.rows["k2x20x4"]["output_tokens_per_s"] > 0
+
+
 def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = run(
         capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2"
@@ -242,6 +250,11 @@ def test_figures_belong_to_the_models_shape(tmp_path: Path) -> None:
     assert Model.load(tmp_path).figures["d1"].mark == 240
     assert Model.load(tmp_path, 2).figures["d1"].mark == 330
     assert Model.load(tmp_path, 3).figures == {}
+    assert Model.load(tmp_path, quantization="fp8").figures["d1"].mark == 400
+    assert Model.load(tmp_path, quantization="int8").figures == {}
+    quantized = fields | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized), "utf-8")
+    assert Model.load(tmp_path).figures["d1"].mark == 520
     (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 28}), "utf-8")
     assert Model.load(tmp_path).figures == {}
     (tmp_path / "config.json").write_text("{}", "utf-8")

@@ -7,6 +7,7 @@ With kernels, queries and keys are normed, rotated and cached by the attention k
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,6 +88,16 @@ class Attention:
             rotated, shape.head_size, self._rotary.cos_sin.shape[1]
         )
         self.qkv.reorder_rows(order)
+
+    def warm_up(self, hidden_size: int) -> None:
+        """Launches the projections in every configuration that the number of rows selects."""
+        self.qkv.warm_up(self._norm, hidden_size)
+        self.output.warm_up(self.shape.num_heads * self.shape.head_size)
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Those of its weights."""
+        return self.qkv.weight.kind, self.output.weight.kind
 
     def bind(self, cache: KVCache, group: int, plans: AttentionPlans | None) -> None:
         """Gives the layer its KV cache, of the KV group `group`; with plans, for the kernels."""

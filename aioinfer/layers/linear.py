@@ -8,6 +8,7 @@ How a weight is stored, loaded and multiplied is up to its format (`formats`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,9 @@ from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
 
 
 class ColumnParallelLinear:
@@ -32,6 +36,7 @@ class ColumnParallelLinear:
         self, sources: Sequence[Source], weight: WeightFormat, *, bias: bool, backend: Backend
     ):
         self._sources = sources
+        self._backend = backend
         self.weight = weight
         self.bias: torch.Tensor | None = None
         if bias:
@@ -70,12 +75,24 @@ class ColumnParallelLinear:
             return self.weight.multiply_normed(stream.hidden, norm)
         return self(stream.normed(norm))
 
-    def of_normed_gated(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
+    def of_normed_gated(
+        self, stream: ResidualStream, norm: RMSNorm | None, wanted: InputFormat | None = None
+    ) -> Any:
         """Returns silu(gate) * up [T, out / 2] of the product with the normed stream; see
         `WeightFormat.multiply_gated`. There is no bias."""
         if norm is not None and stream.is_reduced:
-            return self.weight.multiply_gated(stream.hidden, norm)
-        return self.weight.multiply_gated(stream.normed(norm))
+            return self.weight.multiply_gated(stream.hidden, norm, wanted)
+        return self.weight.multiply_gated(stream.normed(norm), None, wanted)
+
+    def warm_up(self, norm: RMSNorm | None, in_features: int, *, gated: bool = False) -> None:
+        """Launches the products of `of_normed`, or of `of_normed_gated`, in every configuration
+        that the number of rows selects; both ways where an all-reduce may do the norm."""
+        backend = self._backend
+        for rows in self.weight.warm_up_rows():
+            x = torch.zeros(rows, in_features, dtype=backend.dtype, device=backend.device)
+            for before in (norm, None) if backend.group.size > 1 else (norm,):
+                stream = ResidualStream(x, backend)
+                _ = (self.of_normed_gated if gated else self.of_normed)(stream, before)
 
 
 class RowParallelLinear:
@@ -94,6 +111,7 @@ class RowParallelLinear:
         self, name: str, weight: WeightFormat, out_features: int, *, bias: bool, backend: Backend
     ):
         self._name = name
+        self._out_features = out_features
         self.weight = weight
         self._backend = backend
         self.bias: torch.Tensor | None = None
@@ -110,8 +128,9 @@ class RowParallelLinear:
         """Prepares the loaded weight for the device."""
         self.weight.finalize()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns [T, out], the same on every rank, for this rank's part of x [T, in]."""
+    def __call__(self, x: Any) -> torch.Tensor:
+        """Returns [T, out], the same on every rank, for this rank's part of x [T, in], quantized or
+        not (`WeightFormat.input_format`)."""
         all_reduce = self._backend.all_reduce
         if all_reduce is None:
             total = self._backend.group.all_reduce(self.weight.multiply(x))
@@ -124,7 +143,7 @@ class RowParallelLinear:
     def add_to(
         self,
         stream: ResidualStream,
-        x: torch.Tensor,
+        x: Any,
         *,
         norm: RMSNorm | None = None,
         scale: float = 1.0,
@@ -132,6 +151,7 @@ class RowParallelLinear:
         """Adds the product of this rank's part of x [T, in], summed over the ranks, to the stream.
 
         Args:
+            x: quantized or not (`WeightFormat.input_format`).
             norm: applied to the sum before it is added, if given.
             scale: multiplied with what is added.
         """
@@ -147,7 +167,18 @@ class RowParallelLinear:
             if self.bias is not None:
                 stream.hidden.add_(self.bias)
 
-    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+    def warm_up(self, in_features: int) -> None:
+        """Launches this rank's products in every configuration that the number of rows selects."""
+        backend = self._backend
+        for rows in self.weight.warm_up_rows():
+            x = torch.zeros(rows, in_features, dtype=backend.dtype, device=backend.device)
+            if backend.group.size > 1:
+                self.weight.multiply(x)
+            else:
+                self.weight.add_product(x, x.new_zeros(rows, self._out_features))
+                self.weight.multiply(x)  # where it is normed before it is added
+
+    def _partial(self, x: Any) -> torch.Tensor:
         """Writes this rank's part of the product to symmetric memory and returns it; rank 0 adds
         the bias."""
         backend = self._backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import torch
@@ -26,7 +26,8 @@ class GatedMLP:
     """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
 
     With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
-    where that is faster; other activations, and SiLU after a bias, take a launch of their own.
+    where that is faster; other activations, and SiLU after a bias, take a launch of their own. What
+    the second projection takes quantized is quantized with the SiLU.
 
     Args:
         gate_up: the merged projection: this rank's channels of the gate, then of up.
@@ -75,15 +76,23 @@ class GatedMLP:
 
             self.gate_up.reorder_rows(interleave(torch.arange(2 * self._channels)))
 
-    def warm_up(self) -> None:
-        """Launches the fused products in every configuration that the number of rows selects."""
+    def warm_up(self, hidden_size: int) -> None:
+        """Launches the products in every configuration that the number of rows selects."""
         if self._is_fused:
             self.gate_up.weight.warm_up_gated()
+        self.gate_up.warm_up(self._norm, hidden_size, gated=self._is_fused)
+        self.down.warm_up(self._channels)
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Those of its weights."""
+        return self.gate_up.weight.kind, self.down.weight.kind
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the MLP of the stream's tokens to the stream."""
         if self._is_fused:
-            gated = self.gate_up.of_normed_gated(stream, self._norm)
+            wanted = self.down.weight.input_format(len(stream))
+            gated = self.gate_up.of_normed_gated(stream, self._norm, wanted)
         elif self._kernel is not None:
             gated = self._kernel(self.gate_up.of_normed(stream, self._norm))
         else:

@@ -278,7 +278,13 @@ class DecoderModel:
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`."""
-        self.layers[0].mlp.warm_up()
+        seen = set()
+        for layer in self.layers:
+            kinds = *layer.attention.kinds, *layer.mlp.kinds
+            if kinds not in seen:
+                seen.add(kinds)
+                layer.attention.warm_up(self.hidden_size)
+                layer.mlp.warm_up(self.hidden_size)
 
     def plan(self, step: Step) -> None:
         """See `CausalLM.plan`."""

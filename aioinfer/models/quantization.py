@@ -3,6 +3,7 @@ quantizers write it (compressed-tensors, transformers' and vLLM's fp8, GPTQ, AWQ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -66,8 +67,7 @@ def _read_fp8(found: Mapping[str, Any]) -> Quantization:
     activations = found.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise _unsupported("activation_scheme", activations, ("dynamic", "static"))
-    if block is not None and activations == "static":
-        raise ConfigError("quantization_config: static activation scales go with no blocks")
+    _check_static(block, activations)
     scales = "weight_scale" if block is None else "weight_scale_inv"
     scheme = ScaledScheme("fp8", block, scales, activations)
     ignored = found.get("modules_to_not_convert") or found.get("ignored_layers") or ()
@@ -117,6 +117,9 @@ def _read_compressed(found: Mapping[str, Any]) -> Quantization:
         groups = {}
     elif not isinstance(groups, Mapping) or not groups:
         raise ConfigError("quantization_config.config_groups must be an object that is not empty")
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise ConfigError(f"quantization_config.config_groups.{name} must be an object")
     schemes = [
         (_read_names(group.get("targets") or ["Linear"]), _read_group(name, group))
         for name, group in groups.items()
@@ -132,10 +135,11 @@ def _read_group(name: str, group: Mapping[str, Any]) -> Scheme:
     if not isinstance(weights, Mapping) or group.get("output_activations"):
         raise ConfigError(f"quantization_config.config_groups.{name} is not supported: {group}")
     kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
-    inputs = _read_inputs(name, activations)
+    inputs = _read_inputs(name, activations, kind)
     is_plain = strategy in ("tensor", "channel") and weights.get("symmetric", True)
     if (kind, bits) == ("float", 8) and (is_plain or strategy == "block"):
-        block = _read_block(weights.get("block_structure")) if strategy == "block" else None
+        block = _read_block(weights.get("block_structure", ())) if strategy == "block" else None
+        _check_static(block, inputs)
         return ScaledScheme("fp8", block, inputs=inputs)
     if (kind, bits) == ("int", 8) and is_plain and activations:
         return ScaledScheme("int8", inputs=inputs)
@@ -151,15 +155,17 @@ def _read_group(name: str, group: Mapping[str, Any]) -> Scheme:
     )
 
 
-def _read_inputs(name: str, activations: Mapping[str, Any] | None) -> _Inputs:
-    """Returns how `input_activations` are quantized."""
+def _read_inputs(name: str, activations: Mapping[str, Any] | None, kind: Any) -> _Inputs:
+    """Returns how `input_activations` are quantized, those of weights of the type `kind`."""
     if not activations:
         return "none"
+    where = f"quantization_config.config_groups.{name}.input_activations"
+    if not isinstance(activations, Mapping):
+        raise ConfigError(f"{where} must be an object")
     if not activations.get("symmetric", True) or activations.get("num_bits") != 8:
-        raise ConfigError(
-            f"quantization_config.config_groups.{name}.input_activations must be symmetric and of "
-            "8 bits"
-        )
+        raise ConfigError(f"{where} must be symmetric and of 8 bits")
+    if activations.get("type", kind) != kind:
+        raise ConfigError(f"{where} must be of type {kind!r}, as the weights")
     return "dynamic" if activations.get("dynamic") else "static"
 
 
@@ -173,6 +179,11 @@ def _read_affine(found: Mapping[str, Any]) -> Quantization:
         for group in found["groups"]
     ]
     return Quantization("gguf", groups)
+
+
+def _check_static(block: tuple[int, int] | None, inputs: str) -> None:
+    if block is not None and inputs == "static":
+        raise ConfigError("quantization_config: static activation scales go with no blocks")
 
 
 def _read_bits(found: Mapping[str, Any]) -> int:
@@ -195,14 +206,23 @@ def _read_block(block: Any) -> tuple[int, int] | None:
     if block is None:
         return None
     numbers = list(block) if isinstance(block, Sequence) else []
-    if len(numbers) != 2 or not all(isinstance(n, int) and n > 0 for n in numbers):
+    if len(numbers) != 2 or not all(type(n) is int and n > 0 for n in numbers):
         raise ConfigError(f"quantization_config: a block must be two numbers, not {block!r}")
     return numbers[0], numbers[1]
 
 
 def _read_names(names: Any) -> list[str]:
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"quantization_config: module names must be a list, not {names!r}")
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name.removeprefix("re:"))
+            except re.error as error:
+                raise ConfigError(
+                    f"quantization_config: {name!r} is no pattern: {error}"
+                ) from error
     return list(names)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchlib.vllm_figures import VLLM_H200, Figures
+from benchlib.vllm_figures import QUANTIZED_VLLM_H200, VLLM_H200, Figures
 from benchlib.workload import IntRange
 
 OFFLINE_CASES = [
@@ -45,7 +45,8 @@ class Model:
 
     Attributes:
         max_len: the maximum tokens of a sequence that it was made for.
-        figures: vLLM's, by case; none for shapes and numbers of GPUs that were not measured.
+        figures: vLLM's, by case; none for shapes, quantizations and numbers of GPUs that were not
+            measured.
     """
 
     folder: Path
@@ -54,19 +55,25 @@ class Model:
     figures: dict[str, Figures]
 
     @classmethod
-    def load(cls, folder: Path, num_gpus: int = 1) -> Model:
-        """Raises `ValueError` if config.json is not one of a language model, `OSError` if it cannot
+    def load(cls, folder: Path, num_gpus: int = 1, quantization: str = "auto") -> Model:
+        """Returns the model of a folder, `quantization` being `model.quantization`.
+
+        Raises `ValueError` if config.json is not one of a language model, `OSError` if it cannot
         be read."""
         fields = json.loads((folder / "config.json").read_text("utf-8"))
         try:
             shape = fields["hidden_size"], fields["num_hidden_layers"], num_gpus
+            method = quantization
+            if method == "auto":
+                method = fields.get("quantization_config", {}).get("quant_method", "auto")
+            table = VLLM_H200 if method == "auto" else QUANTIZED_VLLM_H200.get(method, {})
             return cls(
                 folder.resolve(),
                 fields["vocab_size"],
                 fields["max_position_embeddings"],
-                VLLM_H200.get(shape, {}),
+                table.get(shape, {}),
             )
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{folder}/config.json describes no language model: {error!r}"
             ) from error

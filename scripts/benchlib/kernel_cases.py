@@ -47,6 +47,7 @@ class Case:
     Attributes:
         bytes, flops: the minimum that one run has to move and compute.
         check: returns the error of a run's result; None where the tests suffice.
+        rate_factor: how much faster than bf16 the tensor cores compute it.
     """
 
     family: str
@@ -57,6 +58,7 @@ class Case:
     flops: float = 0.0
     check: Callable[[], float] | None = None
     repeats: int = 20
+    rate_factor: float = 1.0
 
 
 def random_tensor(*shape: int, scale: float = 1.0) -> torch.Tensor:

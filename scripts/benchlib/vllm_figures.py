@@ -81,3 +81,26 @@ VLLM_H200: dict[tuple[int, int, int], dict[str, Figures]] = {
     },
     (4096, 36, 4): {"d1": Figures(mark=450)},
 }
+
+#: Of quantized models: by how ("fp8": vLLM's online quantization, per tensor; "gptq": 4 bits in
+#: groups of 128), then as above.
+QUANTIZED_VLLM_H200: dict[str, dict[tuple[int, int, int], dict[str, Figures]]] = {
+    "fp8": {
+        (4096, 36, 1): {
+            "startup": Figures(mark=18, unit="s"),
+            "d1": Figures(vllm=269, mark=400),
+            "d32": Figures(vllm=6_401, mark=8_200),
+            "d256": Figures(vllm=22_548, mark=26_000),
+            "p16": Figures(vllm=62_276, mark=72_000, unit="in"),
+        }
+    },
+    "gptq": {
+        (4096, 36, 1): {
+            "d1": Figures(vllm=226, mark=520),
+            "d32": Figures(vllm=6_067, mark=8_200),
+            "d128": Figures(vllm=13_364, mark=16_500),
+            "d256": Figures(vllm=16_757, mark=20_000),
+            "p16": Figures(vllm=38_373, mark=43_000, unit="in"),
+        }
+    },
+}

@@ -8,8 +8,8 @@ the rest through cuBLAS (`KernelDenseWeight`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and those serve prefill as well.
@@ -51,6 +54,11 @@ class DenseWeight:
         self.weight: torch.Tensor | None = weight
         self._packed: Packed | None = None
 
+    @property
+    def kind(self) -> Hashable:
+        """See `WeightFormat.kind`."""
+        return "dense"
+
     def weight_shards(self) -> NamedShards:
         """See `WeightFormat.weight_shards`."""
         assert self.weight is not None
@@ -71,6 +79,14 @@ class DenseWeight:
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
+
+    def input_format(self, rows: int) -> InputFormat | None:
+        """See `WeightFormat.input_format`."""
+        return None
+
+    def warm_up_rows(self) -> Sequence[int]:
+        """See `WeightFormat.warm_up_rows`."""
+        return ()
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -93,7 +109,9 @@ class DenseWeight:
         """See `WeightFormat.multiply_normed`."""
         return self.multiply(norm(x), out=out)
 
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def multiply_gated(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
+    ) -> Any:
         """Not here: rows are interleaved for kernels alone."""
         raise NotImplementedError
 
@@ -161,7 +179,9 @@ class KernelDenseWeight(DenseWeight):
             x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
         )
 
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def multiply_gated(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
+    ) -> Any:
         """See `WeightFormat.multiply_gated`."""
         weight = self._loaded
         if len(x) == 1:

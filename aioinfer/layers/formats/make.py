@@ -41,8 +41,20 @@ def make_weight(
     scheme = quantization.scheme_of_all(names)
     match scheme:
         case ScaledScheme():
-            return ScaledWeight(sources, columns, backend, scheme)
+            return _make_scaled(sources, columns, backend, scheme)
         case GroupScheme():
             return GroupedWeight(sources, columns, backend, scheme)
         case _:
             return make_dense(sources, columns, backend)
+
+
+def _make_scaled(
+    sources: Sequence[Source], columns: Shard, backend: Backend, scheme: ScaledScheme
+) -> WeightFormat:
+    """Returns a weight of one byte; dequantized, where kernels are missing or do not take it."""
+    if backend.has_kernels:
+        from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
+
+        if KernelScaledWeight.supports(columns, backend, scheme):
+            return KernelScaledWeight(sources, columns, backend, scheme)
+    return ScaledWeight(sources, columns, backend, scheme)

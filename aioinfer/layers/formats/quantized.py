@@ -8,7 +8,8 @@ one: as exact, and no smaller.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,9 +18,14 @@ from aioinfer.layers.formats.dense import DenseWeight, make_dense
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source
 
+if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
+
 
 class QuantizedWeight(ABC):
     """Implements `WeightFormat` with the dequantized weight.
+
+    A format with kernels whose tiles depend on the number of rows overrides `warm_up_rows`.
 
     Args:
         sources: whose rows it holds, one after the other.
@@ -27,12 +33,19 @@ class QuantizedWeight(ABC):
         backend: of the rank.
     """
 
+    _scheme: Any  # of the subclass
+
     def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
         self._sources, self._columns, self._backend = sources, columns, backend
         self._out = sum(source.rows.size for source in sources)
         #: the place in checkpoint order of each output feature, or None for the same order
         self._row_order: torch.Tensor | None = None
         self._dense: DenseWeight | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        """See `WeightFormat.kind`."""
+        return self._scheme
 
     @abstractmethod
     def weight_shards(self) -> NamedShards:
@@ -64,6 +77,14 @@ class QuantizedWeight(ABC):
         assert self._dense is not None, "finalize was not called"
         return self._dense
 
+    def input_format(self, rows: int) -> InputFormat | None:
+        """See `WeightFormat.input_format`."""
+        return None
+
+    def warm_up_rows(self) -> Sequence[int]:
+        """See `WeightFormat.warm_up_rows`."""
+        return ()
+
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -80,9 +101,11 @@ class QuantizedWeight(ABC):
         """See `WeightFormat.multiply_normed`."""
         return self._product.multiply_normed(x, norm, out)
 
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def multiply_gated(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
+    ) -> Any:
         """See `WeightFormat.multiply_gated`."""
-        return self._product.multiply_gated(x, norm)
+        return self._product.multiply_gated(x, norm, wanted)
 
     def warm_up_gated(self) -> None:
         """See `WeightFormat.warm_up_gated`."""

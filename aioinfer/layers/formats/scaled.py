@@ -98,18 +98,22 @@ class ScaledWeight(QuantizedWeight):
 
     def dequantized(self) -> torch.Tensor:
         """See `QuantizedWeight.dequantized`."""
-        weight = self.values.float()
+        scales = self.scales[self.scale_rows()]
         if self._scheme.block is None:
-            return weight.mul_(self.scales.unsqueeze(1))
-        height, width = self._scheme.block
-        first = first_block = 0
-        columns = _within(self._columns, width, self.scales.device)
+            return self.values.float().mul_(scales.unsqueeze(1))
+        columns = _within(self._columns, self._scheme.block[1], scales.device)
+        return self.values.float().mul_(scales[:, columns])
+
+    def scale_rows(self) -> torch.Tensor:
+        """Returns which row of `scales` each output feature has, int64 [out]."""
+        device = self.scales.device
+        if self._scheme.block is None:
+            return torch.arange(self._out, device=device)
+        rows, first = [], 0
         for source, blocks in zip(self._sources, self._block_rows, strict=True):
-            scales = self.scales[first_block : first_block + blocks.size]
-            rows = _within(source.rows, height, self.scales.device)
-            weight[first : first + source.rows.size] *= scales[rows][:, columns]
-            first, first_block = first + source.rows.size, first_block + blocks.size
-        return weight
+            rows.append(first + _within(source.rows, self._scheme.block[0], device))
+            first += blocks.size
+        return torch.cat(rows)
 
     def release(self) -> None:
         """See `QuantizedWeight.release`."""

@@ -1,0 +1,184 @@
+"""Weights of one byte that stay so, computed with by our kernels and cuBLASLt.
+
+Up to `MAX_ROWS` rows are multiplied as they are, in 16 bits. More are quantized first, where the
+scheme says so, in the launch of the norm or the gate before the product. That an all-reduce with
+norm could quantize as well is a matter of `ResidualStream.normed`: `multiply` takes `ScaledInputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from aioinfer.kernels.activation import GATE_RUN, gated_activation
+from aioinfer.kernels.linear import MAX_ROWS
+from aioinfer.kernels.quantize import (
+    GROUP,
+    MAX_CHANNELS,
+    InputFormat,
+    ScaledInputs,
+    quantize,
+)
+from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
+from aioinfer.kernels.scaled_product import (
+    ALIGNMENT,
+    CONFIGS,
+    CUBLAS_ROWS,
+    cublas_product,
+    scaled_product,
+    use_cublas,
+)
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
+from aioinfer.layers.formats.schemes import ScaledScheme
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.shards import Shard, Source
+
+Inputs: TypeAlias = "torch.Tensor | ScaledInputs"
+
+
+class KernelScaledWeight(ScaledWeight):
+    """A weight of one byte on a GPU.
+
+    Scales of blocks are kept for the longest run of rows in which they are the same: 128 where
+    blocks are whole, 8 where rows of gate and up are interleaved (1/256 of the weight's bytes), 1
+    where a rank's rows begin within a block.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], columns: Shard, backend: Backend, scheme: ScaledScheme
+    ):
+        super().__init__(sources, columns, backend, scheme)
+        self._pdl = backend.pdl
+        self._dtype = backend.dtype
+        self._format: InputFormat | None = None
+        self._loaded: ScaledMatrix | None = None
+
+    @staticmethod
+    def supports(columns: Shard, backend: Backend, scheme: ScaledScheme) -> bool:
+        """Whether the kernels take such weights: float8 needs compute capability 8.9, blocks must
+        have 128 inputs and begin with the rank's, and TMA reads whole 16 bytes."""
+        device, is_fp8 = backend.device, scheme.kind == "fp8"
+        if is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return False
+        if scheme.block is not None and (scheme.block[1] != GROUP or columns.start % GROUP):
+            return False
+        return columns.size % ALIGNMENT == 0 and columns.size <= MAX_CHANNELS
+
+    def finalize(self) -> None:
+        """Puts the rows in their order and gathers their scales."""
+        values, rows = self.values, self.scale_rows()
+        if self._row_order is not None:
+            order = self._row_order.to(values.device)
+            values = values.view(torch.uint8)[order].view(values.dtype)
+            rows = rows[order]
+        run = _common_run(rows)
+        scales = self.scales[rows[::run]].view(-(-self._out // run), -1).contiguous()
+        self._loaded = ScaledMatrix(values, scales, run)
+        if self._scheme.inputs != "none":
+            static = self.input_scale
+            is_grouped = self._scheme.block is not None and static is None
+            self._format = InputFormat(DTYPES[self._scheme.kind], is_grouped, static)
+        self.release()
+
+    @property
+    def matrix(self) -> ScaledMatrix:
+        """The weight, after `finalize`."""
+        assert self._loaded is not None, "finalize was not called"
+        return self._loaded
+
+    def input_format(self, rows: int) -> InputFormat | None:
+        """See `WeightFormat.input_format`."""
+        return self._format if rows > MAX_ROWS else None
+
+    def warm_up_rows(self) -> Sequence[int]:
+        """See `WeightFormat.warm_up_rows`."""
+        bounds = [bound for bound, _ in CONFIGS if bound is not None]
+        firsts = {1, 2, MAX_ROWS // 2 + 1, MAX_ROWS + 1, CUBLAS_ROWS}
+        return sorted(firsts | {bound + 1 for bound in bounds})
+
+    # ---------------------------------------------------------------- products
+
+    def multiply(
+        self, x: Inputs, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        residual = None if bias is None else bias.expand(len(x), -1)
+        return self._multiply(x, residual, out)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """See `WeightFormat.fuses_norm`. For many rows one launch norms and quantizes."""
+        return rows == 1 or self.input_format(rows) is not None
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply_normed`."""
+        if len(x) == 1:
+            return scaled_linear(
+                x, self.matrix, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
+            )
+        return self._multiply(self._normed(x, norm), None, out)
+
+    def multiply_gated(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
+    ) -> Inputs:
+        """See `WeightFormat.multiply_gated`."""
+        if len(x) == 1 and norm is not None:
+            options = {"norm_weight": norm.weight, "eps": norm.eps}
+            return scaled_linear(x, self.matrix, gated=True, pdl=self._pdl, **options)
+        inputs = self._quantized(x) if norm is None else self._normed(x, norm)
+        if use_cublas(inputs, self.matrix, self._dtype):
+            product = cublas_product(inputs, self.matrix)
+            if wanted is not None:
+                return quantize(product, wanted, gated=True, pdl=self._pdl)
+            return gated_activation(product, pdl=self._pdl)
+        if len(x) <= MAX_ROWS:
+            return scaled_linear(inputs, self.matrix, gated=True, pdl=self._pdl)
+        return scaled_product(inputs, self.matrix, self._dtype, gated=True, pdl=self._pdl)
+
+    def warm_up_gated(self) -> None:
+        """Does nothing: `warm_up_rows` has all configurations."""
+
+    def add_product(self, x: Inputs, total: torch.Tensor) -> None:
+        """See `WeightFormat.add_product`."""
+        self._multiply(x, total, total)
+
+    def _multiply(
+        self, x: Inputs, residual: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns x W^T + residual [T, out]."""
+        inputs = self._quantized(x)
+        options = {"residual": residual, "out": out, "pdl": self._pdl}
+        if isinstance(inputs, torch.Tensor) and len(inputs) <= MAX_ROWS:
+            return scaled_linear(inputs, self.matrix, **options)
+        if not use_cublas(inputs, self.matrix, self._dtype):
+            return scaled_product(inputs, self.matrix, self._dtype, **options)
+        if residual is None:
+            return cublas_product(inputs, self.matrix, out)
+        return torch.add(cublas_product(inputs, self.matrix), residual, out=out)
+
+    def _quantized(self, x: Inputs) -> Inputs:
+        """Returns x as the product takes so many rows."""
+        format = self.input_format(len(x))
+        if isinstance(x, ScaledInputs) or format is None:
+            return x
+        return quantize(x, format, pdl=self._pdl)
+
+    def _normed(self, x: torch.Tensor, norm: RMSNorm) -> Inputs:
+        """Returns the norm of x, as the product takes so many rows."""
+        format = self.input_format(len(x))
+        if format is None:
+            return norm(x)
+        return quantize(x, format, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
+
+
+def _common_run(rows: torch.Tensor) -> int:
+    """Returns of how many neighbouring output features all have the same scales, given the row of
+    scales of each (int64 [out])."""
+    for run in (GROUP, GATE_RUN):
+        if torch.equal(rows[::run].repeat_interleave(run)[: len(rows)], rows):
+            return run
+    return 1

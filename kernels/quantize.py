@@ -1,0 +1,183 @@
+"""Activations of one byte: quantized as they are, after their RMSNorm, or after the gate of an MLP.
+
+Called by linear layers with weights of one byte (`layers.formats.kernel_scaled`) for more rows than
+`scaled_linear` takes. A scale belongs to a token, to a token and `GROUP` neighbouring channels
+(DeepSeek-V3, DeepSeek-AI 2024), or to all (a static one). One launch computes scales and values: a
+program keeps its token in registers.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.norm import rms_norm_reference
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Channels that share a scale in blocks.
+GROUP = 128
+#: A program keeps a whole token in its registers.
+MAX_CHANNELS = 32768
+#: The largest magnitude that is used of each dtype.
+MAXIMA = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+#: Keeps the scale of zeros from being zero.
+SMALLEST = 1e-12
+#: Adding it to a float32 below 2 ** 22, and taking it away again, rounds to the nearest integer,
+#: ties to the even one.
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFormat:
+    """How activations are quantized for a product.
+
+    Attributes:
+        dtype: float8_e4m3fn or int8.
+        is_grouped: each `GROUP` channels of a token have a scale; otherwise each token has one.
+        static_scale: float32 of one element, the scale of all tokens; None to compute scales.
+    """
+
+    dtype: torch.dtype
+    is_grouped: bool = False
+    static_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledInputs:
+    """Quantized activations: value * scale.
+
+    Attributes:
+        values: float8 or int8 [T, K].
+        scales: float32 [T, 1], or [T, groups] with the tokens next to one another in memory.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def dequantized(self) -> torch.Tensor:
+        """Returns the activations in float32 [T, K]."""
+        groups = self.scales.shape[1]
+        width = self.values.shape[1] if groups == 1 else GROUP
+        wide = self.scales.repeat_interleave(width, 1)[:, : self.values.shape[1]]
+        return self.values.float() * wide
+
+
+@triton.jit(do_not_specialize=["group_stride"])
+def _quantize_kernel(
+    x, norm, static_scale, values, scales, width, in_stride, group_stride, eps,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, HAS_NORM: tl.constexpr,
+    GATED: tl.constexpr, IS_STATIC: tl.constexpr, MAXIMUM: tl.constexpr, TINY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, BLOCK // SCALED)
+    columns = groups[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    mask = columns < width
+    if HAS_NORM:
+        factors = tl.load(norm + columns, mask, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = x + row * in_stride + columns
+    if GATED:
+        place += columns // RUN * RUN
+    value = tl.load(place, mask, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(place + RUN, mask, 0.0).to(tl.float32)
+        value = value / (1.0 + tl.exp(-value)) * up
+    if HAS_NORM:
+        square = tl.sum(tl.sum(value * value, axis=1), axis=0)
+        value = value * tl.rsqrt(square / width + eps) * factors
+    if IS_STATIC:
+        scale = tl.zeros([BLOCK // SCALED], tl.float32) + tl.load(static_scale)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(value), axis=1), TINY) / MAXIMUM
+    value = tl.minimum(tl.maximum(value / scale[:, None], -MAXIMUM), MAXIMUM)
+    if values.dtype.element_ty == tl.int8:
+        value = (value + ROUNDER) - ROUNDER
+    tl.store(values + row * width + columns, value.to(values.dtype.element_ty), mask)
+    tl.store(scales + row + groups * group_stride, scale, groups * SCALED < width)
+
+
+def quantize(
+    x: torch.Tensor,
+    format: InputFormat,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+    pdl: bool = False,
+) -> ScaledInputs:
+    """Returns x quantized, or its RMSNorm, or silu(gate) * up of it; computed in float32.
+
+    Args:
+        x: [T, K], bf16, fp16 or fp32; rows may be strided. With `gated` [T, 2 * K].
+        format: of the result.
+        norm_weight: [K] of the RMSNorm, with `eps`; None for no norm.
+        gated: x holds eight channels of the gate, then the matching eight of up, and so on; K is
+            a multiple of 8.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: there are more than `MAX_CHANNELS` channels, a norm and a gate, or strided
+            columns.
+    """
+    rows, width = x.shape
+    if gated:
+        width //= 2
+    if x.stride(1) != 1 or width > MAX_CHANNELS or (gated and norm_weight is not None):
+        raise ValueError(
+            f"x must be [T, K <= {MAX_CHANNELS}] with contiguous rows, and either normed or gated, "
+            f"not {tuple(x.shape)}"
+        )
+    if gated and x.shape[1] % (2 * GATE_RUN):
+        raise ValueError(f"x must be [T, 2 * K], K a multiple of {GATE_RUN}, not {tuple(x.shape)}")
+    groups = -(-width // GROUP) if format.is_grouped else 1
+    values = torch.empty((rows, width), dtype=format.dtype, device=x.device)
+    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+    if rows:
+        block = max(GROUP, triton.next_power_of_2(width))
+        static = format.static_scale
+        _quantize_kernel[(rows,)](
+            x, x if norm_weight is None else norm_weight, scales if static is None else static,
+            values, scales, width, x.stride(0), rows, eps,
+            BLOCK=block, SCALED=GROUP if format.is_grouped else block, RUN=GATE_RUN,
+            HAS_NORM=norm_weight is not None, GATED=gated,
+            IS_STATIC=static is not None, MAXIMUM=MAXIMA[format.dtype], TINY=SMALLEST, PDL=pdl,
+            num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+        )  # fmt: skip
+    return ScaledInputs(values, scales.t())
+
+
+def quantize_reference(
+    x: torch.Tensor,
+    format: InputFormat,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    gated: bool = False,
+) -> ScaledInputs:
+    """`quantize` in plain torch, in float32."""
+    x = x.float()
+    if gated:
+        x = gated_activation_reference(x)
+    if norm_weight is not None:
+        x = rms_norm_reference(x, norm_weight.float(), eps)
+    width = x.shape[1]
+    size = GROUP if format.is_grouped else width
+    maximum = MAXIMA[format.dtype]
+    parts = torch.nn.functional.pad(x, (0, -width % size)).unflatten(1, (-1, size))
+    if format.static_scale is None:
+        scales = parts.abs().amax(-1).clamp(min=SMALLEST) / maximum
+    else:
+        scales = format.static_scale.expand(parts.shape[:2])
+    values = (parts / scales[..., None]).clamp(-maximum, maximum).flatten(1)[:, :width]
+    values = (values.round() if format.dtype == torch.int8 else values).to(format.dtype)
+    return ScaledInputs(values, scales.t().contiguous().t())

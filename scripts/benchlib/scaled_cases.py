@@ -1,0 +1,211 @@
+"""Products of one-byte weights for `bench_kernels.py`, beside those of bf16 at the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from aioinfer.kernels.activation import gated_activation
+from aioinfer.kernels.linear import MAX_ROWS, LinearConfig
+from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
+from aioinfer.kernels.scaled_linear import (
+    ScaledMatrix,
+    scaled_linear,
+    scaled_linear_config,
+    scaled_linear_reference,
+)
+from aioinfer.kernels.scaled_product import (
+    ProductConfig,
+    cublas_product,
+    product_config,
+    scaled_product,
+    scaled_product_reference,
+)
+
+from benchlib.kernel_cases import BF16, DEVICE, LINEARS, Case, random_tensor
+
+ROWS = (1, 8, 16, 32, 64, 128, 256, 8192)
+SHAPES = {name: shape for name, shape in LINEARS.items() if name in (
+    "8B qkv", "8B o", "8B gate_up", "8B down")}  # fmt: skip
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+#: Dtype of the values, whether scales are of blocks.
+KINDS = {"fp8": (FP8, False), "blocks": (FP8, True), "int8": (INT8, False)}
+#: The check of many rows takes so many of them.
+CHECKED = 200
+#: Of large products, beside those of the tables.
+TILES = [
+    ProductConfig(*tile)
+    for tile in (
+        (64, 16, 128, 4, 6),
+        (64, 32, 128, 4, 8),
+        (64, 32, 256, 4, 4),
+        (64, 64, 128, 4, 4),
+        (64, 64, 256, 4, 3),
+        (64, 128, 128, 4, 3),
+        (64, 128, 128, 4, 4),
+        (64, 256, 128, 4, 3),
+        (128, 64, 128, 4, 4),
+        (128, 128, 128, 4, 3),
+        (128, 128, 128, 8, 3),
+        (128, 128, 128, 8, 4),
+        (128, 256, 128, 8, 3),
+        (128, 256, 128, 8, 4),
+        (256, 128, 128, 8, 3),
+    )
+]
+
+
+def matrix(rows: int, inputs: int, kind: str, run: int) -> ScaledMatrix:
+    """Returns a random weight as large as a bf16 one in `kernel_cases`."""
+    dtype, grouped = KINDS[kind]
+    maximum = MAXIMA[dtype]
+    values = random_tensor(rows, inputs, scale=maximum / 4).clamp(-maximum, maximum).to(dtype)
+    shape = (rows // run, inputs // GROUP) if grouped else (rows, 1)
+    scales = (0.5 + torch.rand(shape, device=DEVICE)) * 4 / maximum / inputs**0.5
+    return ScaledMatrix(values, scales, run if grouped else 1)
+
+
+def scaled_cases(tune: bool) -> Iterator[Case]:
+    """Products of activations that are quantized already, with gate or residual sum; and what
+    quantizes them."""
+    for name, (features, inputs, _, gated) in SHAPES.items():
+        lines = features * (1 + gated)
+        copies = max(1, int(3e8 / (lines * inputs)))
+        dense = [random_tensor(lines, inputs, scale=inputs**-0.5) for _ in range(copies)]
+        for rows in ROWS:
+            yield from dense_cases(f"{name} x{rows}", rows, features, inputs, gated, dense)
+        del dense
+        for kind in KINDS:
+            weights = [matrix(lines, inputs, kind, 8 if gated else 128) for _ in range(copies)]
+            for rows in ROWS:
+                title = f"{name} x{rows}"
+                if rows <= MAX_ROWS:
+                    yield from few_rows(title, kind, rows, features, inputs, gated, weights, tune)
+                else:
+                    yield from many_rows(title, kind, rows, features, inputs, gated, weights, tune)
+            del weights
+    yield from quantize_cases()
+
+
+def dense_cases(
+    title: str, rows: int, features: int, inputs: int, gated: bool, weights: list[torch.Tensor]
+) -> Iterator[Case]:
+    x = random_tensor(rows, inputs)
+    size = weights[0].nbytes + x.nbytes + rows * features * 2
+    runs = [lambda w=w: torch.nn.functional.linear(x, w) for w in weights]
+    flops = 2.0 * rows * len(weights[0]) * inputs
+    yield Case("scaled", title, "bf16, product alone", runs, size, flops)
+
+
+def few_rows(
+    title: str, kind: str, rows: int, features: int, inputs: int, gated: bool,
+    weights: list[ScaledMatrix], tune: bool,
+) -> Iterator[Case]:  # fmt: skip
+    x, norm = random_tensor(rows, inputs), random_tensor(inputs)
+    residual = None if gated else random_tensor(rows, features)
+    normed = {"norm_weight": norm} if rows == 1 and gated else {}
+    grouped = weights[0].is_grouped
+    table = scaled_linear_config(
+        rows, features, inputs, normed=bool(normed), gated=gated, grouped=grouped
+    )
+    for config in [table, *(linear_variants(rows, table, grouped) if tune else [])]:
+
+        def run(w: ScaledMatrix, config: LinearConfig = config) -> torch.Tensor:
+            return scaled_linear(x, w, residual=residual, gated=gated, config=config, **normed)
+
+        def check(run: Callable[..., torch.Tensor] = run) -> float:
+            wide = None if residual is None else residual.double()
+            given = {name: norm.double() for name in normed}
+            expected = scaled_linear_reference(
+                x.double(), weights[0], residual=wide, gated=gated, **given
+            )
+            return float((run(weights[0]).double() - expected).norm() / expected.norm())
+
+        variant = f"{kind} n{config.features} k{config.step} w{config.num_warps}"
+        yield Case(
+            "scaled", title, f"{variant} s{config.num_stages}",
+            [lambda w=w, run=run: run(w) for w in weights], nbytes(weights[0], x, features),
+            check=check,
+        )  # fmt: skip
+
+
+def linear_variants(rows: int, table: LinearConfig, grouped: bool) -> Iterator[LinearConfig]:
+    """Yields other configurations for few rows."""
+    for features in (1, 2, 4, 8) if rows == 1 else (16, 32, 64):
+        for warps in (2, 4, 8) if rows == 1 else (1, 2, 4):
+            steps = (2048, 4096) if rows == 1 else (GROUP,) if grouped else (256, 512)
+            for step in steps:
+                for stages in (1,) if rows == 1 else (4, 6, 8, 10):
+                    fits = features * step * stages <= 160_000
+                    config = LinearConfig(features, step, warps, stages)
+                    if fits and config != table:
+                        yield config
+
+
+def many_rows(
+    title: str, kind: str, rows: int, features: int, inputs: int, gated: bool,
+    weights: list[ScaledMatrix], tune: bool,
+) -> Iterator[Case]:  # fmt: skip
+    dtype, grouped = KINDS[kind]
+    x = quantize(random_tensor(rows, inputs), InputFormat(dtype, grouped))
+    residual = None if gated else random_tensor(rows, features)
+    last = slice(max(0, rows - CHECKED), rows)
+    size, flops = nbytes(weights[0], x.values, features), 2.0 * rows * len(weights[0].values)
+    case = Case("scaled", title, "", [], size, flops * inputs, rate_factor=2.0)
+
+    def error(out: torch.Tensor) -> float:
+        few = ScaledInputs(x.values[last], x.scales[last])
+        wide = None if residual is None else residual[last]
+        expected = scaled_product_reference(few, weights[0], residual=wide, gated=gated)
+        return float((out[last].double() - expected).norm() / expected.norm())
+
+    table = product_config(rows, grouped=grouped)
+    exact = [replace(table, exact_sums=True)] if kind == "fp8" else []
+    for config in [table, *exact, *(tile for tile in TILES if tune and tile != table)]:
+
+        def run(w: ScaledMatrix, config: ProductConfig = config) -> torch.Tensor:
+            return scaled_product(x, w, BF16, residual=residual, gated=gated, config=config)
+
+        variant = f"{kind} n{config.features} t{config.tokens} w{config.num_warps}"
+        yield replace(
+            case, variant=f"{variant} s{config.num_stages}{' exact' * config.exact_sums}",
+            runs=[lambda w=w, run=run: run(w) for w in weights],
+            check=lambda run=run: error(run(weights[0])),
+        )  # fmt: skip
+    if kind != "fp8":
+        return
+
+    def apart(w: ScaledMatrix) -> torch.Tensor:
+        product = cublas_product(x, w)
+        return gated_activation(product) if gated else product.add_(residual)
+
+    yield replace(
+        case, variant="fp8 cuBLASLt, then the rest", runs=[lambda w=w: apart(w) for w in weights],
+        check=lambda: error(apart(weights[0])),
+    )  # fmt: skip
+    yield replace(
+        case, variant="fp8 cuBLASLt alone", runs=[lambda w=w: cublas_product(x, w) for w in weights]
+    )
+
+
+def nbytes(weight: ScaledMatrix, x: torch.Tensor, features: int) -> float:
+    """Returns what a product has to read and write."""
+    return weight.values.nbytes + weight.scales.nbytes + x.nbytes + len(x) * features * 2
+
+
+def quantize_cases() -> Iterator[Case]:
+    """Activations quantized after a norm, after the gate, and alone."""
+    for rows in (32, 256, 8192):
+        for kind, (dtype, grouped) in KINDS.items():
+            format = InputFormat(dtype, grouped)
+            for before, width in (("norm", 4096), ("gate", 12288), ("", 12288)):
+                x = random_tensor(rows, width * (1 + (before == "gate")))
+                given = {"norm_weight": random_tensor(width)} if before == "norm" else {}
+
+                def run(x=x, given=given, before=before, format=format) -> ScaledInputs:  # type: ignore[no-untyped-def]
+                    return quantize(x, format, gated=before == "gate", **given)
+
+                title = f"quantize {width} x{rows}"
+                size = x.nbytes + rows * width
+                yield Case("scaled", title, f"{kind} {before or 'alone'}", [run], size)

@@ -1,0 +1,169 @@
+"""The kernels for weights of one byte as compiled for Hopper, without a GPU: every configuration
+keeps to the registers, multiplies on the tensor cores it is meant for, and reads weights 16 bytes
+at a time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from aioinfer.kernels import quantize, scaled_linear, scaled_product
+from aioinfer.kernels.scaled_linear import scaled_linear_config
+from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, ProductConfig
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024  # of a thread block
+FP8, BF16, INT8 = "fp8e4nv", "bf16", "i8"
+GROUP = 128
+
+
+def compile_kernel(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], config: Any
+) -> CompiledKernel:
+    """Compiles a kernel whose other arguments are integers that 16 divides, but for those that it
+    does not specialize."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    unspecialized = kernel.do_not_specialize or ()
+    aligned = [
+        name
+        for name, kind in signature.items()
+        if kind.startswith("*") or (kind == "i32" and name not in unspecialized)
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def spilled(kernel: CompiledKernel, folder: Path) -> int:
+    """Returns the bytes of each thread's stack."""
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", lines)[0])
+
+
+def product(
+    config: ProductConfig, inputs: str, weight: str, scaling: int, run: int, *, gated: bool
+) -> CompiledKernel:
+    """Compiles what `scaled_product` launches with a configuration."""
+    types = {
+        "x": f"tensordesc<{inputs}[{config.tokens}, {config.step}]>",
+        "weight": f"tensordesc<{weight}[{config.features}, {config.step}]>",
+        "x_scales": "*fp32", "w_scales": "*fp32", "residual": "*bf16", "out": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "INPUTS": 4096, "FEATURES": config.features, "TOKENS": config.tokens, "STEP": config.step,
+        "GROUP_SIZE": config.group, "X_SCALES": scaling, "GROUPED": scaling == 2,
+        "ROWS_PER_SCALE": run, "HAS_RESIDUAL": not gated, "GATED": gated,
+        "SUM": tl.int32 if inputs == INT8 else tl.float32, "EXACT_SUMS": config.exact_sums,
+        "PDL": True,
+    }  # fmt: skip
+    return compile_kernel(scaled_product._product_kernel, types, constants, config)
+
+
+WGMMA = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8", BF16: "f32.bf16.bf16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "scaling", "run", "gated"),
+    [(config, FP8, 1, 1, False) for _, config in CONFIGS]
+    + [(config, FP8, 2, 128, False) for _, config in BLOCK_CONFIGS]
+    + [(BLOCK_CONFIGS[-1][1], FP8, 2, 8, True)]
+    + [(replace(CONFIGS[2][1], exact_sums=True), FP8, 1, 1, False)]
+    + [(CONFIGS[-1][1], INT8, 1, 1, True), (CONFIGS[-1][1], BF16, 0, 1, False)],
+)
+def test_products_of_many_rows(
+    config: ProductConfig, kind: str, scaling: int, run: int, gated: bool, tmp_path: Path
+) -> None:
+    weight = FP8 if kind == BF16 else kind
+    kernel = product(config, kind, weight, scaling, run, gated=gated)
+    # the widest tile has as many sums as a warpgroup has registers for, and spills a few addresses
+    assert spilled(kernel, tmp_path) <= (64 if config.tokens == 256 else 0)
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    products = set(re.findall(r"wgmma\.mma_async\S*", kernel.asm["ptx"]))
+    assert {name.partition("k")[2].partition(".")[2] for name in products} == {WGMMA[kind]}
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(
+    ("kind", "run", "gated", "features", "inputs"),
+    [
+        (FP8, 1, True, 12288, 4096),
+        (FP8, 1, False, 4096, 12288),
+        (FP8, 8, True, 12288, 4096),
+        (FP8, 128, False, 4096, 12288),
+        (INT8, 1, False, 6144, 4096),
+    ],
+)
+def test_products_of_few_rows(
+    rows: int, kind: str, run: int, gated: bool, features: int, inputs: int, tmp_path: Path
+) -> None:
+    grouped, normed = run > 1, rows == 1 and inputs == 4096
+    config = scaled_linear_config(
+        rows, features, inputs, normed=normed, gated=gated, grouped=grouped
+    )
+    constants = {
+        "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
+        "HAS_RESIDUAL": not gated, "GATED": gated, "RUN": 8, "GROUPED": grouped, "GROUP": GROUP,
+        "ROWS_PER_SCALE": run, "PDL": True,
+    }  # fmt: skip
+    if rows == 1:
+        constants |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False}
+    else:
+        constants["ROWS_PAD"] = rows
+    types = {
+        "x": "*bf16", "weight": f"*{kind}", "scales": "*fp32", "norm": "*bf16",
+        "residual": "*bf16", "out": "*bf16", "eps": "fp32",
+    }  # fmt: skip
+    source = scaled_linear._vector_kernel if rows == 1 else scaled_linear._tensor_kernel
+    kernel = compile_kernel(source, types, constants, config)
+    ptx = kernel.asm["ptx"]
+    assert spilled(kernel, tmp_path) == 0
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert "wgmma" not in ptx
+    if rows == 1:
+        wide = (1 + gated) * config.features * config.step // (config.num_warps * 32 * 16)
+        assert ptx.count("ld.global.v4.b32") >= wide * -(-inputs // config.step)
+    else:
+        assert "mma.sync" in ptx
+        assert "cp.async.ca" not in ptx  # less than 16 bytes at a time
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(("kind", "before"), [(FP8, "norm"), (FP8, "gate"), (INT8, "gate")])
+def test_activations_are_quantized_in_registers(kind: str, before: str, grouped: bool) -> None:
+    block = 16384 if before == "gate" else 4096
+    constants = {
+        "BLOCK": block, "SCALED": GROUP if grouped else block, "RUN": 8,
+        "HAS_NORM": before == "norm", "GATED": before == "gate", "IS_STATIC": False,
+        "MAXIMUM": 448.0, "TINY": 1e-12, "PDL": True,
+    }  # fmt: skip
+    types = {
+        "x": "*bf16", "norm": "*bf16", "static_scale": "*fp32", "values": f"*{kind}",
+        "scales": "*fp32", "eps": "fp32",
+    }  # fmt: skip
+    config = ProductConfig(0, 0, 0, min(16, block // 512), 1)
+    ptx = compile_kernel(quantize._quantize_kernel, types, constants, config).asm["ptx"]
+    assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
+    assert "st.global.v4.b32" in ptx
+    assert ("cvt.rn.satfinite.e4m3x2" in ptx) == (kind == FP8)

@@ -1,0 +1,134 @@
+"""Random weights of one byte and activations for the kernels that multiply them, and the results
+beside those of the references: for the interpreter's tests and the tests on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aioinfer.kernels.linear import LinearConfig
+from aioinfer.kernels.quantize import (
+    GROUP,
+    MAXIMA,
+    InputFormat,
+    ScaledInputs,
+    quantize,
+    quantize_reference,
+)
+from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear, scaled_linear_reference
+from aioinfer.kernels.scaled_product import (
+    ProductConfig,
+    cublas_product,
+    scaled_product,
+    scaled_product_reference,
+)
+from cases import Pair, normal, poisoned
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+@dataclass(slots=True)
+class ScaledCase:
+    """One product.
+
+    Attributes:
+        rows, features, inputs: of the product; with `gated`, the weight has twice the features.
+        kind: of the weight's values.
+        rows_per_scale: neighbouring rows of the weight that share scales.
+        grouped: whether each `GROUP` inputs have scales of their own.
+        dtype: of 16-bit (or 32-bit) activations and of the result.
+    """
+
+    rows: int
+    features: int
+    inputs: int
+    kind: torch.dtype
+    dtype: torch.dtype
+    device: str
+    grouped: bool = False
+    rows_per_scale: int = 1
+    gated: bool = False
+
+
+def matrix(case: ScaledCase) -> ScaledMatrix:
+    """Returns a weight whose scales differ by up to a factor of 4."""
+    rows = case.features * (1 + case.gated)
+    maximum = MAXIMA[case.kind]
+    values = torch.randn(rows, case.inputs, device=case.device) * (maximum / 4)
+    values = values.clamp(-maximum, maximum).to(case.kind)
+    groups = -(-case.inputs // GROUP) if case.grouped else 1
+    shape = -(-rows // case.rows_per_scale), groups
+    scales = (0.5 + 1.5 * torch.rand(shape, device=case.device)) * 4 / maximum / case.inputs**0.5
+    return ScaledMatrix(values, scales, case.rows_per_scale)
+
+
+def few_rows(case: ScaledCase, *, normed: bool, config: LinearConfig | None = None) -> Pair:
+    """Runs `scaled_linear`: with a residual where it is not gated."""
+    x = normal(case.rows, case.inputs, dtype=case.dtype, device=case.device)
+    weight = matrix(case)
+    norm = normal(case.inputs, dtype=case.dtype, device=case.device) if normed else None
+    shape = case.rows, case.features
+    residual = None if case.gated else normal(*shape, dtype=case.dtype, device=case.device)
+    out = scaled_linear(
+        x, weight, norm_weight=norm, residual=residual, gated=case.gated, config=config,
+        out=poisoned(*shape, dtype=case.dtype, device=case.device),
+    )  # fmt: skip
+    wide = [None if t is None else t.double() for t in (norm, residual)]
+    return out, scaled_linear_reference(
+        x.double(), weight, norm_weight=wide[0], residual=wide[1], gated=case.gated
+    )
+
+
+def inputs_of(case: ScaledCase, *, groups: bool | None) -> torch.Tensor | ScaledInputs:
+    """Returns activations: quantized with a scale for each token (`groups` is false) or for each
+    token and group, or, for None, as they are. Tokens differ in magnitude."""
+    x = torch.randn(case.rows, case.inputs, device=case.device)
+    x = (x * (0.1 + 10 * torch.rand(case.rows, 1, device=case.device))).to(case.dtype)
+    return x if groups is None else quantize_reference(x, InputFormat(case.kind, groups))
+
+
+def many_rows(
+    case: ScaledCase, *, groups: bool | None, config: ProductConfig | None = None,
+    residual: str | None = None,
+) -> Pair:  # fmt: skip
+    """Runs `scaled_product`; `residual` is "sum" or "bias"."""
+    x, weight = inputs_of(case, groups=groups), matrix(case)
+    shape = case.rows, case.features
+    added = None
+    if residual is not None:
+        added = normal(*shape, dtype=case.dtype, device=case.device)
+        added = added[:1].expand(shape) if residual == "bias" else added
+    out = poisoned(*shape, dtype=case.dtype, device=case.device)
+    scaled_product(x, weight, case.dtype, residual=added, gated=case.gated, out=out, config=config)
+    return out, scaled_product_reference(x, weight, residual=added, gated=case.gated)
+
+
+def cublas(case: ScaledCase) -> Pair:
+    """Runs `cublas_product`."""
+    x, weight = inputs_of(case, groups=False), matrix(case)
+    assert isinstance(x, ScaledInputs)
+    out = poisoned(case.rows, case.features, dtype=case.dtype, device=case.device)
+    return cublas_product(x, weight, out), scaled_product_reference(x, weight)
+
+
+def quantized(
+    rows: int, width: int, format: InputFormat, dtype: torch.dtype, device: str, *, before: str = ""
+) -> tuple[ScaledInputs, ScaledInputs]:
+    """Runs `quantize` after "norm", "gate" or nothing; returns the result and the reference."""
+    x = normal(rows, width * (1 + (before == "gate")), dtype=dtype, device=device)
+    x *= torch.arange(1, rows + 1, device=device)[:, None] / rows
+    if rows > 2:
+        x[2] = 0
+    norm = normal(width, dtype=dtype, device=device) if before == "norm" else None
+    options = {"norm_weight": norm, "gated": before == "gate"}
+    return quantize(x, format, **options), quantize_reference(x, format, **options)
+
+
+def quantization_error(ours: ScaledInputs, theirs: ScaledInputs) -> float:
+    """Returns the larger normwise error, of the scales and of the activations. A value between two
+    may be rounded to either: less than one in 500 may differ."""
+    scales = (ours.scales - theirs.scales).norm() / theirs.scales.norm()
+    values, expected = ours.values.float(), theirs.values.float()
+    assert (values != expected).float().mean() < 1 / 500
+    wide, reference = ours.dequantized(), theirs.dequantized()
+    return max(float(scales), float((wide - reference).norm() / reference.norm()))

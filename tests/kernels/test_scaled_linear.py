@@ -1,0 +1,143 @@
+"""Products with weights of one byte, and the quantization of activations, at tiny sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from aioinfer.kernels.linear import LinearConfig
+from aioinfer.kernels.quantize import GROUP, InputFormat, quantize
+from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
+from aioinfer.kernels.scaled_product import ProductConfig, product_config, scaled_product
+from cases import error
+from interpreted_float8 import round_to_nearest
+from scaled_cases import (
+    FP8,
+    INT8,
+    ScaledCase,
+    few_rows,
+    many_rows,
+    quantization_error,
+    quantized,
+)
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_to_nearest(monkeypatch)
+
+
+@pytest.mark.parametrize(("gated", "normed"), [(True, True), (False, False)])
+@pytest.mark.parametrize("rows", [1, 7, 16])
+@pytest.mark.parametrize(("kind", "grouped"), [(FP8, False), (FP8, True), (INT8, False)])
+def test_few_rows(kind: torch.dtype, grouped: bool, rows: int, gated: bool, normed: bool) -> None:
+    """Inputs that are no multiple of a step; blocks of rows of eight, as interleaving leaves
+    them."""
+    config = LinearConfig(4, GROUP, 4) if rows == 1 else LinearConfig(16, GROUP, 2, 2)
+    features = 24 if gated else 21
+    case = ScaledCase(
+        rows, features, 208, kind, torch.float32, "cpu", grouped, 8 if grouped else 1, gated
+    )
+    assert error(few_rows(case, normed=normed, config=config)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_in_float16_with_blocks_of_128_rows(rows: int) -> None:
+    case = ScaledCase(rows, 160, 272, FP8, torch.float16, "cpu", True, 128)
+    assert error(few_rows(case, normed=False)) < 1e-2
+
+
+TILE = ProductConfig(32, 16, 64, 4, 2, group=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grouped", "groups"),
+    [
+        (FP8, False, False),
+        (FP8, False, None),
+        (FP8, True, True),
+        (FP8, True, False),
+        (FP8, True, None),
+        (INT8, False, False),
+    ],
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_many_rows(kind: torch.dtype, grouped: bool, groups: bool | None, gated: bool) -> None:
+    """Rows, features and inputs that are no multiples of a tile; more token tiles than a group."""
+    features = 40 if gated else 45
+    case = ScaledCase(
+        37, features, 208, kind, torch.float32, "cpu", grouped, 8 if grouped else 1, gated
+    )
+    residual = None if gated else "sum"
+    assert error(many_rows(case, groups=groups, config=TILE, residual=residual)) < 1e-5
+
+
+def test_sums_of_steps_are_added_apart() -> None:
+    case = ScaledCase(19, 40, 208, FP8, torch.float32, "cpu")
+    config = replace(TILE, exact_sums=True)
+    assert error(many_rows(case, groups=False, config=config)) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [True, None])
+def test_a_tile_within_a_block(groups: bool | None) -> None:
+    case = ScaledCase(19, 150, 272, FP8, torch.float32, "cpu", True, 128)
+    assert error(many_rows(case, groups=groups, config=TILE, residual="bias")) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [17, 33])
+def test_the_configurations_of_the_table(rows: int) -> None:
+    case = ScaledCase(rows, 72, 144, FP8, torch.float16, "cpu")
+    assert error(many_rows(case, groups=False)) < 1e-2
+    assert error(many_rows(case, groups=None)) < 1e-2
+
+
+def test_every_number_of_rows_has_a_configuration() -> None:
+    rows = (17, 32, 33, 128, 129, 8192)
+    tokens = [product_config(n, grouped=False).tokens for n in rows]
+    assert tokens == [32, 32, 64, 128, 256, 256]
+    of_blocks = [product_config(n, grouped=True).tokens for n in rows]
+    assert of_blocks == [32, 32, 64, 128, 128, 128]
+
+
+def test_no_rows() -> None:
+    matrix = ScaledMatrix(torch.zeros(16, 32, dtype=INT8), torch.ones(16, 1))
+    x = quantize(torch.zeros(0, 32), InputFormat(INT8))
+    assert scaled_product(x, matrix, torch.float32).shape == (0, 16)
+
+
+@pytest.mark.parametrize("before", ["", "norm", "gate"])
+@pytest.mark.parametrize("width", [96, 304])
+@pytest.mark.parametrize(("kind", "grouped"), [(FP8, False), (FP8, True), (INT8, False)])
+def test_quantization(kind: torch.dtype, grouped: bool, width: int, before: str) -> None:
+    """Tokens of zeros; groups that are not whole."""
+    pair = quantized(5, width, InputFormat(kind, grouped), torch.float32, "cpu", before=before)
+    assert quantization_error(*pair) < 1e-3
+
+
+@pytest.mark.parametrize("kind", [FP8, INT8])
+def test_static_scales(kind: torch.dtype) -> None:
+    """What is beyond the largest value of the type is clamped."""
+    format = InputFormat(kind, static_scale=torch.tensor(0.004))
+    ours, theirs = quantized(5, 96, format, torch.float32, "cpu")
+    assert quantization_error(ours, theirs) < 1e-3
+    assert (ours.values.float().abs() == (448 if kind == FP8 else 127)).any()
+    assert torch.equal(ours.scales, torch.full((5, 1), 0.004))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    matrix = ScaledMatrix(torch.zeros(24, 8, dtype=INT8), torch.ones(24, 1))
+    with pytest.raises(ValueError, match="x must be"):
+        scaled_linear(torch.zeros(17, 8), matrix)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        scaled_linear(torch.zeros(1, 8), matrix, gated=True)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        scaled_product(torch.zeros(20, 8), matrix, torch.float32)
+    with pytest.raises(ValueError, match="the weight has none"):
+        scaled_product(
+            quantize(torch.zeros(20, 256), InputFormat(INT8, is_grouped=True)),
+            ScaledMatrix(torch.zeros(16, 256, dtype=INT8), torch.ones(16, 1)),
+            torch.float32,
+        )
+    with pytest.raises(ValueError, match="multiple of 8"):
+        quantize(torch.zeros(1, 24), InputFormat(INT8), gated=True)

@@ -1,0 +1,139 @@
+"""Models of weights of one byte over the kernels, beside the same in plain torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from aioinfer.kernels.gated_product import interleave
+from aioinfer.kernels.linear import MAX_ROWS
+from interpreted_float8 import round_to_nearest
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
+from aioinfer.layers.formats.make import make_weight
+from aioinfer.layers.formats.scaled import ScaledWeight
+from aioinfer.layers.formats.schemes import Quantization, ScaledScheme
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.shards import Shard, Source
+from tests.kernels.bound_model import Bound, random_ids
+from tests.scaled_models import layouts, write, write_dequantized
+from tests.tiny_models import tiny_model
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 128, "intermediate_size": 144, "head_dim": 32,
+    "num_attention_heads": 4, "num_hidden_layers": 1,
+}  # fmt: skip
+#: One step of many rows, and one of few, which are not quantized.
+MANY, FEW = ([0, 0, 0], [9, 5, 12]), ([9, 5, 12], [1, 1, 5])
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("float channel", "llama"),
+        ("float block", "qwen3"),
+        ("float weights alone", "gemma2"),
+    ],
+)
+@torch.inference_mode()
+def test_a_prefill_and_decodes(
+    layout: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the dequantized model: nearly for many rows, whose activations are quantized, and but for
+    the order of sums for few."""
+    round_to_nearest(monkeypatch)
+    extra = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    tiny_model(family, folder, **SIZES, **extra)
+    shutil.copytree(folder, plain)
+    write_dequantized(plain, write(folder, layouts((128, 128))[layout]))
+    ours, expected = Bound(folder, kernels=True), Bound(plain, kernels=False)
+    weight = ours.model.layers[0].mlp.gate_up.weight
+    assert isinstance(weight, KernelScaledWeight)
+    assert weight.matrix.values.dtype in (torch.float8_e4m3fn, torch.int8)
+    for (starts, lengths), limit in ((MANY, 0.1), (FEW, 1e-4)):
+        assert (sum(lengths) > MAX_ROWS) == (lengths == MANY[1])
+        ids = random_ids(lengths)
+        theirs = expected.run(expected.step(starts, lengths, ids))
+        hidden = ours.run(ours.step(starts, lengths, ids))
+        exact = layout == "float weights alone"
+        error = (hidden - theirs).norm() / theirs.norm()
+        assert error < (1e-4 if exact else limit)
+        for cache, other in zip(ours.kv, expected.kv, strict=True):  # the same keys for both
+            cache.copy_(other)
+
+
+@torch.inference_mode()
+def test_products_are_launched_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every tile that the number of rows selects."""
+    round_to_nearest(monkeypatch)
+    write(tiny_model("qwen3", tmp_path, **SIZES), layouts((128, 128))["float block"])
+    bound = Bound(tmp_path, kernels=True)
+    weight = bound.model.layers[0].mlp.gate_up.weight
+    assert weight.warm_up_rows() == [1, 2, 9, 17, 33, 65, 128, 129]
+    rows: list[int] = []
+    multiply = KernelScaledWeight.add_product
+    monkeypatch.setattr(KernelScaledWeight, "warm_up_rows", lambda self: [2, 17])
+    monkeypatch.setattr(
+        KernelScaledWeight,
+        "add_product",
+        lambda self, x, total: (rows.append(len(x)), multiply(self, x, total)),
+    )
+    bound.model.warm_up()
+    assert rows == [2, 17] * 2  # attention's output and the MLP's
+
+
+WHOLE, BLOCKS = Shard.whole(256), ScaledScheme("fp8", (128, 128), inputs="none")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "interleaved", "run"),
+    [
+        (WHOLE, WHOLE, False, 128),
+        (WHOLE, Shard(128, 128, 256), True, 8),  # an even number of blocks for a rank
+        (Shard(100, 104, 256), WHOLE, False, 1),  # rows that begin within a block
+    ],
+)
+def test_scales_of_blocks_follow_the_rows(
+    rows: Shard, columns: Shard, interleaved: bool, run: int
+) -> None:
+    """The product of a rank's part, written where it is wanted."""
+    weight = kernel_weight(rows, columns, BLOCKS)
+    assert isinstance(weight, KernelScaledWeight)
+    weight.values.copy_(torch.randn(weight.values.shape) * 50)
+    weight.scales.uniform_(0.5, 2.0)
+    expected = weight.dequantized()
+    if interleaved:
+        weight.reorder_rows(interleave(torch.arange(rows.size)))
+        expected = interleave(expected)
+    weight.finalize()
+    assert weight.matrix.rows_per_scale == run
+    for count in (3,) if run == 1 else (MAX_ROWS + 1,):
+        x, out = torch.randn(count, columns.size), torch.full((count, rows.size), torch.nan)
+        assert weight.multiply(x, out=out) is out
+        torch.testing.assert_close(out, x @ expected.T, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("columns", "scheme"),
+    [
+        (Shard(64, 64, 128), BLOCKS),  # begins within a block
+        (Shard.whole(256), ScaledScheme("fp8", (128, 64))),
+        (Shard.whole(200), ScaledScheme("int8")),
+    ],
+)
+def test_what_kernels_do_not_take_is_dequantized(columns: Shard, scheme: ScaledScheme) -> None:
+    assert type(kernel_weight(WHOLE, columns, scheme)) is ScaledWeight
+
+
+def kernel_weight(rows: Shard, columns: Shard, scheme: ScaledScheme) -> ScaledWeight:
+    backend = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single(), has_kernels=True)
+    quantization = Quantization("test", [(["Linear"], scheme)])
+    weight = make_weight([Source("x", rows)], columns, backend, quantization)
+    assert isinstance(weight, ScaledWeight)
+    return weight
