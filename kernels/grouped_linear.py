@@ -1,0 +1,369 @@
+"""Linear layers whose weights are 4-bit or 8-bit integers in groups (`grouped_weight`), for
+activations of 16 bits; accumulated in float32.
+
+Called by the linear layers in decode steps; for many rows (`use_fused` is false) the weight is
+dequantized by a launch of its own and multiplied by cuBLAS. The products are the tensor cores',
+also for one row, with the weights as the left operand, dequantized in registers: multiply-adds in
+float32 would need more instructions for an integer than the memory leaves time for. The product of
+a run of inputs is scaled afterwards, so that the integers themselves, exact in 16 bits, are
+multiplied.
+
+An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below those of
+128 (1024), and what is subtracted then is 128 plus the zero point: Kim et al., "Who Says Elephants
+Can't Run", 2022. Two words give eight 16-bit values by eleven instructions (`_expand`).
+
+Where output features alone give too few programs, the inputs are divided over several of them
+(split-K); the last to finish sums their parts in a fixed order. The RMSNorm before one row, the
+gate and the residual add after the product are fused as in `linear`.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.grouped_weight import (
+    TILE,
+    PackedGroups,
+    dequantized_reference,
+)
+from aioinfer.kernels.norm import rms_norm
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Up to so many rows the weight is read as it is; above, arithmetic is the bound, and cuBLAS with
+#: the dequantized weight is faster. To be measured: docs/notes/quantized-4bit.md.
+MAX_FUSED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """How the kernel is compiled.
+
+    Attributes:
+        features: rows of the weight for a program; a multiple of 16.
+        rows: rows of x for a program.
+        splits: programs that share the inputs.
+        num_warps, num_stages: of a program; of the pipeline of loads.
+    """
+
+    features: int
+    rows: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def grouped_config(rows: int, weight: PackedGroups) -> GroupedConfig:
+    """Returns the configuration for a number of rows. Not measured yet: enough programs for the
+    132 multiprocessors of an H200 to have three of them each."""
+    columns = min(64, max(8, triton.next_power_of_2(rows)))
+    features = 128 if columns == 64 and weight.width >= 12288 else 64
+    tiles = -(-weight.width // features)
+    splits = 1
+    # counters are one for each tile of output features
+    while rows <= columns and tiles * splits < 300 and weight.units >= 8 * splits:
+        splits *= 2
+    warps = 2 if columns == 8 else features // 16
+    return GroupedConfig(features, columns, splits, warps, 3 if columns == 64 else 4)
+
+
+def use_fused(rows: int) -> bool:
+    """Whether `grouped_linear` is faster than a dequantization and cuBLAS."""
+    return rows <= MAX_FUSED_ROWS
+
+
+@triton.jit
+def _expand(words, zero_0, zero_1, zero_2, zero_3, OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """Returns the 4-bit integers of words [N, R], in `dtype` and less their zero points: of each
+    run a tensor [N, R].
+
+    Zero points are [N, 1]; with an OFFSET they are those of `_zero_of`, and two words are taken at
+    a time.
+    """
+    if OFFSET == 128:
+        run_0, run_1, run_2, run_3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, one;
+            mov.b32 one, 0x3F803F80;
+            shr.u32 b, $4, 4;
+            shr.u32 c, $4, 8;
+            shr.u32 d, $4, 12;
+            lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, a, one, $5;
+            fma.rn.bf16x2 $1, b, one, $6;
+            fma.rn.bf16x2 $2, c, one, $7;
+            fma.rn.bf16x2 $3, d, one, $8;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [words, zero_0, zero_1, zero_2, zero_3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif OFFSET == 1024:
+        run_0, run_1, run_2, run_3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            shr.u32 b, $4, 4;
+            shr.u32 c, $4, 8;
+            shr.u32 d, $4, 12;
+            lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 b, b, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 c, c, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 d, d, 0x000F000F, 0x64006400, 0xEA;
+            add.rn.f16x2 $0, a, $5;
+            add.rn.f16x2 $1, b, $6;
+            add.rn.f16x2 $2, c, $7;
+            add.rn.f16x2 $3, d, $8;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [words, zero_0, zero_1, zero_2, zero_3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        run_0 = (words & 15).to(dtype) - zero_0
+        run_1 = ((words >> 4) & 15).to(dtype) - zero_1
+        run_2 = ((words >> 8) & 15).to(dtype) - zero_2
+        run_3 = ((words >> 12) & 15).to(dtype) - zero_3
+    return run_0, run_1, run_2, run_3
+
+
+@triton.jit
+def _zero_of(zeros, place, mask, HAS_ZEROS: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+             dtype: tl.constexpr):  # fmt: skip
+    """Returns the zero points at `place`, as `_expand` takes them: with an OFFSET negative and
+    larger by it."""
+    if HAS_ZEROS:
+        zero = tl.load(zeros + place, mask, 0).to(tl.float32)
+    else:
+        zero = tl.zeros(place.shape, tl.float32) + 2 ** (BITS - 1)
+    if OFFSET:
+        zero = -(OFFSET + zero)
+    return zero.to(dtype)[:, None]
+
+
+@triton.jit
+def _split_gate(totals, FEATURES: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr):
+    """Returns silu(gate) * up [FEATURES / 2, ROWS] of sums [FEATURES, ROWS] of interleaved rows."""
+    by_run = totals.reshape(FEATURES // (2 * RUN), 2, RUN, ROWS).permute(0, 2, 3, 1)
+    gate, up = tl.split(by_run)
+    return (gate / (1.0 + tl.exp(-gate)) * up).reshape(FEATURES // 2, ROWS)
+
+
+@triton.jit
+def _finish(
+    totals, residual, out, tile, row, rows, features, residual_stride, out_stride,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """Applies the gate or adds the residual to sums [FEATURES, ROWS] and writes them."""
+    if GATED:
+        totals = _split_gate(totals, FEATURES, GATE, ROWS)
+    OUTPUTS: tl.constexpr = FEATURES // 2 if GATED else FEATURES
+    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+    row = row[None, :]
+    mask = (n < features) & (row < rows)
+    if HAS_RESIDUAL:
+        totals += tl.load(residual + row * residual_stride + n, mask, 0.0).to(tl.float32)
+    tl.store(out + row * out_stride + n, totals.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _is_last(counters, tile, SPLITS: tl.constexpr):
+    """Whether all other programs of a tile have written their parts; the counter is then reset."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.store(counters + tile, 0)
+    return last
+
+
+@triton.jit
+def _runs(
+    words, zeros, first, n, width, there, RUN: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Returns the runs of a unit, whose first input is `first`, less their zero points: tensors
+    [N, R] in `dtype`."""
+    zero = _zero_of(zeros, first // GROUP * width + n, there, HAS_ZEROS, BITS, OFFSET, dtype)
+    place = (first + RUN) // GROUP * width + n
+    zero_1 = _zero_of(zeros, place, there, HAS_ZEROS, BITS, OFFSET, dtype)
+    if BITS == 8:
+        runs = (words & 255).to(dtype) - zero, ((words >> 8) & 255).to(dtype) - zero_1
+    else:
+        place = (first + 2 * RUN) // GROUP * width + n
+        zero_2 = _zero_of(zeros, place, there, HAS_ZEROS, BITS, OFFSET, dtype)
+        place = (first + 3 * RUN) // GROUP * width + n
+        zero_3 = _zero_of(zeros, place, there, HAS_ZEROS, BITS, OFFSET, dtype)
+        runs = _expand(words, zero, zero_1, zero_2, zero_3, OFFSET, dtype)
+    return runs
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _kernel(
+    x, packed, scales, zeros, norm, residual, out, partials, counters, rows, features, width,
+    x_stride, residual_stride, out_stride, eps,
+    INPUTS: tl.constexpr, UNITS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of output features, tile of rows, part of the inputs)."""
+    tile, split = tl.program_id(0), tl.program_id(2)
+    n = tile * FEATURES + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    word = tl.arange(0, RUN)
+    PARTS: tl.constexpr = 16 // BITS
+    SHARE: tl.constexpr = (UNITS + SPLITS - 1) // SPLITS
+    dtype: tl.constexpr = x.dtype.element_ty
+    place = packed + (n // TILE).to(tl.int64)[:, None] * (UNITS * TILE * RUN)
+    place += (n % TILE)[:, None] * RUN + word[None, :]
+    x_place = x + row[None, :].to(tl.int64) * x_stride
+    there, is_row = n < width, (row < rows)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    totals = tl.zeros([FEATURES, ROWS], tl.float32)
+    squares = tl.zeros([RUN, ROWS], tl.float32)
+    for unit in range(split * SHARE, min(split * SHARE + SHARE, UNITS)):
+        words = tl.load(place + unit * (TILE * RUN), there[:, None], 0)
+        first = unit * (PARTS * RUN)
+        runs = _runs(
+            words, zeros, first, n, width, there, RUN, GROUP, BITS, OFFSET, HAS_ZEROS, dtype
+        )
+        product = tl.zeros([FEATURES, ROWS], tl.float32)
+        for part in tl.static_range(PARTS):
+            k = (first + part * RUN + word)[:, None]
+            is_there = is_row if UNITS * PARTS * RUN == INPUTS else is_row & (k < INPUTS)
+            value = tl.load(x_place + k, is_there, 0.0)
+            if HAS_NORM:
+                wide = value.to(tl.float32)
+                squares += wide * wide
+                value = (wide * tl.load(norm + k, k < INPUTS, 0.0).to(tl.float32)).to(dtype)
+            product = tl.dot(runs[part], value, product, input_precision="ieee")
+            # runs of one group are scaled together
+            if part % 2 == 1 or GROUP == RUN:
+                group = (first + part * RUN) // GROUP * width + n
+                totals += product * tl.load(scales + group, there, 0.0).to(tl.float32)[:, None]
+                product = tl.zeros([FEATURES, ROWS], tl.float32)
+    square = tl.sum(squares)
+    if SPLITS > 1:
+        part = partials + n[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        of_squares = partials + SPLITS * width * ROWS + tile * SPLITS
+        tl.store(part + split * (width * ROWS), totals, there[:, None])
+        tl.store(of_squares + split, square)
+        if not _is_last(counters, tile, SPLITS):
+            return
+        totals = tl.zeros([FEATURES, ROWS], tl.float32)
+        square = 0.0
+        for index in range(SPLITS):
+            totals += tl.load(part + index * (width * ROWS), there[:, None], 0.0)
+            square += tl.load(of_squares + index)
+    if HAS_NORM:
+        totals *= tl.rsqrt(square / INPUTS + eps)
+    _finish(
+        totals, residual, out, tile, row, rows, features, residual_stride, out_stride, FEATURES,
+        ROWS, HAS_RESIDUAL, GATED, GATE,
+    )  # fmt: skip
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: GroupedConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T for a weight of integers in groups, accumulated in float32.
+
+    Args:
+        x: [M, K], bf16, fp16 or fp32; rows may be strided.
+        weight: [N, K]; with `gated` [2 * N, K], its rows interleaved by `gated_product.interleave`,
+            N a multiple of 8.
+        norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first; None for no norm.
+            Several rows are normed by a launch of their own.
+        residual: [M, N], added to the product; may be `out`.
+        gated: returns silu(x @ gate.T) * (x @ up.T).
+        out: [M, N] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later), which must
+            not write `weight`.
+        config: instead of `grouped_config`'s (for tests and tuning).
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    rows, inputs = x.shape
+    features = weight.features // 2 if gated else weight.features
+    if inputs != weight.inputs or x.stride(1) != 1 or (gated and weight.features % (2 * GATE_RUN)):
+        raise ValueError(
+            f"x must be [M, {weight.inputs}] with contiguous rows (and a gated weight have runs of "
+            f"{GATE_RUN} rows), not {tuple(x.shape)} for {weight.features} output features"
+        )
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    if not rows:
+        return out
+    if norm_weight is not None and rows > 1:  # fused, every program would repeat it
+        x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
+    config = config or grouped_config(rows, weight)
+    tiles = triton.cdiv(weight.width, config.features)
+    partials = weight.scales
+    if config.splits > 1:
+        size = config.splits * (weight.width * config.rows + tiles)
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    added = out if residual is None else residual
+    _kernel[(tiles, triton.cdiv(rows, config.rows), config.splits)](
+        x, weight.integers, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
+        x if norm_weight is None else norm_weight, added, out, partials, weight.counters, rows,
+        features, weight.width, x.stride(0), added.stride(0), out.stride(0), eps,
+        INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, BITS=weight.bits,
+        TILE=TILE, FEATURES=config.features, ROWS=config.rows, SPLITS=config.splits,
+        OFFSET=_offset(x, weight), HAS_ZEROS=weight.zeros is not None,
+        HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, GATED=gated,
+        GATE=GATE_RUN, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _offset(x: torch.Tensor, weight: PackedGroups) -> int:
+    """Returns the number by which `_expand`'s instructions enlarge integers; 0 to do without them,
+    in float32, in 8 bits and in the interpreter."""
+    if weight.bits == 8 or not x.is_cuda:
+        return 0
+    return {torch.bfloat16: 128, torch.float16: 1024}.get(x.dtype, 0)
+
+
+def grouped_linear_reference(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> torch.Tensor:
+    """`grouped_linear` in plain torch, in float64."""
+    x = x.double()
+    if norm_weight is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.double()
+    product = x @ dequantized_reference(weight).T
+    if gated:
+        product = gated_activation_reference(product)
+    return product if residual is None else product + residual.double()
