@@ -16,7 +16,7 @@ Where output features alone give too few programs, the inputs are divided over s
 (split-K); the last to finish sums their parts in a fixed order. The RMSNorm before one row, the
 gate and the residual add after the product are fused as in `linear`.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals)
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from aioinfer.kernels.grouped_weight import (
     TILE,
     PackedGroups,
     dequantized_reference,
+    split_zero,
 )
 from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -138,17 +139,21 @@ def _expand(words, zero_0, zero_1, zero_2, zero_3, OFFSET: tl.constexpr, dtype: 
 
 
 @triton.jit
-def _zero_of(zeros, place, mask, HAS_ZEROS: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
-             dtype: tl.constexpr):  # fmt: skip
-    """Returns the zero points at `place`, as `_expand` takes them: with an OFFSET negative and
-    larger by it."""
-    if HAS_ZEROS:
-        zero = tl.load(zeros + place, mask, 0).to(tl.float32)
+def _subtrahend(kept, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, OFFSET: tl.constexpr,
+                dtype: tl.constexpr):  # fmt: skip
+    """Returns [N, 1] zero points as `_expand` takes them; with an OFFSET negative and larger by it,
+    made of their bits."""
+    if not HAS_ZEROS:
+        middle: tl.constexpr = 2 ** (BITS - 1)
+        zero = tl.zeros(kept.shape, tl.float32) + (-OFFSET - middle if OFFSET else middle)
+        zero = zero.to(dtype)
+    elif OFFSET == 128:
+        zero = ((kept & 255) | 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif OFFSET == 1024:
+        zero = ((kept & 255) | 0xE400).to(tl.int16).to(tl.float16, bitcast=True)
     else:
-        zero = tl.zeros(place.shape, tl.float32) + 2 ** (BITS - 1)
-    if OFFSET:
-        zero = -(OFFSET + zero)
-    return zero.to(dtype)[:, None]
+        zero = (kept & 255).to(dtype)
+    return zero[:, None]
 
 
 @triton.jit
@@ -188,34 +193,42 @@ def _is_last(counters, tile, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _runs(
-    words, zeros, first, n, width, there, RUN: tl.constexpr, GROUP: tl.constexpr,
+def _load_unit(
+    place, scales, unit, n, width, there, RUN: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Returns the runs of a unit, whose first input is `first`, less their zero points: tensors
-    [N, R] in `dtype`."""
-    zero = _zero_of(zeros, first // GROUP * width + n, there, HAS_ZEROS, BITS, OFFSET, dtype)
-    place = (first + RUN) // GROUP * width + n
-    zero_1 = _zero_of(zeros, place, there, HAS_ZEROS, BITS, OFFSET, dtype)
+    """Returns the runs of a unit less their zero points, tensors [N, R] in `dtype`, and what
+    `PackedGroups.scales` has for each run. Runs come in pairs of one group, unless a group is one
+    run: then each load of a pair's scales is another."""
+    words = tl.load(place, there[:, None], 0)
+    NEXT: tl.constexpr = RUN if GROUP == RUN else 0
+    first = unit * (16 // BITS * RUN)
+    kept_0 = tl.load(scales + first // GROUP * width + n, there, 0)
+    kept_1 = tl.load(scales + (first + NEXT) // GROUP * width + n, there, 0)
+    zero_0 = _subtrahend(kept_0, BITS, HAS_ZEROS, OFFSET, dtype)
+    zero_1 = _subtrahend(kept_1, BITS, HAS_ZEROS, OFFSET, dtype)
     if BITS == 8:
-        runs = (words & 255).to(dtype) - zero, ((words >> 8) & 255).to(dtype) - zero_1
+        runs = (words & 255).to(dtype) - zero_0, ((words >> 8) & 255).to(dtype) - zero_1
+        kept = kept_0, kept_1
     else:
-        place = (first + 2 * RUN) // GROUP * width + n
-        zero_2 = _zero_of(zeros, place, there, HAS_ZEROS, BITS, OFFSET, dtype)
-        place = (first + 3 * RUN) // GROUP * width + n
-        zero_3 = _zero_of(zeros, place, there, HAS_ZEROS, BITS, OFFSET, dtype)
-        runs = _expand(words, zero, zero_1, zero_2, zero_3, OFFSET, dtype)
-    return runs
+        kept_2 = tl.load(scales + (first + 2 * RUN) // GROUP * width + n, there, 0)
+        kept_3 = tl.load(scales + (first + 2 * RUN + NEXT) // GROUP * width + n, there, 0)
+        zero_2 = _subtrahend(kept_2, BITS, HAS_ZEROS, OFFSET, dtype)
+        zero_3 = _subtrahend(kept_3, BITS, HAS_ZEROS, OFFSET, dtype)
+        runs = _expand(words, zero_0, zero_1, zero_2, zero_3, OFFSET, dtype)
+        kept = kept_0, kept_1, kept_2, kept_3
+    return runs, kept
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    x, packed, scales, zeros, norm, residual, out, partials, counters, rows, features, width,
+    x, packed, scales, norm, residual, out, partials, counters, rows, features, width,
     x_stride, residual_stride, out_stride, eps,
     INPUTS: tl.constexpr, UNITS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of output features, tile of rows, part of the inputs)."""
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -234,26 +247,27 @@ def _kernel(
         gdc_launch_dependents()
     totals = tl.zeros([FEATURES, ROWS], tl.float32)
     squares = tl.zeros([RUN, ROWS], tl.float32)
-    for unit in range(split * SHARE, min(split * SHARE + SHARE, UNITS)):
-        words = tl.load(place + unit * (TILE * RUN), there[:, None], 0)
-        first = unit * (PARTS * RUN)
-        runs = _runs(
-            words, zeros, first, n, width, there, RUN, GROUP, BITS, OFFSET, HAS_ZEROS, dtype
-        )
+    end = min(split * SHARE + SHARE, UNITS)
+    for unit in tl.range(split * SHARE, end, num_stages=STAGES):
+        runs, kept = _load_unit(
+            place + unit * (TILE * RUN), scales, unit, n, width, there, RUN, GROUP, BITS, OFFSET,
+            HAS_ZEROS, dtype,
+        )  # fmt: skip
         product = tl.zeros([FEATURES, ROWS], tl.float32)
         for part in tl.static_range(PARTS):
-            k = (first + part * RUN + word)[:, None]
+            k = ((unit * PARTS + part) * RUN + word)[:, None]
             is_there = is_row if UNITS * PARTS * RUN == INPUTS else is_row & (k < INPUTS)
             value = tl.load(x_place + k, is_there, 0.0)
             if HAS_NORM:
                 wide = value.to(tl.float32)
                 squares += wide * wide
-                value = (wide * tl.load(norm + k, k < INPUTS, 0.0).to(tl.float32)).to(dtype)
+                # of x's shape, so that it is copied asynchronously as x is
+                weight = tl.load(norm + k + row[None, :] * 0, is_there, 0.0)
+                value = (wide * weight.to(tl.float32)).to(dtype)
             product = tl.dot(runs[part], value, product, input_precision="ieee")
-            # runs of one group are scaled together
-            if part % 2 == 1 or GROUP == RUN:
-                group = (first + part * RUN) // GROUP * width + n
-                totals += product * tl.load(scales + group, there, 0.0).to(tl.float32)[:, None]
+            if part % 2 == 1 or GROUP == RUN:  # runs of one group are scaled together
+                scale, _ = split_zero(kept[part], BITS, HAS_ZEROS)
+                totals += product * scale[:, None]
                 product = tl.zeros([FEATURES, ROWS], tl.float32)
     square = tl.sum(squares)
     if SPLITS > 1:
@@ -323,21 +337,21 @@ def grouped_linear(
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     config = config or grouped_config(rows, weight)
     tiles = triton.cdiv(weight.width, config.features)
-    partials = weight.scales
+    partials = out
     if config.splits > 1:
         size = config.splits * (weight.width * config.rows + tiles)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     added = out if residual is None else residual
     _kernel[(tiles, triton.cdiv(rows, config.rows), config.splits)](
-        x, weight.integers, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
-        x if norm_weight is None else norm_weight, added, out, partials, weight.counters, rows,
-        features, weight.width, x.stride(0), added.stride(0), out.stride(0), eps,
+        x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
+        partials, weight.counters, rows, features, weight.width, x.stride(0), added.stride(0),
+        out.stride(0), eps,
         INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, BITS=weight.bits,
         TILE=TILE, FEATURES=config.features, ROWS=config.rows, SPLITS=config.splits,
-        OFFSET=_offset(x, weight), HAS_ZEROS=weight.zeros is not None,
+        STAGES=config.num_stages, OFFSET=_offset(x, weight), HAS_ZEROS=weight.has_zeros,
         HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, GATED=gated,
         GATE=GATE_RUN, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

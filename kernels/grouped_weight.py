@@ -36,8 +36,11 @@ class PackedGroups:
     Attributes:
         integers: int16 [N / 16, K / (R * 16 / bits), 16, R] of runs of R inputs; N and K are padded
             to multiples.
-        scales: [K / group, N], padded likewise; float16, bfloat16 or float32.
-        zeros: uint8 like `scales`, or None: each is 2 ** (bits - 1).
+        scales: int32 [K / group, N], padded likewise: the bits of float32 scales. With zero points
+            their lowest eight bits are the zero point, so that one load of four bytes, the least
+            that is copied asynchronously, has both. Scales that are 16-bit numbers lose nothing by
+            it, others less than 2 ** -15.
+        has_zeros: whether there are zero points; otherwise each is 2 ** (bits - 1).
         counters: int32 [N / 16] of zeros, in which split products count the programs that are done.
         features, inputs: N and K without padding.
         group: inputs that share a scale.
@@ -46,7 +49,7 @@ class PackedGroups:
 
     integers: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor | None
+    has_zeros: bool
     counters: torch.Tensor
     features: int
     inputs: int
@@ -71,8 +74,7 @@ class PackedGroups:
     @property
     def nbytes(self) -> int:
         """Bytes that a product has to read."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.integers.nbytes + self.scales.nbytes + zeros
+        return self.integers.nbytes + self.scales.nbytes
 
 
 def supports_group(group: int | None) -> bool:
@@ -91,7 +93,7 @@ def pack_groups(
 
     Args:
         integers: [N, K] of any integer dtype, from 0 to 2 ** bits - 1.
-        scales: [N, groups], in the dtype in which they are to be kept.
+        scales: [N, groups], of any floating-point dtype.
         zeros: [N, groups], integers from 0 to 2 ** bits - 1, or None for 2 ** (bits - 1).
         bits: 4 or 8.
         group: inputs that share a scale, the first group beginning with the first input; None for
@@ -117,14 +119,14 @@ def pack_groups(
     group = units * unit if group is None else group
     groups = -(-units * unit // group)
 
-    def transposed(values: torch.Tensor) -> torch.Tensor:
-        missing = (0, groups - values.shape[1], 0, -features % TILE)
-        return F.pad(values, missing).t().contiguous()
-
+    kept = scales.float().view(torch.int32)
+    if zeros is not None:
+        kept = (kept & ~255) | zeros.int()
+    missing = (0, groups - kept.shape[1], 0, -features % TILE)
     return PackedGroups(
         packed.transpose(1, 2).contiguous(),
-        transposed(scales),
-        None if zeros is None else transposed(zeros.to(torch.uint8)),
+        F.pad(kept, missing).t().contiguous(),
+        zeros is not None,
         torch.zeros(len(padded) // TILE, dtype=torch.int32, device=integers.device),
         features, inputs, group, bits,
     )  # fmt: skip
@@ -136,16 +138,30 @@ def dequantized_reference(weight: PackedGroups) -> torch.Tensor:
     runs = [packed >> shift & 2**weight.bits - 1 for shift in range(0, 16, weight.bits)]
     integers = torch.stack(runs, 2).flatten(1).double()
     of_group = torch.arange(integers.shape[1], device=packed.device) // weight.group
-    zeros = 2.0 ** (weight.bits - 1)
-    if weight.zeros is not None:
-        zeros = weight.zeros.t().double()[:, of_group]
-    values = (integers - zeros) * weight.scales.t().double()[:, of_group]
+    scales, zeros = weight.scales.t(), torch.full_like(weight.scales.t(), 2 ** (weight.bits - 1))
+    if weight.has_zeros:
+        scales, zeros = scales & ~255, scales & 255
+    floats = scales.contiguous().view(torch.float32).double()
+    values = (integers - zeros[:, of_group]) * floats[:, of_group]
     return values[: weight.features, : weight.inputs]
 
 
 @triton.jit
+def split_zero(kept, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Returns the scales, float32, and the zero points, int32, of elements of
+    `PackedGroups.scales`."""
+    if HAS_ZEROS:
+        zero = kept & 255
+        scale = (kept & -256).to(tl.float32, bitcast=True)
+    else:
+        zero = tl.zeros_like(kept) + 2 ** (BITS - 1)
+        scale = kept.to(tl.float32, bitcast=True)
+    return scale, zero
+
+
+@triton.jit
 def _dequantize_kernel(
-    packed, scales, zeros, out, features, width, units, out_stride,
+    packed, scales, out, features, width, units, out_stride,
     INPUTS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     TILE: tl.constexpr, HAS_ZEROS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -159,12 +175,10 @@ def _dequantize_kernel(
         gdc_launch_dependents()
     for part in tl.static_range(16 // BITS):
         begin = (unit * (16 // BITS) + part) * RUN
-        group = begin // GROUP * width + n
-        zero = 2.0 ** (BITS - 1)
-        if HAS_ZEROS:
-            zero = tl.load(zeros + group).to(tl.float32)[:, None]
+        kept = tl.load(scales + begin // GROUP * width + n)
+        scale, zero = split_zero(kept, BITS, HAS_ZEROS)
         integers = (words.to(tl.int32) >> (part * BITS)) & (2**BITS - 1)
-        values = (integers.to(tl.float32) - zero) * tl.load(scales + group).to(tl.float32)[:, None]
+        values = (integers - zero[:, None]).to(tl.float32) * scale[:, None]
         place = out + n[:, None] * out_stride + (begin + word)[None, :]
         inside = (n < features)[:, None] & (begin + word < INPUTS)[None, :]
         tl.store(place, values.to(out.dtype.element_ty), inside)
@@ -181,10 +195,9 @@ def dequantize(weight: PackedGroups, out: torch.Tensor, *, pdl: bool = False) ->
     """
     if out.shape != (weight.features, weight.inputs) or out.stride(1) != 1:
         raise ValueError(f"out must be {weight.features} x {weight.inputs}, not {out.shape}")
-    zeros = weight.scales if weight.zeros is None else weight.zeros
     _dequantize_kernel[(weight.width // TILE, weight.units)](
-        weight.integers, weight.scales, zeros, out, weight.features, weight.width, weight.units,
+        weight.integers, weight.scales, out, weight.features, weight.width, weight.units,
         out.stride(0), INPUTS=weight.inputs, RUN=weight.run, GROUP=weight.group, BITS=weight.bits,
-        TILE=TILE, HAS_ZEROS=weight.zeros is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        TILE=TILE, HAS_ZEROS=weight.has_zeros, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

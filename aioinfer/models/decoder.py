@@ -213,8 +213,9 @@ class DecoderModel:
         """See `CausalLM.load`."""
         quantization = self._make.quantization
         unused = () if quantization is None else quantization.unused
+        zero = () if quantization is None else quantization.zero
         shards = list(self.weight_shards())
-        load_weights(shards, folder, load_format, seed, on_progress, unused)
+        load_weights(shards, folder, load_format, seed, on_progress, unused, zero)
         self.finalize()
 
     def bind(

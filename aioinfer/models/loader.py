@@ -4,7 +4,7 @@ random."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def load_weights(
     seed: int,
     on_progress: Callable[[int, int], None],
     unused: Sequence[str] = (),
+    zero: Sequence[str] = (),
 ) -> None:
     """Fills every parameter.
 
@@ -48,6 +49,7 @@ def load_weights(
         seed: of random weights.
         on_progress: called with the bytes that are done and that there are.
         unused: ends of the names of tensors that may be there and are not read.
+        zero: ends of the names of tensors that may be there if they are all zero.
 
     Raises:
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
@@ -56,21 +58,25 @@ def load_weights(
     if load_format == "dummy":
         _fill_at_random([shard for _, shard in shards], seed, on_progress, total)
     else:
-        _load_safetensors(shards, folder, on_progress, total, (*_COMPUTED, *unused))
+        file_of = _locate_tensors(folder)
+        known = {*(name for name, _ in shards), *_OTHERS}
+        others = [name for name in file_of if name not in known and name.endswith(tuple(zero))]
+        allowed = (*_COMPUTED, *unused, *(name for name in others if _is_zero(name, file_of)))
+        _load_safetensors(shards, folder, file_of, on_progress, total, allowed)
 
 
 def _fill_at_random(
     shards: list[WeightShard], seed: int, on_progress: Callable[[int, int], None], total: int
 ) -> None:
     """Weights are normal with a deviation of 0.02, as models are initialised, and packed integers
-    uniform; norms (one dimension) stay as they are."""
+    uniform; norms and orders (one dimension) stay as they are."""
     done = 0
     generator = torch.Generator(shards[0].destination.device).manual_seed(seed)
     for shard in shards:
         destination = shard.destination
         if shard.dummy is not None:
             destination.fill_(shard.dummy)
-        elif not destination.is_floating_point():
+        elif not destination.is_floating_point() and destination.ndim > 1:
             bounds = torch.iinfo(destination.dtype)
             destination.random_(bounds.min, bounds.max, generator=generator)
         elif destination.ndim > 1:
@@ -97,11 +103,11 @@ def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:
 def _load_safetensors(
     shards: Sequence[tuple[str, WeightShard]],
     folder: Path,
+    file_of: Mapping[str, Path],
     on_progress: Callable[[int, int], None],
     total: int,
     unused: tuple[str, ...],
 ) -> None:
-    file_of = _locate_tensors(folder)
     missing = [name for name, _ in shards if name not in file_of]
     wanted = {name for name, _ in shards}
     unknown = [
@@ -133,6 +139,12 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor:
         raise ConfigError(f"{folder} does not hold the tensor {name}")
     with _open(file) as tensors:
         return _slice_of(tensors, name, file)[:]
+
+
+def _is_zero(name: str, file_of: Mapping[str, Path]) -> bool:
+    """Whether all of a tensor is zero."""
+    with _open(file_of[name]) as tensors:
+        return not bool(_slice_of(tensors, name, file_of[name])[:].any())
 
 
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:

@@ -425,7 +425,8 @@ class GpuModelRunner:
             return
         self.model.begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
         capacity = self._plan.rows
-        few = [rows for rows in (1, 2, SKINNY_ROWS + 1) if rows < capacity]
+        # kernels for quantized weights have variants for each power of two up to 64 rows, and above
+        few = [rows for rows in (1, 2, SKINNY_ROWS + 1, 17, 33, 65) if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
         for rows in (*few, *(size + 1 for size in many), capacity):
             self._decode(rows)

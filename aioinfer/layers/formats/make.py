@@ -36,6 +36,10 @@ def make_weight(
     match scheme:
         case ScaledScheme():
             return ScaledWeight(sources, columns, backend, scheme)
+        case GroupScheme() if backend.has_kernels:
+            from aioinfer.layers.formats.grouped_kernels import KernelGroupedWeight
+
+            return KernelGroupedWeight(sources, columns, backend, scheme)
         case GroupScheme():
             return GroupedWeight(sources, columns, backend, scheme)
         case None:
