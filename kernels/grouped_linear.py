@@ -58,9 +58,15 @@ class GroupedConfig:
     num_stages: int = 4
 
 
-def grouped_config(rows: int, weight: PackedGroups) -> GroupedConfig:
+def grouped_config(rows: int, weight: PackedGroups, itemsize: int = 2) -> GroupedConfig:
     """Returns the configuration for a number of rows. Not measured yet: enough programs for the
-    132 multiprocessors of an H200 to have three of them each."""
+    132 multiprocessors of an H200 to have two of them each.
+
+    Wider activations (float32, for tests) take the smallest tile, since the others would not fit
+    into shared memory.
+    """
+    if itemsize > 2:
+        return GroupedConfig(16, 8, num_stages=2)
     columns = min(64, max(8, triton.next_power_of_2(rows)))
     features = 128 if columns == 64 and weight.width >= 12288 else 64
     tiles = -(-weight.width // features)
@@ -335,7 +341,7 @@ def grouped_linear(
         return out
     if norm_weight is not None and rows > 1:  # fused, every program would repeat it
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
-    config = config or grouped_config(rows, weight)
+    config = config or grouped_config(rows, weight, x.element_size())
     tiles = triton.cdiv(weight.width, config.features)
     partials = out
     if config.splits > 1:

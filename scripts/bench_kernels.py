@@ -23,7 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, FAMILIES, Case, random_tensor
+
+FAMILIES |= {"grouped": grouped_cases}
 
 
 def time_case(case: Case) -> float:
