@@ -37,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Up to so many rows the weight is read as it is; above, arithmetic is the bound, and cuBLAS with
 #: the dequantized weight is faster. To be measured: docs/notes/quantized-4bit.md.
-MAX_FUSED_ROWS = 64
+MAX_FUSED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,12 @@ def grouped_config(rows: int, weight: PackedGroups, itemsize: int = 2) -> Groupe
     if itemsize > 2:
         return GroupedConfig(16, 8, num_stages=2)
     columns = min(64, max(8, triton.next_power_of_2(rows)))
-    features = 128 if columns == 64 and weight.width >= 12288 else 64
-    tiles = -(-weight.width // features)
+    row_tiles = -(-rows // columns)
+    is_wide = columns == 64 and weight.width // 128 * row_tiles >= 132
+    features = 128 if is_wide else 64
+    tiles = -(-weight.width // features) * row_tiles
     splits = 1
-    # counters are one for each tile of output features
-    while rows <= columns and tiles * splits < 300 and weight.units >= 8 * splits:
+    while tiles <= len(weight.counters) and tiles * splits < 200 and weight.units >= 8 * splits:
         splits *= 2
     warps = 2 if columns == 8 else features // 16
     return GroupedConfig(features, columns, splits, warps, 3 if columns == 64 else 4)
@@ -277,17 +278,19 @@ def _kernel(
                 product = tl.zeros([FEATURES, ROWS], tl.float32)
     square = tl.sum(squares)
     if SPLITS > 1:
-        part = partials + n[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        of_squares = partials + SPLITS * width * ROWS + tile * SPLITS
-        tl.store(part + split * (width * ROWS), totals, there[:, None])
-        tl.store(of_squares + split, square)
-        if not _is_last(counters, tile, SPLITS):
+        index = tile * tl.num_programs(1) + tl.program_id(1)
+        size = FEATURES * ROWS + 4  # the sums, and of x's squares one, aligned to 16 bytes
+        part = partials + index * (SPLITS * size)
+        place = tl.arange(0, FEATURES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(part + split * size + place, totals)
+        tl.store(part + split * size + FEATURES * ROWS, square)
+        if not _is_last(counters, index, SPLITS):
             return
         totals = tl.zeros([FEATURES, ROWS], tl.float32)
         square = 0.0
-        for index in range(SPLITS):
-            totals += tl.load(part + index * (width * ROWS), there[:, None], 0.0)
-            square += tl.load(of_squares + index)
+        for other in range(SPLITS):
+            totals += tl.load(part + other * size + place)
+            square += tl.load(part + other * size + FEATURES * ROWS)
     if HAS_NORM:
         totals *= tl.rsqrt(square / INPUTS + eps)
     _finish(
@@ -342,13 +345,15 @@ def grouped_linear(
     if norm_weight is not None and rows > 1:  # fused, every program would repeat it
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     config = config or grouped_config(rows, weight, x.element_size())
-    tiles = triton.cdiv(weight.width, config.features)
+    tiles, row_tiles = triton.cdiv(weight.width, config.features), triton.cdiv(rows, config.rows)
     partials = out
     if config.splits > 1:
-        size = config.splits * (weight.width * config.rows + tiles)
+        if tiles * row_tiles > len(weight.counters):
+            raise ValueError(f"{config} has more tiles than there are counters")
+        size = tiles * row_tiles * config.splits * (config.features * config.rows + 4)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     added = out if residual is None else residual
-    _kernel[(tiles, triton.cdiv(rows, config.rows), config.splits)](
+    _kernel[(tiles, row_tiles, config.splits)](
         x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
         partials, weight.counters, rows, features, weight.width, x.stride(0), added.stride(0),
         out.stride(0), eps,

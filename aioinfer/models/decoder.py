@@ -216,6 +216,7 @@ class DecoderModel:
         zero = () if quantization is None else quantization.zero
         shards = list(self.weight_shards())
         load_weights(shards, folder, load_format, seed, on_progress, unused, zero)
+        del shards  # what was loaded is let go of layer by layer
         self.finalize()
 
     def bind(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.grouped_linear import (
-    MAX_FUSED_ROWS,
     GroupedConfig,
     grouped_config,
     grouped_linear,
@@ -57,10 +56,11 @@ def configs(rows: int, weight: PackedGroups, tune: bool) -> list[tuple[str, Grou
     if tune:
         columns = [best.rows] if rows <= 64 else [64, 128]
         tiles = ((32, 1), (32, 2), (64, 2), (64, 4)) if rows <= 8 else ((64, 4), (128, 4), (128, 8))
+        depths = (3, 5) if rows <= 8 else (2, 3, 4)
         for (features, warps), width, stages, splits in itertools.product(
-            tiles, columns, (3, 5), (1, 2, 4)
+            tiles, columns, depths, (1, 2, 4)
         ):
-            if splits == 1 or rows <= width:
+            if splits == 1 or rows <= 64:
                 config = GroupedConfig(features, width, splits, warps, stages)
                 name = f"n{features} m{width} w{warps} s{stages} k{splits}"
                 found.append((name, config))
@@ -123,7 +123,7 @@ def row_cases(
             runs = [lambda w=w, run=run: run(w) for w in weights]
             label = f"{scheme} {variant}" + " pdl" * pdl
             yield Case("grouped", name, label, runs, size, flops, checked(run))
-    if rows < MAX_FUSED_ROWS or tune:
+    if rows < 64 or tune:
         return
     scratch = torch.empty(weight.features, weight.inputs, dtype=BF16, device=DEVICE)
 

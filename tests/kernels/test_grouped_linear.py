@@ -82,22 +82,23 @@ def test_one_row_with_its_norm(gated: bool, splits: int) -> None:
 
 @pytest.mark.parametrize(("rows", "gated"), [(2, True), (20, False)])
 def test_several_rows_in_half_precision(rows: int, gated: bool) -> None:
-    """In tiles of 16 rows and 32 output features, which divide neither."""
-    weight = random_groups(48, 512, group=128, has_zeros=True)
-    config = GroupedConfig(32, 16, splits=2 if rows < 16 else 1)
+    """In tiles of 16 rows and 64 output features, which divide neither."""
+    weight = random_groups(80, 512, group=128, has_zeros=True)
+    config = GroupedConfig(64, 16, splits=2)
     result = grouped(weight, rows, torch.float16, normed=True, gated=gated, config=config)
     assert error(result) < 2e-3
 
 
 def test_the_table_fits_what_it_is_asked_for() -> None:
-    """A tile for all rows where programs share the inputs, since counters are one for each tile of
-    output features."""
-    weight = random_groups(16, 4096)
-    for rows in (1, 2, 8, 9, 33, 64, 65, 300):
-        config = grouped_config(rows, weight)
-        assert config.splits == 1 or config.rows >= rows
-        assert config.splits <= weight.units
-        assert config.features % 16 == 0
+    """Programs that share the inputs have a counter for each tile, and every one has inputs."""
+    for features in (16, 80, 4096):
+        weight = random_groups(features, 4096)
+        for rows in (1, 2, 8, 9, 33, 64, 65, 300):
+            config = grouped_config(rows, weight)
+            tiles = -(-weight.width // config.features) * -(-rows // config.rows)
+            assert config.splits == 1 or tiles <= len(weight.counters)
+            assert config.splits <= weight.units
+            assert config.features % 16 == 0
 
 
 def test_what_does_not_fit_is_rejected() -> None:
@@ -108,6 +109,8 @@ def test_what_does_not_fit_is_rejected() -> None:
         grouped_linear(torch.zeros(1, 64), weight)
     with pytest.raises(ValueError, match="x must be"):
         grouped_linear(torch.zeros(1, 128), weight, gated=True)
+    with pytest.raises(ValueError, match="more tiles than there are counters"):
+        grouped_linear(torch.zeros(9, 128), weight, config=GroupedConfig(16, 8, splits=2))
     with pytest.raises(ValueError, match="groups of 48"):
         pack_groups(torch.zeros(8, 96), torch.zeros(8, 2), None, 4, 48)
     with pytest.raises(ValueError, match="scales are"):

@@ -53,6 +53,8 @@ class KernelGroupedWeight(GroupedWeight):
         #: the place of each input in the order of groups, or None for the same order
         self._input_order: torch.Tensor | None = None
         self._inputs_are_ordered = False
+        #: over the memory that all layers share
+        self._expanded_product: KernelDenseWeight | None = None
         backend.scratch.reserve(self._out * columns.size)
 
     # ---------------------------------------------------------------- loading
@@ -135,9 +137,16 @@ class KernelGroupedWeight(GroupedWeight):
         Products with it are not launched before that has ended.
         """
         backend = self._backend
-        memory = backend.scratch.view(self._out, self._columns.size, backend.dtype, backend.device)
-        dequantize(self._loaded, memory, pdl=backend.pdl)
-        return KernelDenseWeight(self._sources, self._columns, replace(backend, pdl=False), memory)
+        if self._expanded_product is None:
+            memory = backend.scratch.view(
+                self._out, self._columns.size, backend.dtype, backend.device
+            )
+            self._expanded_product = KernelDenseWeight(
+                self._sources, self._columns, replace(backend, pdl=False), memory
+            )
+        assert self._expanded_product.weight is not None
+        dequantize(self._loaded, self._expanded_product.weight, pdl=backend.pdl)
+        return self._expanded_product
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -191,10 +200,8 @@ class KernelGroupedWeight(GroupedWeight):
         self._expanded().warm_up_gated()
         backend, inputs = self._backend, self._columns.size
         x = torch.zeros(MAX_FUSED_ROWS, inputs, dtype=backend.dtype, device=backend.device)
-        rows = 1
-        while rows <= MAX_FUSED_ROWS:
+        for rows in (1, 2, *range(8, MAX_FUSED_ROWS + 1, 8)):
             grouped_linear(x[:rows], self._loaded, gated=True, pdl=backend.pdl)
-            rows *= 2
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
         """See `WeightFormat.add_product`."""
