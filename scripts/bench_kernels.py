@@ -24,11 +24,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchlib.float8_cases import float8_cases
+from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
 from benchlib.kernel_cases import FAMILIES as OTHER_FAMILIES
 from benchlib.scaled_cases import scaled_cases
 
-FAMILIES = {**OTHER_FAMILIES, "float8": float8_cases, "scaled": scaled_cases}
+FAMILIES = OTHER_FAMILIES | {
+    "float8": float8_cases,
+    "grouped": grouped_cases,
+    "scaled": scaled_cases,
+}
 
 
 def time_case(case: Case) -> float:

@@ -90,6 +90,7 @@ EXTENDED = frozenset(
         "models/test_structured_output.py",
         "models/test_tools.py",
         "test_bench_large_bodies.py::test_a_short_run",
+        "test_grouped.py::test_two_ranks",
         "test_schema.py::test_the_server_does_what_it_says",
     ]
 )

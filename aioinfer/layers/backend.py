@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,27 @@ from aioinfer.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
+
+
+class Scratch:
+    """Memory that the layers of a rank use one after the other, as large as the largest of them
+    needs; none until it is asked for."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, size: int) -> None:
+        """Makes room for `size` numbers; called before any `view`."""
+        self._size = max(self._size, size)
+
+    def view(
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Returns [rows, columns], always at the same address, for reserved sizes."""
+        if self._memory is None:
+            self._memory = torch.empty(self._size, dtype=dtype, device=device)
+        return self._memory[: rows * columns].view(rows, columns)
 
 
 @dataclass(slots=True)
@@ -24,6 +45,7 @@ class Backend:
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
+        scratch: what quantized weights are dequantized into for products of many rows.
     """
 
     device: torch.device
@@ -32,6 +54,7 @@ class Backend:
     has_kernels: bool = False
     pdl: bool = False
     all_reduce: AllReduce | None = None
+    scratch: Scratch = field(default_factory=Scratch)
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, group: ParallelGroup) -> Backend:

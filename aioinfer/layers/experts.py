@@ -6,7 +6,7 @@ scores. Tensor-parallel ranks have some channels of every expert each, and all o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,6 +146,11 @@ class Expert:
         self.gate_up.finalize()
         self.down.finalize()
 
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Those of its weights."""
+        return self.gate_up.kind, self.down.kind
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the output [T, hidden_size], to be summed over the ranks, for
         x [T, hidden_size]."""
@@ -231,8 +236,21 @@ class MixtureMLP:
         if self._shared is not None:
             self._shared.finalize()
 
-    def warm_up(self) -> None:
-        """Does nothing: there are no configurations to select among."""
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Those of its weights, which are the same for all experts."""
+        return "experts", *self.experts[0].kinds
+
+    def warm_up(self, hidden_size: int) -> None:
+        """Launches the products of an expert in every configuration that the number of rows
+        selects."""
+        expert = self.experts[0]
+        for rows in expert.gate_up.warm_up_rows():
+            expert(
+                torch.zeros(
+                    rows, hidden_size, dtype=self._backend.dtype, device=self._backend.device
+                )
+            )
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""

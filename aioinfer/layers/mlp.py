@@ -69,12 +69,16 @@ class GatedMLP:
         self._is_fused = self._kernel is not None and is_plain_silu
 
     def finalize(self) -> None:
-        """Interleaves the rows of gate and up where the kernels want it. Called before the
-        projections' own `finalize`."""
+        """Interleaves the rows of gate and up where the kernels want it, and brings them into the
+        order in which the second projection reads them. Called before the projections' own
+        `finalize`."""
         if self._kernel is not None:
             from aioinfer.kernels.gated_product import interleave
 
-            self.gate_up.reorder_rows(interleave(torch.arange(2 * self._channels)))
+            channels = self.down.weight.take_input_order()
+            channels = torch.arange(self._channels) if channels is None else channels.cpu()
+            order = torch.cat((channels, channels + self._channels))
+            self.gate_up.reorder_rows(interleave(order))
 
     def warm_up(self, hidden_size: int) -> None:
         """Launches the products in every configuration that the number of rows selects."""

@@ -217,8 +217,11 @@ class DecoderModel:
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
     ) -> None:
         """See `CausalLM.load`."""
+        quantization = self._make.quantization
+        zero = () if quantization is None else quantization.zero
         shards = list(self.weight_shards())
-        load_weights(shards, folder, load_format, seed, on_progress, self._is_unused)
+        load_weights(shards, folder, load_format, seed, on_progress, self._is_unused, zero)
+        del shards  # what was loaded is let go of layer by layer
         self.finalize()
 
     def _is_unused(self, name: str) -> bool:

@@ -4,7 +4,7 @@ random."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def load_weights(
     seed: int,
     on_progress: Callable[[int, int], None],
     is_unused: Callable[[str], bool] = lambda name: False,
+    zero: Sequence[str] = (),
 ) -> None:
     """Fills every parameter.
 
@@ -54,6 +55,7 @@ def load_weights(
         seed: of random weights.
         on_progress: called with the bytes that are done and that there are.
         is_unused: whether a tensor of a name may be there that no parameter needs.
+        zero: ends of the names of tensors that may be there if they are all zero.
 
     Raises:
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
@@ -62,21 +64,27 @@ def load_weights(
     if load_format == "dummy":
         _fill_at_random([shard for _, shard in shards], seed, on_progress, total)
     else:
-        _load_safetensors(shards, folder, on_progress, total, is_unused)
+        file_of = locate_tensors(folder)
+        known = {*(name for name, _ in shards), *_OTHERS}
+        others = [name for name in file_of if name not in known and name.endswith(tuple(zero))]
+        zeros = frozenset(name for name in others if _is_zero(name, file_of))
+        _load_safetensors(
+            shards, folder, file_of, on_progress, total, lambda n: n in zeros or is_unused(n)
+        )
 
 
 def _fill_at_random(
     shards: list[WeightShard], seed: int, on_progress: Callable[[int, int], None], total: int
 ) -> None:
     """Weights are normal with a deviation of 0.02, as models are initialised, and packed integers
-    uniform; norms (one dimension) stay as they are."""
+    uniform; norms and orders (one dimension) stay as they are."""
     done = 0
     generator = torch.Generator(shards[0].destination.device).manual_seed(seed)
     for shard in shards:
         destination = shard.destination
         if shard.dummy is not None:
             destination.fill_(shard.dummy)
-        elif not destination.is_floating_point():
+        elif not destination.is_floating_point() and destination.ndim > 1:
             bounds = torch.iinfo(destination.dtype)
             destination.random_(bounds.min, bounds.max, generator=generator)
         elif destination.ndim > 1:
@@ -103,11 +111,11 @@ def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:
 def _load_safetensors(
     shards: Sequence[tuple[str, WeightShard]],
     folder: Path,
+    file_of: Mapping[str, Path],
     on_progress: Callable[[int, int], None],
     total: int,
     is_unused: Callable[[str], bool],
 ) -> None:
-    file_of = locate_tensors(folder)
     missing = [name for name, _ in shards if name not in file_of]
     wanted = {name for name, _ in shards}
     unknown = [
@@ -151,6 +159,12 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
                 if file_of[name] == file:
                     found[name] = _slice_of(tensors, name, file)[...]
     return found
+
+
+def _is_zero(name: str, file_of: Mapping[str, Path]) -> bool:
+    """Whether all of a tensor is zero."""
+    with _open(file_of[name]) as tensors:
+        return not bool(_slice_of(tensors, name, file_of[name])[:].any())
 
 
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:

@@ -89,7 +89,9 @@ def _read_gptq(found: Mapping[str, Any]) -> Quantization:
     scheme = GroupScheme(layout, bits, group_size, not is_symmetric, has_order)
     blocks = found.get("modules_in_block_to_quantize") or found.get("inside_layer_modules")
     names = [name for block in blocks for name in block] if blocks else ["Linear"]
-    return Quantization("gptq", [(_read_names(names), scheme)], ["lm_head"], _GPTQ_UNUSED)
+    # AutoGPTQ writes a bias of zeros for layers that have none
+    groups = [(_read_names(names), scheme)]
+    return Quantization("gptq", groups, ["lm_head"], _GPTQ_UNUSED, zero=(".bias",))
 
 
 def _read_awq(found: Mapping[str, Any]) -> Quantization:

@@ -425,7 +425,9 @@ class GpuModelRunner:
             return
         self.model.begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
         capacity = self._plan.rows
-        few = [rows for rows in (1, 2, SKINNY_ROWS + 1) if rows < capacity]
+        # beyond SKINNY_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
+        sizes = (1, 2, SKINNY_ROWS + 1, 17, 33, 65, 129, 193)
+        few = [rows for rows in sizes if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
         for rows in (*few, *(size + 1 for size in many), capacity):
             self._decode(rows)

@@ -40,6 +40,12 @@ class WeightFormat(Protocol):
         """Puts row `order[i]` (int64 [out]) at place i. Called before `finalize`."""
         ...
 
+    def take_input_order(self) -> torch.Tensor | None:
+        """Returns the order in which the weight reads its inputs (int64 [in]: the input at each
+        place), if it is another than the checkpoint's and the caller can give it inputs in that
+        order, which from then on it must; else None. Called before `finalize`."""
+        ...
+
     def finalize(self) -> None:
         """Prepares the loaded weight for the device."""
         ...

@@ -74,6 +74,10 @@ class DenseWeight:
         assert self.weight is not None
         self.weight.copy_(self.weight[order.to(self.weight.device)])
 
+    def take_input_order(self) -> torch.Tensor | None:
+        """See `WeightFormat.take_input_order`."""
+        return None
+
     def finalize(self) -> None:
         """On a CPU in float32, lays the weight out anew: see `PackedWeight`."""
         self._packed = pack_weight(self.weight)

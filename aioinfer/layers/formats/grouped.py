@@ -74,7 +74,8 @@ class GroupedWeight(QuantizedWeight):
             packed = self._packed_shard(rows, source.name)
             zeros = self._empty(packed.size, self._groups.size, torch.int32)
         if scheme.has_order:
-            group_of = torch.zeros(self._columns.size, dtype=torch.int32, device=device)
+            places = torch.arange(self._columns.size, dtype=torch.int32, device=device)
+            group_of = (places + self._columns.start) // (scheme.group_size or self._columns.total)
         return _Part(integers, scales, zeros, group_of)
 
     def _empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -114,7 +115,7 @@ class GroupedWeight(QuantizedWeight):
         if part.zeros is not None:
             yield f"{name}.{names.zeros}", self._shard(part.zeros, packed_rows, self._groups)
         if part.group_of is not None:
-            group_of = WeightShard(part.group_of, 0, columns.start, columns.total, dummy=0)
+            group_of = WeightShard(part.group_of, 0, columns.start, columns.total)
             yield f"{name}.{names.group_of}", group_of
 
     def _shard(

@@ -42,6 +42,10 @@ def make_weight(
     match scheme:
         case ScaledScheme():
             return _make_scaled(sources, columns, backend, scheme)
+        case GroupScheme() if backend.has_kernels:
+            from aioinfer.layers.formats.kernel_grouped import KernelGroupedWeight
+
+            return KernelGroupedWeight(sources, columns, backend, scheme)
         case GroupScheme():
             return GroupedWeight(sources, columns, backend, scheme)
         case _:

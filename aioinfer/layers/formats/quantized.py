@@ -63,6 +63,10 @@ class QuantizedWeight(ABC):
         """See `WeightFormat.reorder_rows`. The rows are moved in `finalize`."""
         self._row_order = order if self._row_order is None else self._row_order[order]
 
+    def take_input_order(self) -> torch.Tensor | None:
+        """See `WeightFormat.take_input_order`."""
+        return None
+
     def finalize(self) -> None:
         """Dequantizes the weight, in the backend's dtype."""
         weight = self.dequantized().to(self._backend.dtype)

@@ -90,12 +90,14 @@ class Quantization:
             group that matches holds.
         ignored: patterns of modules that are not quantized.
         unused: ends of the names of tensors that such checkpoints have and nobody needs.
+        zero: ends of the names of tensors that nobody needs if they are all zero.
     """
 
     name: str
     groups: Sequence[tuple[Sequence[str], Scheme]]
     ignored: Sequence[str] = ()
     unused: Sequence[str] = ()
+    zero: Sequence[str] = ()
 
     @property
     def summary(self) -> str:

@@ -1,0 +1,218 @@
+"""Weights in 4 or 8 bits in groups, computed with by our kernels (`kernels.grouped_linear`).
+
+When it is loaded, a weight is brought into the order that the kernels read, layer by layer on the
+device, and the checkpoint's tensors are let go. Where groups are of inputs in another order
+(GPTQ's `desc_act`), the inputs are sorted by group then, and activations are gathered in that
+order: by the rows of the projection before, if the layer can have them so, else by a launch of its
+own.
+
+Many rows are bound by arithmetic: for these the weight is dequantized into memory that all layers
+share, and multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from aioinfer.kernels.grouped_linear import (
+    MAX_FUSED_ROWS,
+    grouped_linear,
+    use_fused,
+)
+from aioinfer.kernels.grouped_weight import (
+    PackedGroups,
+    dequantize,
+    pack_groups,
+    supports_group,
+)
+from aioinfer.kernels.quantize import InputFormat
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.dense import KernelDenseWeight
+from aioinfer.layers.formats.grouped import GroupedWeight
+from aioinfer.layers.formats.schemes import GroupScheme
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.shards import Shard, Source
+
+_log = logging.getLogger(__name__)
+
+
+class KernelGroupedWeight(GroupedWeight):
+    """A weight of 4-bit or 8-bit integers that stays as small as it is.
+
+    What the kernels cannot read is dequantized when it is loaded, which the log says.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], columns: Shard, backend: Backend, scheme: GroupScheme
+    ):
+        super().__init__(sources, columns, backend, scheme)
+        self._weight: PackedGroups | None = None
+        #: the place of each input in the order of groups, or None for the same order
+        self._input_order: torch.Tensor | None = None
+        self._inputs_are_ordered = False
+        #: over the memory that all layers share
+        self._expanded_product: KernelDenseWeight | None = None
+        backend.scratch.reserve(self._out * columns.size)
+
+    # ---------------------------------------------------------------- loading
+
+    def take_input_order(self) -> torch.Tensor | None:
+        """See `WeightFormat.take_input_order`."""
+        if not self._scheme.has_order or self._why_dequantized() is not None:
+            return None
+        self._inputs_are_ordered = True
+        return self._order_of_inputs()
+
+    def finalize(self) -> None:
+        """Brings the weight into the kernels' order; see `QuantizedWeight.finalize`."""
+        reason = self._why_dequantized()
+        if reason is not None:
+            names = ", ".join(source.name for source in self._sources)
+            _log.info("%s: dequantized when loaded: %s", names, reason)
+            super().finalize()
+            return
+        parts = [
+            self.unpacked(source, part)
+            for source, part in zip(self._sources, self._parts, strict=True)
+        ]
+        integers = torch.cat([part[0].to(torch.uint8) for part in parts])
+        scales = torch.cat([part[1] for part in parts])
+        zeros = [part[2] for part in parts if part[2] is not None]
+        joined_zeros = torch.cat(zeros) if zeros else None
+        if self._scheme.has_order:
+            order = self._order_of_inputs()
+            groups = self._group_of(self._parts[0])[order].unique_consecutive()
+            integers, scales = integers[:, order], scales[:, groups]
+            joined_zeros = None if joined_zeros is None else joined_zeros[:, groups]
+            if not self._inputs_are_ordered:
+                self._input_order = order
+        self.release()
+        if self._row_order is not None:
+            rows = self._row_order.to(integers.device)
+            integers, scales = integers[rows], scales[rows]
+            joined_zeros = None if joined_zeros is None else joined_zeros[rows]
+        bits, size = self._scheme.bits, self._scheme.group_size
+        self._weight = pack_groups(integers, scales, joined_zeros, bits, size)
+
+    def _order_of_inputs(self) -> torch.Tensor:
+        """Returns the inputs, int64 [in], sorted by group."""
+        return self._group_of(self._parts[0]).argsort(stable=True)
+
+    def _why_dequantized(self) -> str | None:
+        """Returns why the kernels cannot read the loaded weight, or None."""
+        size = self._scheme.group_size
+        if not supports_group(size):
+            return f"the kernels lack groups of {size} inputs"
+        if size is None:
+            return None
+        if not self._scheme.has_order:
+            if self._columns.start % size:
+                return f"this rank's inputs do not begin with a group of {size}"
+            return None
+        orders = [self._group_of(part) for part in self._parts]
+        if any(not torch.equal(order, orders[0]) for order in orders):
+            return "its modules have inputs in different orders"
+        counts = torch.unique(orders[0], return_counts=True)[1]
+        # the last of all groups, which may be shorter, is the last in the order, too
+        if bool((counts[:-1] != size).any()) or int(counts[-1]) > size:
+            return f"this rank's inputs are not whole groups of {size}"
+        return None
+
+    # ---------------------------------------------------------------- products
+
+    @property
+    def _loaded(self) -> PackedGroups:
+        assert self._weight is not None, "finalize was not called"
+        return self._weight
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._input_order is None else x.index_select(1, self._input_order)
+
+    def _expanded(self) -> KernelDenseWeight:
+        """Dequantizes the weight into the shared memory and returns it: until another weight is.
+
+        Products with it are not launched before that has ended.
+        """
+        backend = self._backend
+        if self._expanded_product is None:
+            memory = backend.scratch.view(
+                self._out, self._columns.size, backend.dtype, backend.device
+            )
+            self._expanded_product = KernelDenseWeight(
+                self._sources, self._columns, replace(backend, pdl=False), memory
+            )
+        assert self._expanded_product.weight is not None
+        dequantize(self._loaded, self._expanded_product.weight, pdl=backend.pdl)
+        return self._expanded_product
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        if self._dense is not None:
+            return super().multiply(x, bias, out)
+        x = self._ordered(x)
+        if not use_fused(len(x)):
+            return self._expanded().multiply(x, bias, out)
+        added = None if bias is None else bias.expand(len(x), -1)
+        return grouped_linear(x, self._loaded, residual=added, out=out, pdl=self._backend.pdl)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """See `WeightFormat.fuses_norm`."""
+        if self._dense is not None:
+            return super().fuses_norm(rows)
+        return rows == 1 and self._input_order is None
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
+        if self._dense is not None:
+            return super().multiply_normed(x, norm, out)
+        if not self.fuses_norm(len(x)):
+            return self.multiply(norm(x), out=out)
+        pdl = self._backend.pdl
+        return grouped_linear(
+            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=pdl
+        )
+
+    def multiply_gated(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
+    ) -> Any:
+        """See `WeightFormat.multiply_gated`."""
+        if self._dense is not None:
+            return super().multiply_gated(x, norm, wanted)
+        pdl = self._backend.pdl
+        if norm is not None and self.fuses_norm(len(x)):
+            given = {"norm_weight": norm.weight, "eps": norm.eps}
+            return grouped_linear(x, self._loaded, gated=True, pdl=pdl, **given)
+        x = self._ordered(x if norm is None else norm(x))
+        if not use_fused(len(x)):
+            return self._expanded().multiply_gated(x)
+        return grouped_linear(x, self._loaded, gated=True, pdl=pdl)
+
+    def warm_up_gated(self) -> None:
+        """See `WeightFormat.warm_up_gated`."""
+        (self._expanded() if self._dense is None else self._dense).warm_up_gated()
+
+    def warm_up_rows(self) -> Sequence[int]:
+        """See `WeightFormat.warm_up_rows`."""
+        if self._dense is not None:
+            return super().warm_up_rows()
+        return 1, 2, *range(8, MAX_FUSED_ROWS + 1, 8)
+
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """See `WeightFormat.add_product`."""
+        if self._dense is not None:
+            super().add_product(x, total)
+            return
+        x = self._ordered(x)
+        if use_fused(len(x)):
+            grouped_linear(x, self._loaded, residual=total, out=total, pdl=self._backend.pdl)
+        else:
+            self._expanded().add_product(x, total)
