@@ -269,8 +269,8 @@ def cublas_product(
     Args:
         out: [M, N] to write to; by default a new tensor.
     """
-    scales = x.scales, weight.scales.t()
-    arguments = (x.values, weight.values.t(), *scales)
+    token_scales = x.scales[:, 0].unsqueeze(1)  # whose strides torch accepts
+    arguments = (x.values, weight.values.t(), token_scales, weight.scales.t())
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     if out is None:
         return torch._scaled_mm(*arguments, **options)

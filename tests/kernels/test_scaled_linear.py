@@ -16,6 +16,7 @@ from scaled_cases import (
     FP8,
     INT8,
     ScaledCase,
+    cublas,
     few_rows,
     many_rows,
     quantization_error,
@@ -98,6 +99,12 @@ def test_every_number_of_rows_has_a_configuration() -> None:
     assert tokens == [32, 32, 64, 128, 256, 256]
     of_blocks = [product_config(n, grouped=True).tokens for n in rows]
     assert of_blocks == [32, 32, 64, 128, 128, 128]
+
+
+def test_torch_takes_the_operands_of_cublas() -> None:
+    """Its product on CPUs has the same checks."""
+    case = ScaledCase(20, 48, 64, FP8, torch.bfloat16, "cpu")
+    assert error(cublas(case)) < 1e-2
 
 
 def test_no_rows() -> None:
