@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.grouped_linear import GroupedConfig, grouped_config, grouped_linear
+from aioinfer.kernels.grouped_linear import (
+    GroupedConfig,
+    grouped_config,
+    grouped_linear,
+    grouped_linear_reference,
+)
 from aioinfer.kernels.grouped_weight import (
     dequantize,
     dequantized_reference,
@@ -81,6 +86,14 @@ def test_one_row_with_its_norm(gated: bool, splits: int) -> None:
     config = GroupedConfig(16, 8, splits=splits)
     result = grouped(weight, 1, torch.float32, normed=True, gated=gated, config=config)
     assert error(result) < 1e-5
+
+
+def test_a_large_row_with_its_norm_in_half_precision() -> None:
+    """What the norm's weight makes of it before it is scaled would be infinite."""
+    weight = random_groups(32, 128)
+    x, norm = 6000 * torch.randn(1, 128).half().clamp(-4, 4), torch.full((128,), 8.0).half()
+    out = grouped_linear(x, weight, norm_weight=norm, config=GroupedConfig(16, 8))
+    assert error((out, grouped_linear_reference(x, weight, norm_weight=norm))) < 2e-3
 
 
 @pytest.mark.parametrize(("rows", "gated"), [(2, True), (20, False)])
