@@ -318,7 +318,7 @@ def grouped_linear(
         weight: [N, K]; with `gated` [2 * N, K], its rows interleaved by `gated_product.interleave`,
             N a multiple of 8.
         norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first; None for no norm.
-            Several rows are normed by a launch of their own.
+            Several rows, and float16, are normed by a launch of their own.
         residual: [M, N], added to the product; may be `out`.
         gated: returns silu(x @ gate.T) * (x @ up.T).
         out: [M, N] to write to; by default a new tensor.
@@ -342,7 +342,9 @@ def grouped_linear(
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    if norm_weight is not None and rows > 1:  # fused, every program would repeat it
+    # Of several rows every program would repeat it; and in float16 the product of x and the norm's
+    # weight, which is scaled afterwards, may overflow.
+    if norm_weight is not None and (rows > 1 or x.dtype == torch.float16):
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     config = config or grouped_config(rows, weight, x.element_size())
     tiles, row_tiles = triton.cdiv(weight.width, config.features), triton.cdiv(rows, config.rows)

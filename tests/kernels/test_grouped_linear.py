@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.grouped_linear import GroupedConfig, grouped_config, grouped_linear
+from aioinfer.kernels.grouped_linear import (
+    GroupedConfig,
+    grouped_config,
+    grouped_linear,
+    grouped_linear_reference,
+)
 from aioinfer.kernels.grouped_weight import (
     dequantize,
     dequantized_reference,
@@ -15,13 +20,16 @@ from aioinfer.kernels.grouped_weight import (
 )
 from cases import error, poisoned
 from grouped_cases import grouped, random_groups
+from safetensors.torch import save_file
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.kernel_grouped import KernelGroupedWeight
+from aioinfer.layers.formats.schemes import GroupScheme
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import Shard, Source
 from aioinfer.models.config import read_json
 from aioinfer.models.loader import load_weights
 from aioinfer.models.quantization import read_quantization
@@ -78,6 +86,14 @@ def test_one_row_with_its_norm(gated: bool, splits: int) -> None:
     config = GroupedConfig(16, 8, splits=splits)
     result = grouped(weight, 1, torch.float32, normed=True, gated=gated, config=config)
     assert error(result) < 1e-5
+
+
+def test_a_large_row_with_its_norm_in_half_precision() -> None:
+    """What the norm's weight makes of it before it is scaled would be infinite."""
+    weight = random_groups(32, 128)
+    x, norm = 6000 * torch.randn(1, 128).half().clamp(-4, 4), torch.full((128,), 8.0).half()
+    out = grouped_linear(x, weight, norm_weight=norm, config=GroupedConfig(16, 8))
+    assert error((out, grouped_linear_reference(x, weight, norm_weight=norm))) < 2e-3
 
 
 @pytest.mark.parametrize(("rows", "gated"), [(2, True), (20, False)])
@@ -171,3 +187,30 @@ def load_mlp(folder: Path, *, kernels: bool) -> GatedMLP:
     load_weights(list(make.weight_shards()), folder, "auto", 0, lambda done, total: None, ("",))
     make.finalize()
     return mlp
+
+
+@pytest.mark.parametrize(
+    ("groups", "columns", "reason"),
+    [
+        (Groups(size=32, seed=1), Shard(64, 64, 128), "inputs are not whole groups of 32"),
+        (Groups(size=64), Shard(32, 32, 128), "inputs do not begin with a group of 64"),
+        (Groups(size=16), Shard.whole(128), "the kernels lack groups of 16 inputs"),
+    ],
+)
+def test_what_the_kernels_cannot_read_is_dequantized(
+    groups: Groups, columns: Shard, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = gptq(groups).tensors(torch.randn(16, 128))
+    save_file({f"x.{name}": part for name, part in tensors.items()}, tmp_path / "x.safetensors")
+    backend = Backend(CPU, torch.float32, ParallelGroup.single(), has_kernels=True)
+    scheme = GroupScheme("gptq", 4, groups.size, False, groups.seed is not None)
+    weight = KernelGroupedWeight([Source("x", Shard.whole(16))], columns, backend, scheme)
+    shards = list(weight.weight_shards())
+    load_weights(shards, tmp_path, "auto", 0, lambda done, total: None, ("",))
+    expected = weight.dequantized()
+    assert weight.take_input_order() is None
+    with caplog.at_level("INFO"):
+        weight.finalize()
+    assert reason in caplog.text
+    x = torch.randn(2, columns.size)
+    assert_close(weight.multiply(x), x @ expected.T)

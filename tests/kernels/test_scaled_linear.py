@@ -11,7 +11,6 @@ from aioinfer.kernels.quantize import GROUP, InputFormat, quantize
 from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
 from aioinfer.kernels.scaled_product import ProductConfig, product_config, scaled_product
 from cases import error
-from interpreted_float8 import round_to_nearest
 from scaled_cases import (
     FP8,
     INT8,
@@ -22,11 +21,6 @@ from scaled_cases import (
     quantization_error,
     quantized,
 )
-
-
-@pytest.fixture(autouse=True)
-def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    round_to_nearest(monkeypatch)
 
 
 @pytest.mark.parametrize(("gated", "normed"), [(True, True), (False, False)])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from aioinfer.kernels.gated_product import interleave
 from aioinfer.kernels.linear import MAX_ROWS
-from interpreted_float8 import round_to_nearest
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
@@ -39,12 +38,9 @@ MANY, FEW = ([0, 0, 0], [9, 5, 12]), ([9, 5, 12], [1, 1, 5])
     ],
 )
 @torch.inference_mode()
-def test_a_prefill_and_decodes(
-    layout: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_and_decodes(layout: str, family: str, tmp_path: Path) -> None:
     """As the dequantized model: nearly for many rows, whose activations are quantized, and but for
     the order of sums for few."""
-    round_to_nearest(monkeypatch)
     extra = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     folder, plain = tmp_path / "quantized", tmp_path / "plain"
     tiny_model(family, folder, **SIZES, **extra)
@@ -71,7 +67,6 @@ def test_products_are_launched_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every tile that the number of rows selects."""
-    round_to_nearest(monkeypatch)
     write(tiny_model("qwen3", tmp_path, **SIZES), layouts((128, 128))["float block"])
     bound = Bound(tmp_path, kernels=True)
     weight = bound.model.layers[0].mlp.gate_up.weight
