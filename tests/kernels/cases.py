@@ -254,7 +254,7 @@ def qk_norm_rope(
         else [None, None]
     )
     before = torch.full((blocks, block_size, kv_heads, head_size), 1.75, device=device)
-    *caches, scales, wide_caches = cached(before, before, cache_dtype or dtype)
+    *caches, scales, wide_caches = cached(before, before.clone(), cache_dtype or dtype)
     q = qk_norm_rope_cache(
         qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0],
         k_weight=weights[1], scales=scales,
