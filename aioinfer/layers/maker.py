@@ -12,7 +12,6 @@ import torch
 from aioinfer.layers.attention import Attention, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.few_rows import MAX_ROWS, FewRowsWeight
 from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.schemes import AffineScheme, Quantization
@@ -98,8 +97,6 @@ class LayerMaker:
         if self.quantization.has_affine:
             is_half = has_half_products(self.backend)
             text += ", multiplied as float16" if is_half else ", dequantized when they are loaded"
-            if is_half and FewRowsWeight.supports(self.hidden_size):
-                text += f" and, 4 bits with up to {MAX_ROWS} rows, bfloat16"
         return text
 
     # ---------------------------------------------------------------- layers

@@ -12,7 +12,6 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.few_rows import GROUP_SIZE, FewRowsWeight
 from aioinfer.layers.formats.half import HalfDenseWeight, has_half_products
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import AffineScheme
@@ -64,12 +63,6 @@ class AffineRows:
         kept = (self.integers, self.scales, self.offsets)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether these are 4-bit integers in whole groups of those of `FewRowsWeight`."""
-        is_whole = self._columns.start % GROUP_SIZE == self._columns.size % GROUP_SIZE == 0
-        return is_whole and (self._scheme.bits, self._scheme.group_size) == (4, GROUP_SIZE)
-
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
         name, rows = self._source.name, self._source.rows
@@ -94,7 +87,7 @@ class AffineRows:
         that the `gguf` package gives, bit for bit."""
         integers, scheme = self.integers[rows], self._scheme
         if scheme.bits == 4:
-            integers = _unpack(integers)
+            integers = torch.stack((integers & 15, integers >> 4), dim=-1).flatten(1)
         values = integers.float()
         if scheme.bits == 4 and not scheme.has_offsets:
             values -= _MIDDLE
@@ -186,33 +179,10 @@ class AffineWeight(QuantizedWeight):
         weight = self.dequantized()
         if self._row_order is not None:
             weight = weight[self._row_order]
-        dense = HalfDenseWeight(self._sources, self._columns, self._backend, weight)
-        dense.few_rows = self._for_few_rows()
         self.release()
-        dense.finalize()
-        self._dense = dense
-
-    def _for_few_rows(self) -> FewRowsWeight | None:
-        """Returns the weight for products of few rows, or None if that is not faster or some of it
-        is not of 4 bits in whole groups of 32."""
-        parts = [part for part in self._parts if isinstance(part, AffineRows) and part.has_tiles]
-        is_whole = len(parts) == len(self._parts) and self._row_order is None
-        if not is_whole or not FewRowsWeight.supports(self._out):
-            return None
-        offsets = [
-            part.scales * -_MIDDLE if part.offsets is None else part.offsets for part in parts
-        ]
-        return FewRowsWeight(
-            torch.cat([_unpack(part.integers) for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            torch.cat(offsets),
-        )
+        self._dense = HalfDenseWeight(self._sources, self._columns, self._backend, weight)
+        self._dense.finalize()
 
     def release(self) -> None:
         """See `QuantizedWeight.release`."""
         self._parts = []
-
-
-def _unpack(integers: torch.Tensor) -> torch.Tensor:
-    """Returns the 4-bit integers of bytes [n, in / 2], uint8 [n, in]."""
-    return torch.stack((integers & 15, integers >> 4), dim=-1).flatten(1)

@@ -13,7 +13,6 @@ import torch
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import DenseWeight
-from aioinfer.layers.formats.few_rows import MAX_ROWS, FewRowsWeight
 
 
 class HalfWeight:
@@ -21,11 +20,9 @@ class HalfWeight:
 
     Args:
         weight: float32 [out, in] on a CPU; magnitudes beyond 65 504 become that.
-        few_rows: the same weight for products of up to `MAX_ROWS` rows, if that is faster.
     """
 
-    def __init__(self, weight: torch.Tensor, few_rows: FewRowsWeight | None = None):
-        self._few_rows = few_rows
+    def __init__(self, weight: torch.Tensor):
         self._out = len(weight)
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
 
@@ -33,25 +30,17 @@ class HalfWeight:
         """Returns x W^T + b [..., out] in float32 for x [..., in]."""
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], self._out)
-        if self._few_rows is not None and x.numel() <= MAX_ROWS * x.shape[-1]:
-            return self._few_rows.multiply(x, bias)
         product = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
         return product if bias is None else product.add_(bias)
 
 
 class HalfDenseWeight(DenseWeight):
-    """A weight computed with as `HalfWeight`. Arguments as in `DenseWeight`.
-
-    Attributes:
-        few_rows: as in `HalfWeight`; set before `finalize`.
-    """
-
-    few_rows: FewRowsWeight | None = None
+    """A weight computed with as `HalfWeight`. Arguments as in `DenseWeight`."""
 
     def finalize(self) -> None:
         """Lays the weight out anew."""
         assert self.weight is not None
-        self._packed = HalfWeight(self.weight, self.few_rows)
+        self._packed = HalfWeight(self.weight)
         self.weight = None
 
 
