@@ -79,3 +79,7 @@ class IntegrityError(AioinferError, AssertionError):
 
 class GenerationError(AioinferError):
     """One request failed while it ran (its logits held NaN, say); the others go on."""
+
+
+class NoTokenError(GenerationError):
+    """What a request allows and forbids excluded every token at some place of its output."""

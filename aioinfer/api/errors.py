@@ -20,6 +20,7 @@ from aioinfer.api.paths import PREFIX, local_path
 from aioinfer.errors import (
     EngineDeadError,
     GenerationError,
+    NoTokenError,
     NotReadyError,
     OverloadedError,
     RateLimitError,
@@ -95,6 +96,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             )
         case EngineDeadError():
             return 503, error_body(503, str(error), code="engine_dead")
+        case NoTokenError():
+            return 400, error_body(400, str(error), code="no_token_allowed")
         case GenerationError():
             return 500, error_body(500, str(error), code="generation_failed")
         case web.HTTPRequestEntityTooLarge():

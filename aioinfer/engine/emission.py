@@ -12,7 +12,7 @@ from typing import Protocol
 
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
-from aioinfer.errors import EngineDeadError, GenerationError
+from aioinfer.errors import EngineDeadError, GenerationError, NoTokenError
 from aioinfer.ipc.plan import Logprobs, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
@@ -94,7 +94,7 @@ class Emission:
             if sequence is None:
                 continue  # its request was aborted, failed, or stopped earlier in this step
             if token < 0:
-                engine.fail(sequence.output, GenerationError(_why_no_token(sequence)))
+                engine.fail(sequence.output, _without_token(sequence))
                 continue
             if several:
                 num_more = _count_equal(output.requests, number)
@@ -119,10 +119,15 @@ class Emission:
             engine.plan_soon()
 
 
-def _why_no_token(sequence: OutputSequence) -> str:
+def _without_token(sequence: OutputSequence) -> GenerationError:
+    """Returns the error of a sequence for which no token was sampled. `min_tokens` forbids end
+    tokens where the logits are, behind the mask of a grammar that may allow nothing else."""
     if sequence.constraint is None:
-        return "the model's logits held NaN"
-    return "the model's logits held NaN, or no token was allowed"
+        return GenerationError("the model's logits held NaN")
+    return NoTokenError(
+        "no token may come next: what the request allows and forbids excludes all (or the model's "
+        "logits held NaN)"
+    )
 
 
 def _count_equal(requests: Sequence[Request], start: int) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import llguidance
 
-from aioinfer.errors import GenerationError
+from aioinfer.errors import GenerationError, NoTokenError
 from aioinfer.text.constraints import Constraint, Mask
 from aioinfer.text.grammar import CompiledGrammar, GrammarState
 from aioinfer.text.token_lists import TokenFilter
@@ -65,14 +65,14 @@ class RestrictedTokens:
     def narrow(self, mask: Mask) -> None:
         """Does the rest of `fill` where the grammar, if there is one, has filled the mask.
 
-        Raises `GenerationError` if no token is left.
+        Raises `NoTokenError` if no token is left.
         """
         if self.grammar is None:
             mask[:] = self._all
         for each in self._filters:
             each.narrow(mask, self._context)
         if self._may_forbid_all and not mask.any():
-            raise GenerationError(
+            raise NoTokenError(
                 "no token may come next: what the request allows and forbids excludes all"
             )
 
