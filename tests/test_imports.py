@@ -29,6 +29,7 @@ ORDER = (
     ("kernels",),
     ("ipc",),
     ("config",),
+    ("config_sections",),
     ("config_keys",),
     ("sampling_params",),
     ("errors",),

@@ -1,0 +1,513 @@
+"""The sections of the configuration: each key once, with its documentation and its bounds.
+
+`config` joins them, and reads and checks the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from aioinfer.config_keys import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model that is served."""
+
+    path: str = key(
+        "A local folder, a GGUF file, a hub id (`Qwen/Qwen3-0.6B`) or `package:NAME/FILE` (a file "
+        "that an installed Python package ships)."
+    )
+    revision: str | None = key("Branch, tag or commit of a hub id.", None)
+    trust_remote_code: bool = key(
+        "Run Python code that the checkpoint brings along. Only for checkpoints that you trust: "
+        "the code can do whatever the server's user can.",
+        False,
+    )
+    tokenizer: str | None = key(
+        "Folder or hub id of the tokenizer, where it does not lie with the model.", None
+    )
+    skip_tokenizer: bool = key(
+        "Load no tokenizer: prompts must be token ids, and completions return `token_ids` and no "
+        "text. Text prompts, chat, stop strings and `/tokenize` are answered 400.",
+        False,
+    )
+    chat_template: str | None = key(
+        "File with a Jinja chat template to use in place of the tokenizer's own.", None
+    )
+    prepare_grammars: bool = key(
+        "At the start, build what grammars need (up to 2 s beside the loading of the weights, and "
+        "0.1 GB for a vocabulary of 150 000). `false`: the first request with a grammar has to, "
+        "and all streams pause meanwhile.",
+        True,
+    )
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = key(
+        "How weights are stored; `dummy` makes random ones at full shape (for speed measurements).",
+        "auto",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "Data type of weights and arithmetic. `auto`: the checkpoint's on a GPU, float32 on a CPU.",
+        "auto",
+    )
+    quantization: Literal["auto", "none", "fp8", "int8"] = key(
+        "`auto`: weights are quantized as the checkpoint says. `none`: they are not, and a GGUF "
+        "file is converted to float32. `fp8`, `int8`: weights of 16 or 32 bits are quantized while "
+        "they are loaded, with a scale for each output feature.",
+        "auto",
+    )
+    max_model_len: int | None = key(
+        "Maximum length of a request in tokens, prompt and output together. Default: the model's "
+        "own, or what fits into the KV cache.",
+        None,
+        minimum=1,
+    )
+    seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Default sampling of requests that bring none, over the model's `generation_config.json`."""
+
+    temperature: float | None = key("Temperature; 0 is greedy. Built-in default: 1.", None)
+    top_k: int | None = key(
+        "Sample among so many most probable tokens; 0 or -1: all. Built-in default: 0.", None
+    )
+    top_p: float | None = key(
+        "Sample among the most probable tokens that reach this probability. Built-in default: 1.",
+        None,
+    )
+    min_p: float | None = key(
+        "Drop tokens less probable than this fraction of the likeliest one's. Built-in default: 0.",
+        None,
+    )
+    repetition_penalty: float | None = key(
+        "Above 1 makes tokens of prompt and output less likely. Built-in default: 1.", None
+    )
+    presence_penalty: float | None = key(
+        "Subtracted once from the logit of each generated token. Built-in default: 0.", None
+    )
+    frequency_penalty: float | None = key(
+        "Subtracted from a token's logit each time that it is generated. Built-in default: 0.", None
+    )
+    max_tokens: int | None = key(
+        "Output length of a request that brings no `max_tokens`; less where the context has no "
+        "room for it. Built-in default: 16 for completions, as OpenAI has it; for chat and "
+        "offline use what the context has room for.",
+        None,
+    )
+
+    def given(self) -> dict[str, Any]:
+        """Returns the keys that were given, under the names of `SamplingParams`."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """How the model's text is read as a message."""
+
+    tool_format: Literal[
+        "auto", "none", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony"
+    ] = key(
+        "How the model writes tool calls. `auto`: as its chat template shows; `hermes` where that "
+        "shows none. `none`: its text is not looked through for calls.",
+        "auto",
+    )
+    reasoning_format: Literal["auto", "none", "think", "brackets"] = key(
+        "How the model writes thoughts: between `<think>` and `</think>`, or `[THINK]` and "
+        "`[/THINK]`. `auto`: as its chat template shows. `none`: thoughts stay in the answer.",
+        "auto",
+    )
+    max_stored_responses: int = key(
+        "Responses of `/v1/responses` that are kept in memory, for `previous_response_id` and for "
+        "later retrieval; the oldest go first.",
+        1000,
+        minimum=0,
+    )
+    max_stored_bytes: int = key(
+        "Bytes of all stored responses, with the conversations before them.",
+        64 * 2**20,
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingConfig:
+    """Embeddings: how a prompt's hidden states are pooled."""
+
+    type: Literal["last", "mean", "cls"] | None = key(
+        "Which hidden states make an embedding: the last token's, the mean of all tokens', or the "
+        "first token's. Default: what the model's folder says (`1_Pooling/config.json`), else "
+        "`last`.",
+        None,
+    )
+    normalize: bool | None = key(
+        "Whether embeddings are normalised to length 1. Default: what the model's folder says "
+        "(`modules.json`), else true.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = key(
+        "Tokens per KV block. Default: 16 on a CPU, 128 on a GPU.", None, minimum=1
+    )
+    num_blocks: int | None = key(
+        "KV blocks of a worker. Default: as many as fit into the memory below. Where layers keep "
+        "different things: the blocks of each kind of layer that keeps all tokens; with a sliding "
+        "window or a state of fixed size as many, but no more than running requests can use.",
+        None,
+        minimum=1,
+    )
+    cpu_memory_gib: float = key(
+        "KV cache of a CPU worker in GiB, where `num_blocks` is not given.", 2.0, above=0
+    )
+    gpu_memory_utilization: float = key(
+        "Fraction of a GPU's memory to use, weights and activations included.",
+        0.9,
+        above=0,
+        maximum=1,
+    )
+    dtype: Literal["auto", "model", "fp8"] = key(
+        "Data type of keys and values. `auto`: what the checkpoint is made for (its "
+        "`kv_cache_scheme`), else `model`, the dtype of the arithmetic. `fp8` (e4m3) holds twice "
+        "as many tokens as 16 bits; see `scales`.",
+        "auto",
+    )
+    scales: Literal["auto", "one", "calibrated"] = key(
+        "With `fp8`, by what keys and values are divided before they are rounded, for each KV "
+        "head. `auto`: the checkpoint's scales if it has any, else `calibrated`: measured at the "
+        "start with a prompt of random tokens. `one`: they are not divided.",
+        "auto",
+    )
+    enable_prefix_caching: bool = key(
+        "Keep the KV blocks of finished requests for prompts that begin alike.", True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Which requests run together in a step."""
+
+    max_num_seqs: int = key(
+        "Maximum number of sequences that run at a time on an engine (slots of a worker).",
+        256,
+        minimum=1,
+    )
+    max_num_batched_tokens: int = key(
+        "Token budget of a step: prefill and decode tokens together.", 8192, minimum=1
+    )
+    max_prefill_tokens_beside_decode: int | None = key(
+        "Maximum number of prefill tokens in a step that also decodes, so that long prompts do not "
+        "stall streams. Default: a quarter of the budget.",
+        None,
+        minimum=1,
+    )
+    policy: Literal["fcfs", "priority"] = key(
+        "Order of scheduling: `fcfs` by arrival; `priority` by the request's `priority` (lower "
+        "first), then arrival.",
+        "fcfs",
+    )
+    max_waiting_requests: int | None = key(
+        "Maximum number of requests that wait for a slot, beyond the free ones, on all engines "
+        "together (each of n completions is one); further ones are answered 503, with "
+        "`Retry-After`. Where there are several API keys, the requests of one may be no more than "
+        "the places that are left free.",
+        4096,
+        minimum=0,
+    )
+    max_waiting_tokens: int | None = key(
+        "Maximum number of prompt tokens of waiting requests, on all engines together; further "
+        "requests are answered 503. A request that finds none waiting is admitted, whatever its "
+        "length.",
+        None,
+        minimum=1,
+    )
+    plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The workers."""
+
+    tensor_parallel_size: int = key(
+        "Tensor-parallel ranks: workers among which each layer is sharded.", 1, minimum=1
+    )
+    data_parallel_size: int = key(
+        "Engines: replicas of the model side by side, each with workers and a KV cache of its "
+        "own. A request goes to the one that has the most of its prompt cached or the least to "
+        "do. Needs this many times `tensor_parallel_size` GPUs.",
+        1,
+        minimum=1,
+    )
+    executor: Literal["auto", "inline", "multiprocess"] = key(
+        "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` "
+        "in processes of their own (`auto`).",
+        "auto",
+    )
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"
+    )
+    cuda_graphs: bool = key(
+        "Replay CUDA graphs of whole decode steps and of the layers of other steps. `false` "
+        "launches every kernel by itself: slower, for finding faults and for models whose layers "
+        "a graph cannot hold.",
+        True,
+    )
+    cpu_threads: int | None = key(
+        "Compute threads of a CPU worker. Default: the machine's cores, divided among all workers.",
+        None,
+        minimum=1,
+    )
+    step_timeout_s: float = key(
+        "Seconds that a step may take before its workers count as hung.", 300.0, above=0
+    )
+    restart_workers: int = key(
+        "Maximum number of consecutive restarts of an engine's workers after one died or hung, "
+        "with delays of 1, 2, 4 ... 60 s; ten minutes of service reset the count. Requests wait "
+        "meanwhile, and those that ran go on with the text that they have, as after a preemption. "
+        "After that, or at once with 0, the engine is dead: its requests go on with another one, "
+        "and the server ends with status 1 once no engine lives.",
+        3,
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = key("Address to listen on.", "127.0.0.1")
+    port: int = key("Port to listen on; 0 takes a free one.", 8000, minimum=0, maximum=65535)
+    unix_socket: str | None = key(
+        "Path of a Unix socket to listen on, instead of `host` and `port`.", None
+    )
+    tls_certificate: str | None = key(
+        "PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.",
+        None,
+    )
+    tls_key: str | None = key(
+        "PEM file with the certificate's private key, without a passphrase. "
+        "Default: in `tls_certificate`.",
+        None,
+    )
+    api_keys: list[str] = key(
+        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` "
+        "and what is below it, `/ping`, `/metrics`, `/openapi.json` and the files of the pages at "
+        "`/` and `/docs` need none. A command line can be read by others on the machine: keep keys "
+        "in a file.",
+        [],
+        secret=True,
+    )
+    api_key_file: str | None = key(
+        "File with further keys: plain ones, one a line (lines that begin with `#` are skipped), "
+        "and then a TOML table `[NAME]` for each key with a name. A table has `key` or `sha256` "
+        "(the key's SHA-256 in hexadecimal, or a list of several; `python -m aioinfer.api.keys "
+        "NAME` makes both), and may have the keys of `[limits]` (0 lifts a limit), "
+        "`weight`: the key's share while requests of several keys wait (1), and `admin` (see "
+        "`admin_key`). SIGHUP has the file read again.",
+        None,
+    )
+    admin_key: str | None = key(
+        "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
+        "`/abort`, `/reset_prefix_cache`), and nothing else. Tables of `api_key_file` with "
+        "`admin = true` open them, too; without either they are answered 403.",
+        None,
+        secret=True,
+    )
+    cors_origins: list[str] = key(
+        "Origins (`https://example.org`) whose web pages may use the server from a browser; `*` is "
+        "all.",
+        [],
+    )
+    root_path: str = key(
+        "Path under which a proxy shows the server, such as `/llm`: requests below it are answered "
+        "whether or not the proxy has taken it off.",
+        "",
+    )
+    unknown_fields: Literal["refuse", "ignore"] = key(
+        "Fields of completions and chats that nobody knows: `refuse` answers 400, as OpenAI does, "
+        "so that a misspelt name is not taken for an answer to it; `ignore` is what vLLM does. "
+        "Known fields that are not supported and would change the answer are always refused.",
+        "refuse",
+    )
+    force_include_usage: bool = key(
+        "End every stream with its usage, also of requests without `stream_options.include_usage`.",
+        False,
+    )
+    served_model_names: list[str] = key(
+        "Names that the `model` of a request may have. Default: `model.path`.", []
+    )
+    max_body_bytes: int = key(
+        "Maximum size of a request body in bytes; a larger one is answered 413.",
+        16 * 2**20,
+        minimum=1,
+    )
+    max_connections: int = key(
+        "Maximum number of connections, idle ones included. Beyond it, one that waits for a "
+        "request is closed, and if there is none, the new one is answered 503 (dropped under TLS). "
+        "The process's hard limit of file descriptors may allow fewer.",
+        8192,
+        minimum=1,
+    )
+    max_buffered_body_bytes: int = key(
+        "Maximum number of bytes of all request bodies together that are being received or "
+        "decoded; a request that would exceed it is answered 503. The first 64 KiB of each body do "
+        "not count.",
+        256 * 2**20,
+        minimum=1,
+    )
+    header_timeout_s: float = key(
+        "Seconds in which a new connection must deliver a request's head, and a kept-alive one the "
+        "rest of a head that has begun; then it is answered 408 and closed.",
+        60.0,
+        above=0,
+    )
+    body_timeout_s: float = key(
+        "Seconds at whose end a client must have delivered a request body, or at least 1 KiB a "
+        "second of it since the last such check; otherwise the request is answered 408.",
+        60.0,
+        above=0,
+    )
+    keepalive_timeout_s: float = key(
+        "Seconds after which a kept-alive connection without a request is closed.", 75.0, above=0
+    )
+    send_timeout_s: float = key(
+        "Seconds for which a client may leave unread what the server has to send before its "
+        "connection is dropped, and its request with it. Counts only while the system's buffers "
+        "and 64 KiB more are full.",
+        60.0,
+        above=0,
+    )
+    allowed_hosts: list[str] = key(
+        "Names that the `Host` header of a request may have, without port; `*.example.org` is all "
+        "names below a domain, `*` is any name. Others are answered 421: a web page could reach "
+        "the server by a name of its own (DNS rebinding). Default: localhost's names where only "
+        "this machine can connect by TCP, otherwise any.",
+        [],
+    )
+    request_timeout_s: float | None = key(
+        "Seconds from its arrival after which a request is ended: 504, or an error event in a "
+        "stream. A request's own `timeout_s` may shorten it. Default: never.",
+        None,
+        above=0,
+    )
+    tokenizer_info: bool = key(
+        "Answer `/tokenizer_info`: the tokenizer's class, special tokens and chat template.", False
+    )
+    files_folder: str | None = key(
+        "Folder for `/v1/files` and `/v1/batches`, made if it is missing. One server at a time may "
+        "use it. Default, and where it is empty: both are answered 404.",
+        None,
+    )
+    max_file_bytes: int = key(
+        "Maximum size of an uploaded file in bytes; a larger one is answered 413.",
+        200 * 2**20,
+        minimum=1,
+    )
+    max_files: int = key(
+        "Maximum number of files in `server.files_folder`, results of batches included; a further "
+        "upload is answered 400.",
+        1000,
+        minimum=1,
+    )
+    max_batches: int = key(
+        "Maximum number of batches that are in progress; a further one is answered 429.",
+        16,
+        minimum=1,
+    )
+    max_batch_requests: int = key("Maximum number of requests in a batch.", 50_000, minimum=1)
+    batch_concurrency: int = key(
+        "Maximum number of requests of all batches together that are served at a time, beside "
+        "those of clients.",
+        32,
+        minimum=1,
+    )
+    shutdown_delay_s: float = key(
+        "Seconds for which the server goes on accepting requests after SIGTERM, while "
+        "`/health/ready` is 503 already: time for load balancers to notice.",
+        0.0,
+        minimum=0,
+    )
+    shutdown_timeout_s: float = key(
+        "Seconds that SIGTERM waits for running requests; a second signal does not wait.",
+        30.0,
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """What an API key may use unless `server.api_key_file` says otherwise; without keys, what all
+    requests together may. Requests beyond it are answered 429, with `Retry-After`."""
+
+    requests_per_minute: int | None = key(
+        "POST requests a minute; as many may come at once after a minute without any. "
+        "Default: no limit.",
+        None,
+        minimum=1,
+        maximum=10**12,
+    )
+    tokens_per_minute: int | None = key(
+        "Tokens a minute, of prompts (cached ones included) and outputs. A request is charged its "
+        "prompt and its `max_tokens` when it is queued, and when it ends what it has used. A "
+        "request of more tokens than this passes when nothing is used up. Default: no limit.",
+        None,
+        minimum=1,
+        maximum=10**12,
+    )
+    max_concurrent_requests: int | None = key(
+        "POST requests that are being answered at a time. Default: no limit.", None, minimum=1
+    )
+    min_priority: int | None = key(
+        "Lowest `priority` that a request may ask for (lower goes first); a lower one is answered "
+        "400. It is the default of requests that bring none, if it is above 0. Default: any.",
+        None,
+        minimum=-(2**31),
+        maximum=2**31 - 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """The log on stderr."""
+
+    format: Literal["text", "json"] = key(
+        "Form of the lines: `text` for people, `json` for programs (an object a line).", "text"
+    )
+    requests: bool = key(
+        "Log a line for each request when it ends: its id, its API key's name, status, tokens and "
+        "times. GET requests are logged if they fail, `/health` and `/metrics` never.",
+        True,
+    )
+    prompts: bool = key("Log the text of prompts with these lines.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """OpenTelemetry traces: the spans of each request, sent to a collector when it has ended."""
+
+    endpoint: str | None = key(
+        "URL of an OTLP/HTTP collector, such as `http://localhost:4318`; `/v1/traces` is appended "
+        "to one without a path. Needs `pip install 'aioinfer[otel]'`. Default: no traces.",
+        None,
+    )
+    service_name: str = key("The `service.name` of the spans.", "aioinfer")
+    sample_ratio: float = key(
+        "Fraction of the requests without a `traceparent` header whose spans are sent. One with "
+        "such a header follows the decision of its sender.",
+        1.0,
+        minimum=0,
+        maximum=1,
+    )
+    headers: list[str] = key(
+        "Headers of the requests to the collector, `NAME: VALUE` each, such as `Authorization: "
+        "Bearer KEY`. A command line can be read by others on the machine: keep secrets in the "
+        "file.",
+        [],
+        secret=True,
+    )
