@@ -2,10 +2,12 @@ r"""Perplexity of a model in several configurations, beside the first of them.
 
     python scripts/perplexity.py --model FOLDER \
         --with model.quantization=fp8 --with model.quantization=int8 --with cache.dtype=fp8
-    python scripts/perplexity.py --model FOLDER --with model.path=FOLDER-gptq --window 8192
+    python scripts/perplexity.py --model FOLDER --formats gptq,awq --window 1000
 
 Each `--with` is a configuration: `KEY=VALUE`, several of them joined by commas; `--set` holds for
-all, the first row (with none of them) included. The text is the language reference that Python
+all, the first row (with none of them) included. Each of `--formats` is the folder with its weights
+rounded to a format of checkpoints (`benchlib/quantized_folder.py`: to nearest, no calibration). The
+text is the language reference that Python
 ships (`pydoc_data.topics`; Python Software Foundation License), from its beginning on: `--tokens`
 of it, in windows of `--window` tokens, each of which begins with nothing before it. The perplexity
 is exp of the mean negative log-probability of all tokens but the first of each window, given those
@@ -23,6 +25,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data import topics
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.config import load_config
+from benchlib.quantized_folder import FORMATS, quantize_folder
 
 #: Tokens of the model's context that a window leaves: for the one that has to be generated.
 _RESERVED = 1
@@ -41,9 +45,14 @@ _RESERVED = 1
 
 def main() -> None:
     options = parse_arguments()
-    rows = [[], *(given.split(",") for given in options.configurations)]
-    found = [measure([*options.settings, *row], options) for row in rows]
-    show(["as it is", *options.configurations], found)
+    found = {"as it is": measure(options.settings, options)}
+    for given in options.configurations:
+        found[given] = measure([*options.settings, *given.split(",")], options)
+    for name in options.formats:
+        with TemporaryDirectory() as scratch:
+            folder = quantize_folder(Path(options.model), Path(scratch) / name, name)
+            found[name] = measure([*options.settings, f"model.path={folder}"], options)
+    show(list(found), list(found.values()))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,7 +64,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--with", dest="configurations", action="append", default=[], metavar="KEY=VALUE,..."
     )
+    parser.add_argument(
+        "--formats",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,...",
+        help=f"of {', '.join(FORMATS)}",
+    )
     options = parser.parse_args()
+    if wrong := [name for name in options.formats if name not in FORMATS]:
+        parser.error(f"unknown formats: {', '.join(wrong)}")
     options.settings.insert(0, f"model.path={options.model}")
     return options
 
