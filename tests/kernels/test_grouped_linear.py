@@ -184,7 +184,9 @@ def load_mlp(folder: Path, *, kernels: bool) -> GatedMLP:
     prefix = "model.layers.0"
     norm = make.norm(f"{prefix}.post_attention_layernorm")
     mlp = make.gated_mlp(f"{prefix}.mlp", CHANNELS, norm=norm)
-    load_weights(list(make.weight_shards()), folder, "auto", 0, lambda done, total: None, ("",))
+    load_weights(
+        list(make.weight_shards()), folder, "auto", 0, lambda done, total: None, lambda name: True
+    )
     make.finalize()
     return mlp
 
@@ -206,7 +208,7 @@ def test_what_the_kernels_cannot_read_is_dequantized(
     scheme = GroupScheme("gptq", 4, groups.size, False, groups.seed is not None)
     weight = KernelGroupedWeight([Source("x", Shard.whole(16))], columns, backend, scheme)
     shards = list(weight.weight_shards())
-    load_weights(shards, tmp_path, "auto", 0, lambda done, total: None, ("",))
+    load_weights(shards, tmp_path, "auto", 0, lambda done, total: None, lambda name: True)
     expected = weight.dequantized()
     assert weight.take_input_order() is None
     with caplog.at_level("INFO"):
