@@ -202,14 +202,15 @@ def test_step_by_step_and_aborted_at_any_time(tiny: Path) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def served() -> AsyncIterator[Served]:
-    async with serve(scheduler__max_num_seqs=10, cache__num_blocks=160) as served:
+    settings = {"scheduler__max_num_seqs": 10, "cache__num_blocks": 160}
+    async with serve(model__quantization="none", **settings) as served:
         yield served
         served.engine.scheduler.check_integrity()
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Reference:
-    return Reference(resolve_model(ModelConfig(path=SMOLLM2)))
+    return Reference(resolve_model(ModelConfig(path=SMOLLM2, quantization="none")))
 
 
 @in_session
