@@ -66,9 +66,15 @@ CASES: list[tuple[Any, Any, list[Any], list[Any]]] = [
     ({"not": False, "type": "string"}, {"type": "string"}, ["a"], [1]),
     (
         {"type": "number", "exclusiveMinimum": 182.0, "exclusiveMaximum": 481, "maximum": 300},
-        {"type": "number", "minimum": 182.00000000000003, "maximum": 300},
+        {"type": "number", "minimum": 182.0000000001, "maximum": 300},
         [182.1, 300],
         [182, 300.1, json.loads("182.0000000000000001")],
+    ),
+    (
+        {"type": "number", "exclusiveMinimum": -118.5, "exclusiveMaximum": 118.5},
+        {"type": "number", "minimum": -118.4999999999, "maximum": 118.4999999999},
+        [-118.4, 0, 118.4],
+        [-118.5, 118.5],
     ),
 ]  # fmt: skip
 

@@ -34,6 +34,8 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 _MAX_CONTAINED = 16
 #: Names that `propertyNames` may list.
 _MAX_NAMES = 1_000
+#: Significant digits of a bound that takes the place of an exclusive one.
+_DIGITS = 13
 #: Integers below the one have a float64 each, and those beside the other have no more than some 20
 #: digits.
 _EXACT, _TINY = 2**53, 1e-4
@@ -139,14 +141,15 @@ def _counts(schema: Schema) -> Schema:
 
 
 def _exclusive_bounds(schema: Schema) -> Schema:
-    """Exclusive bounds of numbers that may have decimals: the next float64. A number that lies
-    between the two, such as 182.0000000000000001, would be the bound itself for most parsers."""
+    """Exclusive bounds of numbers that may have decimals: the next number of 13 digits. A number
+    nearer to the bound, such as 182.0000000000000001, would be the bound itself for most parsers;
+    and llguidance reads no more than some 16 digits of a bound."""
     if schema.get("type") == "integer":
         return schema
     found: Schema = {}
     for name, inclusive, towards, tighter in (
-        ("exclusiveMinimum", "minimum", math.inf, max),
-        ("exclusiveMaximum", "maximum", -math.inf, min),
+        ("exclusiveMinimum", "minimum", 1, max),
+        ("exclusiveMaximum", "maximum", -1, min),
     ):
         bound, other = schema.get(name), schema.get(inclusive)
         if isinstance(bound, bool) or not isinstance(bound, int | float):
@@ -156,7 +159,8 @@ def _exclusive_bounds(schema: Schema) -> Schema:
             other is not None and not isinstance(other, int | float)
         ):
             continue
-        following = math.nextafter(bound, towards)
+        digit = 10.0 ** (math.floor(math.log10(abs(bound))) - _DIGITS + 1)
+        following = float(f"{bound + towards * digit:.{_DIGITS}g}")
         found[inclusive] = following if other is None else tighter(following, other)
     return _without(schema, *(f"exclusive{name.title()}" for name in found), **found)
 
