@@ -25,9 +25,6 @@ from aioinfer.ipc.sections import F32, I32
 from aioinfer.sampling_params import BeamSearch as SearchSettings
 from aioinfer.scheduler.request import BeamGroup, Request
 
-#: Lower than any log-probability of a text; transformers' constant.
-_LOWEST = np.float32(-1e9)
-
 
 @dataclass(slots=True)
 class TokenChoice:
@@ -252,9 +249,7 @@ class BeamSearch:
         return found
 
 
-def _descending(
-    totals: F32, ends: npt.NDArray[np.bool_], width: int
-) -> npt.NDArray[np.intp]:  # fmt: skip
+def _descending(totals: F32, ends: npt.NDArray[np.bool_], width: int) -> npt.NDArray[np.intp]:
     """Returns the places of the highest totals, the highest first: the `width` highest of all, and
     the `width` highest of those that do not end, as far as there are so many."""
     count = len(totals)

@@ -43,7 +43,8 @@ _EXACT, _TINY = 2**53, 1e-4
 _MAX_DEPTH = 100
 #: What the JSON of a schema holds if anything in it can be rewritten.
 _HINTS = re.compile(
-    r'"(?:uniqueItems|unevaluated\w+|propertyNames|contains|not|minProperties|maxProperties|exclusive\w+)"|\d\.0'
+    r'"(?:uniqueItems|unevaluated\w+|propertyNames|contains|not|minProperties|maxProperties|'
+    r'exclusive\w+)"|\d\.0'
 )
 
 
