@@ -70,10 +70,16 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
     tile = max(16, min(64, 8192 // bytes_a_token))
     return (
-        DecodeConfig(tile, 2, 6, 4, 1)
+        DecodeConfig(tile, 2, 6, 4, 1, fp16_operands=element_size == 1)
         if tile * bytes_a_token <= 8192
         else DecodeConfig(tile, 4, 2, 2, 1)
     )
+
+
+def _uses_fp16(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether tiles are converted to float16: see `DecodeConfig`."""
+    is_narrow = queries.dtype == torch.bfloat16 and cache.dtype == torch.float8_e4m3fn
+    return config.fp16_operands and is_narrow
 
 
 def merged_splits(group: int, head_size: int) -> int:
@@ -528,7 +534,7 @@ def launch_decode(
         PDL=pdl, PROJECTED=projection is not None,
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
         HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
-        FP16_OPERANDS=config.fp16_operands and k_cache.dtype == torch.float8_e4m3fn,
+        FP16_OPERANDS=_uses_fp16(config, source.qkv, k_cache),
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Up to so many rows the weight is read as it is; above, arithmetic is the bound, and cuBLAS with
-#: the dequantized weight is faster. To be measured: docs/notes/quantized-4bit.md.
+#: the dequantized weight is faster.
 MAX_FUSED_ROWS = 256
 
 
@@ -59,24 +59,24 @@ class GroupedConfig:
 
 
 def grouped_config(rows: int, weight: PackedGroups, itemsize: int = 2) -> GroupedConfig:
-    """Returns the configuration for a number of rows. Not measured yet: enough programs for the
-    132 multiprocessors of an H200 to have two of them each.
+    """Returns the configuration for a number of rows; measured on an H200 at the shapes of Qwen3-8B
+    (docs/notes/quantized-4bit.md).
 
     Wider activations (float32, for tests) take the smallest tile, since the others would not fit
     into shared memory.
     """
     if itemsize > 2:
         return GroupedConfig(16, 8, num_stages=2)
+    if rows > 128 and weight.width >= 16384 and not weight.has_zeros:  # whose stages are larger
+        return GroupedConfig(128, 128, 1, 8, 3)
     columns = min(64, max(8, triton.next_power_of_2(rows)))
     row_tiles = -(-rows // columns)
-    is_wide = columns == 64 and weight.width // 128 * row_tiles >= 132
-    features = 128 if is_wide else 64
+    features = 32 if columns == 8 and weight.width <= 8192 else 64
     tiles = -(-weight.width // features) * row_tiles
     splits = 1
     while tiles <= len(weight.counters) and tiles * splits < 200 and weight.units >= 8 * splits:
         splits *= 2
-    warps = 2 if columns == 8 else features // 16
-    return GroupedConfig(features, columns, splits, warps, 3 if columns == 64 else 4)
+    return GroupedConfig(features, columns, splits, 2 if columns == 8 else 4, 3)
 
 
 def use_fused(rows: int) -> bool:

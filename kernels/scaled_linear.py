@@ -34,11 +34,14 @@ class ScaledMatrix:
         scales: float32 [N / rows_per_scale, groups], contiguous. One group holds all inputs;
             several hold `GROUP` inputs each.
         rows_per_scale: neighbouring rows that share scales.
+        counters: int32 [C], zeros between launches, for products whose inputs are divided over
+            several programs; without it they are not.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     rows_per_scale: int = 1
+    counters: torch.Tensor | None = None
 
     @property
     def is_grouped(self) -> bool:
@@ -61,8 +64,8 @@ def scaled_linear_config(
     """Returns the configuration for x [rows, inputs] and `features` output features.
 
     Derived from `linear.linear_config`: a tile holds twice the weights, for as many bytes. With
-    scales of blocks a tensor-core step is one block of inputs. They compile without spilled
-    registers, and are not yet tuned on a card.
+    scales of blocks a tensor-core step is one block of inputs. Those of one row are measured on an
+    H200; more rows come here only with activations that are not quantized, and are not tuned.
 
     Args:
         itemsize: bytes of an activation; float32 (for tests) takes the smallest tile.
@@ -79,12 +82,8 @@ def scaled_linear_config(
         if gated:
             return LinearConfig(32, GROUP if grouped else 256, 4, 5)
         return LinearConfig(16, GROUP, 1, 8) if grouped else LinearConfig(16, 512, 2, 6)
-    step = max(GROUP, min(4096, triton.next_power_of_2(inputs)))
-    if gated or normed:
-        return LinearConfig(2 if gated else 4, step, 4)
-    if features >= 4096:
-        return LinearConfig(4, step, 4 if inputs <= step else 8)
-    return LinearConfig(2, step, 4)
+    step = max(GROUP, min(4096 if gated and not grouped else 2048, triton.next_power_of_2(inputs)))
+    return LinearConfig(8 if grouped else 4, step, 4)
 
 
 @triton.jit

@@ -12,11 +12,11 @@ are in the same thread.
 
 Where each output feature has a scale, cuBLASLt is the alternative (`use_cublas`).
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals)
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -30,8 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 Inputs = torch.Tensor | ScaledInputs
 #: TMA reads rows that begin at multiples of so many bytes.
 ALIGNMENT = 16
-#: From so many rows on cuBLASLt multiplies where it can. (Not yet measured on a card.)
-CUBLAS_ROWS = 128
+#: From so many rows on cuBLASLt multiplies where nothing follows the product: with a gate or a
+#: residual sum after it, it takes longer than `scaled_product`.
+CUBLAS_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class ProductConfig:
         group: token tiles that are computed with a weight tile before the next weight tile.
         exact_sums: add the float8 sums of each step in float32; Hopper's tensor cores keep about
             14 bits. Always so with scales of blocks.
+        splits: programs that share the inputs of a tile (split-K); the last to finish sums their
+            parts in a fixed order.
     """
 
     features: int
@@ -54,27 +57,53 @@ class ProductConfig:
     num_stages: int
     group: int = 8
     exact_sums: bool = False
+    splits: int = 1
 
 
-#: By the number of rows up to which each is used. (Not yet tuned on a card.)
+#: The rows up to which each pair is used: the second for `WIDE_LINES` weight rows and more.
+#: Measured on an H200 at the shapes of Qwen3-8B (docs/notes/quantized-products.md).
 CONFIGS = (
-    (32, ProductConfig(64, 32, 128, 4, 6)),
-    (64, ProductConfig(64, 64, 128, 4, 6)),
-    (128, ProductConfig(128, 128, 128, 8, 4)),
-    (None, ProductConfig(128, 256, 128, 8, 3)),
+    (16, ProductConfig(64, 16, 256, 4, 6), ProductConfig(64, 32, 128, 4, 6)),
+    (32, ProductConfig(64, 32, 256, 4, 5), ProductConfig(64, 32, 128, 4, 6)),
+    (64, ProductConfig(64, 64, 256, 4, 4, splits=2), ProductConfig(128, 64, 128, 4, 4)),
+    (128, ProductConfig(64, 128, 128, 4, 6, splits=2), ProductConfig(256, 128, 128, 8, 4)),
+    (256, ProductConfig(64, 128, 128, 4, 6), ProductConfig(128, 128, 128, 8, 6)),
+    (None, ProductConfig(128, 256, 128, 8, 3), ProductConfig(128, 256, 128, 8, 3)),
 )
 #: For scales of blocks: the sums of a block stand beside the total, for which the registers of the
 #: widest tile do not suffice. Two programs of four warps fit a multiprocessor: one can multiply
 #: while the other scales.
-BLOCK_CONFIGS = (*CONFIGS[:2], (None, ProductConfig(64, 128, 128, 4, 4)))
+BLOCK_CONFIGS = (
+    (16, ProductConfig(64, 16, 128, 4, 6, splits=4), ProductConfig(64, 16, 128, 4, 6)),
+    (32, ProductConfig(64, 32, 128, 4, 5, splits=4), ProductConfig(64, 32, 128, 4, 5)),
+    (64, ProductConfig(64, 64, 128, 4, 6, splits=4), ProductConfig(64, 64, 128, 4, 6)),
+    (128, ProductConfig(64, 128, 128, 4, 4, splits=4), ProductConfig(64, 128, 128, 4, 4)),
+    (None, ProductConfig(64, 128, 128, 4, 4), ProductConfig(64, 128, 128, 4, 4)),
+)
+WIDE_LINES = 8192
+#: Activations that are not quantized: the weight's tile goes through registers to be converted.
+PLAIN_CONFIG = ProductConfig(64, 64, 128, 4, 4)
 #: For activations of 32 bits, which only tests have.
 WIDE_CONFIG = ProductConfig(64, 32, 32, 4, 2)
+#: Programs share the inputs of a tile only if each has so many of them; with scales of blocks each
+#: input costs more instructions, so that fewer pay.
+_MIN_SHARE, _MIN_BLOCK_SHARE = 4096, 1024
+#: And only if that gives no more programs than run at a time.
+_MAX_PROGRAMS = 264
 
 
-def product_config(rows: int, *, grouped: bool) -> ProductConfig:
-    """Returns the configuration for so many rows; `grouped` for scales of blocks."""
+def product_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> ProductConfig:
+    """Returns the configuration for quantized activations [rows, inputs] and a weight of `lines`
+    rows; `grouped` for scales of blocks."""
     table = BLOCK_CONFIGS if grouped else CONFIGS
-    return next(config for bound, config in table if bound is None or rows <= bound)
+    _, narrow, wide = next(entry for entry in table if entry[0] is None or rows <= entry[0])
+    config = wide if lines >= WIDE_LINES else narrow
+    share = _MIN_BLOCK_SHARE if grouped else _MIN_SHARE
+    tiles = -(-lines // config.features) * -(-rows // config.tokens)
+    splits = config.splits
+    while splits > 1 and (inputs < splits * share or tiles * splits > _MAX_PROGRAMS):
+        splits //= 2
+    return replace(config, splits=splits)
 
 
 @triton.jit
@@ -116,14 +145,34 @@ def _gate(totals, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
     return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [FEATURES // 2, TOKENS])
 
 
+@triton.jit
+def _sum_of_parts(totals, partials, counters, SPLITS: tl.constexpr):
+    """Returns the sum of all programs' parts of a tile [FEATURES, TOKENS] in the order of the
+    programs, and whether this one is the last to finish: the sum is wrong in others."""
+    index, split = tl.program_id(0), tl.program_id(1)
+    size: tl.constexpr = totals.shape[0] * totals.shape[1]
+    rows = tl.arange(0, totals.shape[0])[:, None]
+    place = partials + index * (SPLITS * size) + rows * totals.shape[1]
+    place += tl.arange(0, totals.shape[1])[None, :]
+    tl.store(place + split * size, totals)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters + index, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        tl.store(counters + index, 0)
+        totals = tl.load(place)
+        for other in range(1, SPLITS):
+            totals += tl.load(place + other * size)
+    return totals, is_last
+
+
 @triton.jit(do_not_specialize=["rows", "token_tiles", "weight_tiles", "token_stride"])
 def _product_kernel(
-    x, weight, x_scales, w_scales, residual, out, rows, features, token_tiles, weight_tiles,
-    token_stride, groups, residual_stride, out_stride,
+    x, weight, x_scales, w_scales, residual, out, partials, counters, rows, features, token_tiles,
+    weight_tiles, token_stride, groups, residual_stride, out_stride,
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
     GROUP_SIZE: tl.constexpr, X_SCALES: tl.constexpr, GROUPED: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    SUM: tl.constexpr, EXACT_SUMS: tl.constexpr, PDL: tl.constexpr,
+    SUM: tl.constexpr, EXACT_SUMS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`features` are weight rows; X_SCALES is 0 for 16-bit activations, 1 for scales of tokens and
     2 for scales of tokens and groups."""
@@ -135,7 +184,10 @@ def _product_kernel(
         gdc_wait()
         gdc_launch_dependents()
     totals = tl.zeros([FEATURES, TOKENS], SUM)
-    for step in range((INPUTS + STEP - 1) // STEP):
+    STEPS: tl.constexpr = (INPUTS + STEP - 1) // STEP
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    begin = tl.program_id(1) * SHARE if SPLITS > 1 else 0
+    for step in range(begin, min(begin + SHARE, STEPS)):
         w = weight.load([weight_tile * FEATURES, step * STEP])
         value = x.load([token_tile * TOKENS, step * STEP])
         if X_SCALES == 0:
@@ -151,6 +203,10 @@ def _product_kernel(
         else:
             totals = tl.dot(w, tl.trans(value), totals, input_precision="ieee", out_dtype=SUM)
     totals = totals.to(tl.float32)
+    if SPLITS > 1:
+        totals, is_last = _sum_of_parts(totals, partials, counters, SPLITS)
+        if not is_last:
+            return
     if X_SCALES == 1:
         totals *= tl.load(x_scales + tokens, is_token, 0.0)[None, :]
     if not GROUPED:
@@ -205,23 +261,47 @@ def scaled_product(
     if not rows:
         return out
     if config is None:
-        is_wide = values.element_size() > 2
-        config = WIDE_CONFIG if is_wide else product_config(rows, grouped=grouped)
+        config = _config_for(values, scaling, weight)
     step = GROUP if grouped else config.step
     token_tiles, weight_tiles = -(-rows // config.tokens), -(-lines // config.features)
     added = out if residual is None else residual
-    _product_kernel[(token_tiles * weight_tiles,)](
+    splits = _num_splits(config, weight, token_tiles * weight_tiles, -(-inputs // step))
+    partials = out
+    if splits > 1:
+        size = token_tiles * weight_tiles * splits * config.features * config.tokens
+        partials = torch.empty(size, dtype=torch.float32, device=values.device)
+    counters = weight.scales if weight.counters is None else weight.counters
+    _product_kernel[(token_tiles * weight_tiles, splits)](
         TensorDescriptor.from_tensor(values, [config.tokens, step]),
         TensorDescriptor.from_tensor(weight.values, [config.features, step]),
-        weight.scales if x_scales is None else x_scales, weight.scales, added, out, rows, lines,
-        token_tiles, weight_tiles, rows, weight.scales.shape[1], added.stride(0), out.stride(0),
+        weight.scales if x_scales is None else x_scales, weight.scales, added, out, partials,
+        counters, rows, lines, token_tiles, weight_tiles, rows, weight.scales.shape[1],
+        added.stride(0), out.stride(0),
         INPUTS=inputs, FEATURES=config.features, TOKENS=config.tokens, STEP=step,
         GROUP_SIZE=config.group, X_SCALES=scaling, GROUPED=grouped,
         ROWS_PER_SCALE=weight.rows_per_scale, HAS_RESIDUAL=residual is not None, GATED=gated,
         SUM=tl.int32 if values.dtype == torch.int8 else tl.float32, EXACT_SUMS=config.exact_sums,
-        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        SPLITS=splits, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _config_for(values: torch.Tensor, scaling: int, weight: ScaledMatrix) -> ProductConfig:
+    if values.element_size() > 2:
+        return WIDE_CONFIG
+    if scaling == 0:
+        return PLAIN_CONFIG
+    lines, inputs = weight.values.shape
+    return product_config(len(values), lines, inputs, grouped=weight.is_grouped)
+
+
+def _num_splits(config: ProductConfig, weight: ScaledMatrix, tiles: int, steps: int) -> int:
+    """Returns how many programs share the inputs of a tile: as many as the configuration has, where
+    there are counters for all tiles and steps for all programs."""
+    if weight.counters is None or tiles > len(weight.counters):
+        return 1
+    return min(config.splits, steps)
 
 
 def _parts(x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, int]:

@@ -1,6 +1,7 @@
-"""Times the GPU kernels against their lower bounds (floors).
+r"""Times the GPU kernels against their lower bounds (floors).
 
-    python scripts/bench_kernels.py [--cases decode,prefill,...] [--tune] [--json FILE]
+    python scripts/bench_kernels.py [--cases decode,prefill,...] [--only REGEX] [--tune] \
+        [--json FILE]
 
 A case's floor is the larger of its bytes over the copy bandwidth and its operations over the rate
 of a large bf16 product, both measured first. A case that fails prints its error, and the others go
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -76,6 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(FAMILIES))
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX",
+                        help="of cases whose name and variant it matches")  # fmt: skip
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -88,6 +92,8 @@ def main() -> None:
         began = time.perf_counter()
         for index, case in enumerate(FAMILIES[family](options.tune)):
             if options.compile_only and index % shards != shard:
+                continue
+            if not options.only.search(f"{case.name} {case.variant}"):
                 continue
             line = {"family": family, "name": case.name, "variant": case.variant}
             try:

@@ -12,8 +12,9 @@ from aioinfer.engine import restriction_compiler
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
+from aioinfer.text import grammar
 from aioinfer.text.constraints import CompiledConstraint, mask_words
-from aioinfer.text.restrictions import CompiledRestrictions
+from aioinfer.text.restrictions import CompiledRestrictions, ParallelFiller, RestrictedTokens
 from aioinfer.text.tokenizer import Tokenizer
 from tests import real_tokenizers
 
@@ -57,6 +58,31 @@ async def test_equal_grammars_share_one_compilation(compiler: RestrictionCompile
     together = await asyncio.gather(*(compiler.compile(params) for _ in range(5)))
     later = await compiler.compile(regex("shared[0-9]"))
     assert len({id(grammar_of(each)) for each in [*together, later]}) == 1
+
+
+async def test_many_sequences_have_several_parsers(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come together start when there are parsers enough, in turn; each parser knows
+    its own sequences alone, and all give the same masks."""
+    monkeypatch.setattr(grammar, "num_threads", lambda: 3)
+    compiler = RestrictionCompiler(tokenizer, VOCAB_SIZE, [END])
+    params = regex("[ab]{3}c")
+    alone = await compiler.compile(params)
+    states = [each.start() for each in [alone] if each is not None]
+    together = await asyncio.gather(*(compiler.compile(params) for _ in range(8)))
+    states += [each.start() for each in together if each is not None]
+    parsers = [state.grammar.parser for state in states if isinstance(state, RestrictedTokens)]
+    assert sorted(parsers[1:]) == [0, 0, 1, 1, 1, 2, 2, 2]
+    masks = np.zeros((9, mask_words(VOCAB_SIZE)), np.int32)
+    first = first_tokens(alone)[0]
+    for number, state in enumerate(states):
+        if number % 2:
+            state.accept([first])
+    assert ParallelFiller().fill(list(zip(states, range(9), strict=True)), masks) == [None] * 9
+    assert all(np.array_equal(mask, masks[number % 2]) for number, mask in enumerate(masks))
+    assert not np.array_equal(masks[0], masks[1])
+    compiler.shutdown()
 
 
 async def test_grammars_that_are_kept_are_bounded(

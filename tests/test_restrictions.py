@@ -88,7 +88,7 @@ def test_many_masks_at_a_time(tokenizer: Tokenizer, digits: CompiledGrammar, cou
             constraint.accept(ids(tokenizer, "12"))
     masks = np.full((2 * count, mask_words(VOCAB_SIZE)), 123, np.int32)
     rows = [(constraint, 2 * index + 1) for index, constraint in enumerate(constraints)]
-    failures = ParallelFiller(2).fill(rows, masks)
+    failures = ParallelFiller().fill(rows, masks)
     assert (masks[::2] == 123).all()
     for (constraint, row), failure in zip(rows, failures, strict=True):
         if isinstance(failure, GenerationError):

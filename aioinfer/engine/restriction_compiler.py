@@ -60,6 +60,7 @@ class RestrictionCompiler:
         self._kept: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._kept_chars = 0
         self._pending: dict[GrammarSpec, asyncio.Future[CompiledGrammar]] = {}
+        self._growing: dict[CompiledGrammar, asyncio.Future[None]] = {}
 
     def prepare(self) -> None:
         """Does what the first grammar would have to wait for. Called in a thread, at the start."""
@@ -76,7 +77,10 @@ class RestrictionCompiler:
         """
         if not params.is_restricted:
             return None
-        grammar = None if params.grammar is None else await self._compile_grammar(params.grammar)
+        grammar = None
+        if params.grammar is not None:
+            grammar = await self._compile_grammar(params.grammar)
+            await self._add_parsers(grammar, params.n)
         filters: list[TokenFilter] = []
         if params.allowed_token_ids is not None or params.bad_words:
             filters = await asyncio.get_running_loop().run_in_executor(
@@ -137,6 +141,20 @@ class RestrictionCompiler:
             ) from None
         except RequestError as error:  # of another request's field, where that was the first
             raise RequestError(error.message, param=spec.param) from error
+
+    async def _add_parsers(self, grammar: CompiledGrammar, sequences: int) -> None:
+        """Sees to it that a grammar has parsers enough. Requests that come together wait until all
+        of them have, which takes milliseconds, since they start in turn with those there are."""
+        grammar.expect(sequences)
+        while grammar.wants_parser:
+            growth = self._growing.get(grammar)
+            if growth is None:
+                growth = asyncio.get_running_loop().run_in_executor(
+                    self._threads, grammar.add_parser
+                )
+                self._growing[grammar] = growth
+                growth.add_done_callback(lambda _: self._growing.pop(grammar))
+            await asyncio.shield(growth)
 
     def _begin(self, spec: GrammarSpec) -> asyncio.Future[CompiledGrammar]:
         """Starts to compile a grammar, which is kept when that is done, whoever still waits."""

@@ -54,13 +54,17 @@ def configs(rows: int, weight: PackedGroups, tune: bool) -> list[tuple[str, Grou
     best = grouped_config(rows, weight)
     found = [("table", best)]
     if tune:
-        columns = [best.rows] if rows <= 64 else [64, 128]
-        tiles = ((32, 1), (32, 2), (64, 2), (64, 4)) if rows <= 8 else ((64, 4), (128, 4), (128, 8))
+        columns = [best.rows] if rows <= 64 else [64, 128, 256]
+        tiles = (
+            ((32, 1), (32, 2), (64, 2), (64, 4))
+            if rows <= 8
+            else ((64, 4), (64, 8), (128, 4), (128, 8), (256, 8))
+        )
         depths = (3, 5) if rows <= 8 else (2, 3, 4)
         for (features, warps), width, stages, splits in itertools.product(
             tiles, columns, depths, (1, 2, 4)
         ):
-            if splits == 1 or rows <= 64:
+            if (splits == 1 or rows <= 64) and width <= max(rows, 8):
                 config = GroupedConfig(features, width, splits, warps, stages)
                 name = f"n{features} m{width} w{warps} s{stages} k{splits}"
                 found.append((name, config))

@@ -25,7 +25,7 @@ from aioinfer.kernels.scaled_product import (
 
 from benchlib.kernel_cases import BF16, DEVICE, LINEARS, Case, random_tensor
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 8192)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = {name: shape for name, shape in LINEARS.items() if name in (
     "8B qkv", "8B o", "8B gate_up", "8B down")}  # fmt: skip
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -35,24 +35,28 @@ KINDS = {"fp8": (FP8, False), "blocks": (FP8, True), "int8": (INT8, False)}
 CHECKED = 200
 #: Of large products, beside those of the tables.
 TILES = [
-    ProductConfig(*tile)
-    for tile in (
-        (64, 16, 128, 4, 6),
-        (64, 32, 128, 4, 8),
-        (64, 32, 256, 4, 4),
-        (64, 64, 128, 4, 4),
-        (64, 64, 256, 4, 3),
-        (64, 128, 128, 4, 3),
+    ProductConfig(features, tokens, step, warps, stages, splits=splits)
+    for features, tokens, step, warps, stages in (
+        (16, 16, 256, 1, 8),
+        (32, 16, 256, 2, 6),
+        (64, 16, 128, 4, 8),
+        (64, 16, 256, 4, 6),
+        (64, 32, 128, 4, 6),
+        (64, 32, 256, 4, 5),
+        (64, 64, 128, 4, 6),
+        (64, 64, 256, 4, 4),
         (64, 128, 128, 4, 4),
-        (64, 256, 128, 4, 3),
+        (64, 128, 128, 4, 6),
+        (64, 256, 128, 4, 4),
         (128, 64, 128, 4, 4),
-        (128, 128, 128, 4, 3),
-        (128, 128, 128, 8, 3),
+        (128, 128, 128, 4, 4),
         (128, 128, 128, 8, 4),
+        (128, 128, 128, 8, 6),
         (128, 256, 128, 8, 3),
         (128, 256, 128, 8, 4),
-        (256, 128, 128, 8, 3),
+        (256, 128, 128, 8, 4),
     )
+    for splits in (1, 2, 4)
 ]
 
 
@@ -63,7 +67,8 @@ def matrix(rows: int, inputs: int, kind: str, run: int) -> ScaledMatrix:
     values = random_tensor(rows, inputs, scale=maximum / 4).clamp(-maximum, maximum).to(dtype)
     shape = (rows // run, inputs // GROUP) if grouped else (rows, 1)
     scales = (0.5 + torch.rand(shape, device=DEVICE)) * 4 / maximum / inputs**0.5
-    return ScaledMatrix(values, scales, run if grouped else 1)
+    counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    return ScaledMatrix(values, scales, run if grouped else 1, counters)
 
 
 def scaled_cases(tune: bool) -> Iterator[Case]:
@@ -82,7 +87,7 @@ def scaled_cases(tune: bool) -> Iterator[Case]:
                 title = f"{name} x{rows}"
                 if rows <= MAX_ROWS:
                     yield from few_rows(title, kind, rows, features, inputs, gated, weights, tune)
-                else:
+                if rows > 1:
                     yield from many_rows(title, kind, rows, features, inputs, gated, weights, tune)
             del weights
     yield from quantize_cases()
@@ -109,7 +114,7 @@ def few_rows(
     table = scaled_linear_config(
         rows, features, inputs, normed=bool(normed), gated=gated, grouped=grouped
     )
-    for config in [table, *(linear_variants(rows, table, grouped) if tune else [])]:
+    for config in [table, *(linear_variants(rows, table) if tune else [])]:
 
         def run(w: ScaledMatrix, config: LinearConfig = config) -> torch.Tensor:
             return scaled_linear(x, w, residual=residual, gated=gated, config=config, **normed)
@@ -130,17 +135,16 @@ def few_rows(
         )  # fmt: skip
 
 
-def linear_variants(rows: int, table: LinearConfig, grouped: bool) -> Iterator[LinearConfig]:
+def linear_variants(rows: int, table: LinearConfig) -> Iterator[LinearConfig]:
     """Yields other configurations for few rows."""
-    for features in (1, 2, 4, 8) if rows == 1 else (16, 32, 64):
-        for warps in (2, 4, 8) if rows == 1 else (1, 2, 4):
-            steps = (2048, 4096) if rows == 1 else (GROUP,) if grouped else (256, 512)
-            for step in steps:
-                for stages in (1,) if rows == 1 else (4, 6, 8, 10):
-                    fits = features * step * stages <= 160_000
-                    config = LinearConfig(features, step, warps, stages)
-                    if fits and config != table:
-                        yield config
+    if rows > 1:
+        return
+    for features in (1, 2, 4, 8):
+        for warps in (2, 4, 8):
+            for step in (2048, 4096):
+                config = LinearConfig(features, step, warps, 1)
+                if config != table:
+                    yield config
 
 
 def many_rows(
@@ -160,16 +164,17 @@ def many_rows(
         expected = scaled_product_reference(few, weights[0], residual=wide, gated=gated)
         return float((out[last].double() - expected).norm() / expected.norm())
 
-    table = product_config(rows, grouped=grouped)
+    table = product_config(rows, len(weights[0].values), inputs, grouped=grouped)
     exact = [replace(table, exact_sums=True)] if kind == "fp8" else []
-    for config in [table, *exact, *(tile for tile in TILES if tune and tile != table)]:
+    for config in [table, *exact, *(tiles_of(rows, len(weights[0].values) // 64) if tune else [])]:
 
         def run(w: ScaledMatrix, config: ProductConfig = config) -> torch.Tensor:
             return scaled_product(x, w, BF16, residual=residual, gated=gated, config=config)
 
-        variant = f"{kind} n{config.features} t{config.tokens} w{config.num_warps}"
+        variant = f"{kind} n{config.features} t{config.tokens} k{config.step} w{config.num_warps}"
+        variant += f" s{config.num_stages} /{config.splits}"
         yield replace(
-            case, variant=f"{variant} s{config.num_stages}{' exact' * config.exact_sums}",
+            case, variant=f"{variant}{' exact' * config.exact_sums}",
             runs=[lambda w=w, run=run: run(w) for w in weights],
             check=lambda run=run: error(run(weights[0])),
         )  # fmt: skip
@@ -187,6 +192,15 @@ def many_rows(
     yield replace(
         case, variant="fp8 cuBLASLt alone", runs=[lambda w=w: cublas_product(x, w) for w in weights]
     )
+
+
+def tiles_of(rows: int, tiles: int) -> Iterator[ProductConfig]:
+    """Yields the configurations to try for a number of rows; `tiles`: of 64 weight rows."""
+    tokens = min(128, max(16, rows))
+    splits = 1 if tiles > 132 else 4 if rows <= 128 else 2 if rows <= 256 else 1
+    for tile in TILES:
+        if tokens <= tile.tokens <= max(16, rows) and tile.splits <= splits:
+            yield tile
 
 
 def nbytes(weight: ScaledMatrix, x: torch.Tensor, features: int) -> float:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from aioinfer.kernels import quantize, scaled_linear, scaled_product
 from aioinfer.kernels.scaled_linear import scaled_linear_config
-from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, ProductConfig
+from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, PLAIN_CONFIG, ProductConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -70,13 +70,14 @@ def product(
         "x": f"tensordesc<{inputs}[{config.tokens}, {config.step}]>",
         "weight": f"tensordesc<{weight}[{config.features}, {config.step}]>",
         "x_scales": "*fp32", "w_scales": "*fp32", "residual": "*bf16", "out": "*bf16",
+        "partials": "*fp32", "counters": "*i32",
     }  # fmt: skip
     constants = {
         "INPUTS": 4096, "FEATURES": config.features, "TOKENS": config.tokens, "STEP": config.step,
         "GROUP_SIZE": config.group, "X_SCALES": scaling, "GROUPED": scaling == 2,
         "ROWS_PER_SCALE": run, "HAS_RESIDUAL": not gated, "GATED": gated,
         "SUM": tl.int32 if inputs == INT8 else tl.float32, "EXACT_SUMS": config.exact_sums,
-        "PDL": True,
+        "SPLITS": config.splits, "PDL": True,
     }  # fmt: skip
     return compile_kernel(scaled_product._product_kernel, types, constants, config)
 
@@ -86,11 +87,11 @@ WGMMA = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8", BF16: "f32.bf16.bf16"}
 
 @pytest.mark.parametrize(
     ("config", "kind", "scaling", "run", "gated"),
-    [(config, FP8, 1, 1, False) for _, config in CONFIGS]
-    + [(config, FP8, 2, 128, False) for _, config in BLOCK_CONFIGS]
+    [(config, FP8, 1, 1, False) for _, *configs in CONFIGS for config in configs]
+    + [(config, FP8, 2, 128, False) for _, *configs in BLOCK_CONFIGS for config in configs]
     + [(BLOCK_CONFIGS[-1][1], FP8, 2, 8, True)]
     + [(replace(CONFIGS[2][1], exact_sums=True), FP8, 1, 1, False)]
-    + [(CONFIGS[-1][1], INT8, 1, 1, True), (CONFIGS[-1][1], BF16, 0, 1, False)],
+    + [(CONFIGS[-1][1], INT8, 1, 1, True), (PLAIN_CONFIG, BF16, 0, 1, False)],
 )
 def test_products_of_many_rows(
     config: ProductConfig, kind: str, scaling: int, run: int, gated: bool, tmp_path: Path

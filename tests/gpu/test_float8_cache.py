@@ -61,19 +61,18 @@ def test_tokens_are_those_of_rounded_keys_and_values(name: str, tmp_path: Path) 
 
 
 @pytest.mark.timeout(300)
-def test_twice_the_tokens_fit(tmp_path: Path) -> None:
+def test_half_the_bytes(tmp_path: Path) -> None:
     random_model(tmp_path, family="qwen3", vocab_size=VOCAB, **{**SIZES, **MODELS["qwen3"]})
-    blocks = {}
+    sizes = {}
     for dtype in ("model", "fp8"):
         settings = engine_settings(
-            model__dtype="bfloat16", cache__dtype=dtype, cache__num_blocks=None,
-            cache__gpu_memory_utilization=0.5, parallel__executor="inline",
-        )  # fmt: skip
+            model__dtype="bfloat16", cache__dtype=dtype, parallel__executor="inline"
+        )
         with LLM(str(tmp_path), settings=settings, progress=False) as llm:
             report = llm.frontend.engines[0].report
-            blocks[dtype] = report.num_blocks[0]
+            sizes[dtype] = report.kv_cache_bytes / report.num_blocks[0]
             texts = [output.token_ids for output in llm.generate([[5, 6, 7]] * 3, GREEDY)]
             assert texts[0] == texts[1] == texts[2]
             if dtype == "fp8":
                 assert report.cache_dtype == "float8 (e4m3; scales: calibrated)"
-    assert blocks["fp8"] / blocks["model"] == pytest.approx(2, rel=0.01)
+    assert sizes["model"] / sizes["fp8"] == pytest.approx(2, rel=0.01)

@@ -11,9 +11,9 @@ import torch
 
 from aioinfer import LLM
 from aioinfer.executor.inline import InlineExecutor
-from tests.functional.test_prompt_rows import VOCAB_SIZE, Reference, check_all
 from tests.gpu.engine_settings import engine_settings
 from tests.gpu.random_models import random_model
+from tests.prompt_rows import VOCAB_SIZE, Reference, check_all
 
 #: More rows than one chunk of logits has, and than the largest step of one test.
 LENGTHS = (1, 2, 17, 129, 700)

@@ -59,7 +59,8 @@ def matrix(case: ScaledCase) -> ScaledMatrix:
     groups = -(-case.inputs // GROUP) if case.grouped else 1
     shape = -(-rows // case.rows_per_scale), groups
     scales = (0.5 + 1.5 * torch.rand(shape, device=case.device)) * 4 / maximum / case.inputs**0.5
-    return ScaledMatrix(values, scales, case.rows_per_scale)
+    counters = torch.zeros(64, dtype=torch.int32, device=case.device)
+    return ScaledMatrix(values, scales, case.rows_per_scale, counters)
 
 
 def few_rows(case: ScaledCase, *, normed: bool, config: LinearConfig | None = None) -> Pair:

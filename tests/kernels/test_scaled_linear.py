@@ -74,25 +74,42 @@ def test_sums_of_steps_are_added_apart() -> None:
     assert error(many_rows(case, groups=False, config=config)) < 1e-5
 
 
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_programs_that_share_inputs(splits: int, grouped: bool) -> None:
+    """More programs than steps are not launched; the counters are zero again afterwards."""
+    config = ProductConfig(16, 16, 128, 4, 2, splits=splits)
+    case = ScaledCase(20, 48, 640, INT8, torch.float32, "cpu", grouped=grouped)
+    out, expected = many_rows(case, groups=grouped, config=config, residual="sum")
+    assert error((out, expected)) < 1e-5
+
+
 @pytest.mark.parametrize("groups", [True, None])
 def test_a_tile_within_a_block(groups: bool | None) -> None:
     case = ScaledCase(19, 150, 272, FP8, torch.float32, "cpu", True, 128)
     assert error(many_rows(case, groups=groups, config=TILE, residual="bias")) < 1e-5
 
 
-@pytest.mark.parametrize("rows", [17, 33])
+@pytest.mark.parametrize("rows", [2, 33])
 def test_the_configurations_of_the_table(rows: int) -> None:
     case = ScaledCase(rows, 72, 144, FP8, torch.float16, "cpu")
     assert error(many_rows(case, groups=False)) < 1e-2
     assert error(many_rows(case, groups=None)) < 1e-2
 
 
-def test_every_number_of_rows_has_a_configuration() -> None:
-    rows = (17, 32, 33, 128, 129, 8192)
-    tokens = [product_config(n, grouped=False).tokens for n in rows]
-    assert tokens == [32, 32, 64, 128, 256, 256]
-    of_blocks = [product_config(n, grouped=True).tokens for n in rows]
-    assert of_blocks == [32, 32, 64, 128, 128, 128]
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_number_of_rows_has_a_configuration(grouped: bool) -> None:
+    """Up to 128 rows are one tile, so that the weight is read once."""
+    for rows in (2, 16, 17, 64, 65, 128, 129, 8192):
+        for lines in (4096, 24576):
+            assert product_config(rows, lines, 4096, grouped=grouped).tokens >= min(rows, 128)
+
+
+def test_inputs_are_shared_where_tiles_are_few() -> None:
+    few, many = (product_config(100, lines, 12288, grouped=False) for lines in (4096, 24576))
+    assert (few.splits, many.splits) == (2, 1)
+    assert product_config(100, 4096, 4096, grouped=False).splits == 1
+    assert product_config(100, 4096, 4096, grouped=True).splits == 4
 
 
 def test_torch_takes_the_operands_of_cublas() -> None:

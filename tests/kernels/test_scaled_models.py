@@ -70,7 +70,7 @@ def test_products_are_launched_before_the_first_request(
     write(tiny_model("qwen3", tmp_path, **SIZES), layouts((128, 128))["float block"])
     bound = Bound(tmp_path, kernels=True)
     weight = bound.model.layers[0].mlp.gate_up.weight
-    assert weight.warm_up_rows() == [1, 2, 9, 17, 33, 65, 128, 129]
+    assert weight.warm_up_rows() == [1, 2, 9, 17, 33, 65, 129, 257, 1024]
     rows: list[int] = []
     multiply = KernelScaledWeight.add_product
     monkeypatch.setattr(KernelScaledWeight, "warm_up_rows", lambda self: [2, 17])

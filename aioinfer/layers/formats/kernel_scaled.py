@@ -1,8 +1,9 @@
 """Weights of one byte that stay so, computed with by our kernels and cuBLASLt.
 
-Up to `MAX_ROWS` rows are multiplied as they are, in 16 bits. More are quantized first, where the
-scheme says so, in the launch of the norm or the gate before the product. That an all-reduce with
-norm could quantize as well is a matter of `ResidualStream.normed`: `multiply` takes `ScaledInputs`.
+One row is multiplied as it is, in 16 bits, in one launch with the norm before it. More are
+quantized first, where the scheme says so, in the launch of the norm or the gate before the product:
+converting weights in registers takes longer, also for two rows. That an all-reduce with norm could
+quantize as well is a matter of `ResidualStream.normed`: `multiply` takes `ScaledInputs`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from aioinfer.kernels.activation import GATE_RUN, gated_activation
+from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.linear import MAX_ROWS
 from aioinfer.kernels.quantize import (
     GROUP,
@@ -37,6 +38,8 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
 Inputs: TypeAlias = "torch.Tensor | ScaledInputs"
+#: Tiles of a product whose inputs several programs share: no more programs run at a time.
+_MAX_SHARED_TILES = 264
 
 
 class KernelScaledWeight(ScaledWeight):
@@ -76,7 +79,8 @@ class KernelScaledWeight(ScaledWeight):
             rows = rows[order]
         run = _common_run(rows)
         scales = self.scales[rows[::run]].view(-(-self._out // run), -1).contiguous()
-        self._loaded = ScaledMatrix(values, scales, run)
+        counters = torch.zeros(_MAX_SHARED_TILES, dtype=torch.int32, device=values.device)
+        self._loaded = ScaledMatrix(values, scales, run, counters)
         if self._scheme.inputs != "none":
             static = self.input_scale
             is_grouped = self._scheme.block is not None and static is None
@@ -91,12 +95,12 @@ class KernelScaledWeight(ScaledWeight):
 
     def input_format(self, rows: int) -> InputFormat | None:
         """See `WeightFormat.input_format`."""
-        return self._format if rows > MAX_ROWS else None
+        return self._format if rows > 1 else None
 
     def warm_up_rows(self) -> Sequence[int]:
         """See `WeightFormat.warm_up_rows`."""
-        bounds = [bound for bound, _ in CONFIGS if bound is not None]
-        firsts = {1, 2, MAX_ROWS // 2 + 1, MAX_ROWS + 1, CUBLAS_ROWS}
+        bounds = [bound for bound, *_ in CONFIGS if bound is not None]
+        firsts = {1, 2, MAX_ROWS // 2 + 1, CUBLAS_ROWS}
         return sorted(firsts | {bound + 1 for bound in bounds})
 
     # ---------------------------------------------------------------- products
@@ -130,12 +134,7 @@ class KernelScaledWeight(ScaledWeight):
             options = {"norm_weight": norm.weight, "eps": norm.eps}
             return scaled_linear(x, self.matrix, gated=True, pdl=self._pdl, **options)
         inputs = self._quantized(x) if norm is None else self._normed(x, norm)
-        if use_cublas(inputs, self.matrix, self._dtype):
-            product = cublas_product(inputs, self.matrix)
-            if wanted is not None:
-                return quantize(product, wanted, gated=True, pdl=self._pdl)
-            return gated_activation(product, pdl=self._pdl)
-        if len(x) <= MAX_ROWS:
+        if isinstance(inputs, torch.Tensor) and len(x) <= MAX_ROWS:
             return scaled_linear(inputs, self.matrix, gated=True, pdl=self._pdl)
         return scaled_product(inputs, self.matrix, self._dtype, gated=True, pdl=self._pdl)
 
@@ -154,11 +153,9 @@ class KernelScaledWeight(ScaledWeight):
         options = {"residual": residual, "out": out, "pdl": self._pdl}
         if isinstance(inputs, torch.Tensor) and len(inputs) <= MAX_ROWS:
             return scaled_linear(inputs, self.matrix, **options)
-        if not use_cublas(inputs, self.matrix, self._dtype):
-            return scaled_product(inputs, self.matrix, self._dtype, **options)
-        if residual is None:
+        if residual is None and use_cublas(inputs, self.matrix, self._dtype):
             return cublas_product(inputs, self.matrix, out)
-        return torch.add(cublas_product(inputs, self.matrix), residual, out=out)
+        return scaled_product(inputs, self.matrix, self._dtype, **options)
 
     def _quantized(self, x: Inputs) -> Inputs:
         """Returns x as the product takes so many rows."""
