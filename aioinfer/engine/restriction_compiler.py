@@ -148,13 +148,13 @@ class RestrictionCompiler:
         grammar.expect(sequences)
         while grammar.wants_parser:
             growth = self._growing.get(grammar)
-            if growth is None:
+            if growth is None or growth.done():
                 growth = asyncio.get_running_loop().run_in_executor(
                     self._threads, grammar.add_parser
                 )
                 self._growing[grammar] = growth
-                growth.add_done_callback(lambda _: self._growing.pop(grammar))
             await asyncio.shield(growth)
+        self._growing.pop(grammar, None)
 
     def _begin(self, spec: GrammarSpec) -> asyncio.Future[CompiledGrammar]:
         """Starts to compile a grammar, which is kept when that is done, whoever still waits."""
