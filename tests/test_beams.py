@@ -85,15 +85,15 @@ class BeamHarness(Harness):
         ]
         self.worker.beams = {request.slot: request for request in beams}
         running = self.scheduler.running
-        self.scheduler.running = [*running, *beams]
+        self.scheduler._running.requests = [*running, *beams]
         super()._check_owned(plan)
-        self.scheduler.running = running
+        self.scheduler._running.requests = running
 
     def _check_tiles(self, plan: StepPlan) -> None:
         running = self.scheduler.running
-        self.scheduler.running = [*running, *self.worker.beams.values()]
+        self.scheduler._running.requests = [*running, *self.worker.beams.values()]
         super()._check_tiles(plan)
-        self.scheduler.running = running
+        self.scheduler._running.requests = running
 
     def step(self) -> None:
         while self.scheduler.num_in_flight < self.depth and self.post():
@@ -206,7 +206,7 @@ def test_beams_are_preempted_together_and_share_again_what_they_have_in_common()
 
 
 def test_a_group_needs_no_more_bytes_of_a_plan_than_there_are(monkeypatch):
-    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 600)
+    monkeypatch.setattr("aioinfer.scheduler.plan_builder.MAX_ADMITTED_BYTES", 600)
     harness = BeamHarness(rng(), num_blocks=512, block_size=1, token_budget=256, prefill_cap=256)
     leader = make_beams("wide", list(range(40)), 6, 6)
     harness.add_beams(leader)
