@@ -193,6 +193,20 @@ def test_a_group_gets_all_of_its_slots_or_none():
     assert second.status is Status.FINISHED
 
 
+def test_a_search_counts_as_many_times_as_it_has_beams():
+    harness = BeamHarness(rng(), max_num_seqs=5)
+    scheduler = harness.scheduler
+    for name in "ab":
+        harness.add_beams(make_beams(name, [1, 2, 3], 6, 3))
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 6)
+    assert (scheduler.num_waiting_tokens, scheduler.num_waiting_of("")) == (18, 6)
+    harness.step()
+    assert (scheduler.num_running, scheduler.num_free_slots) == (3, 2)
+    assert (scheduler.num_waiting, scheduler.num_waiting_of("")) == (3, 3)
+    harness.run()
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+
+
 def test_beams_are_preempted_together_and_share_again_what_they_have_in_common():
     harness = BeamHarness(rng(), num_blocks=24, block_size=4, max_num_seqs=8, prefix_caching=False)
     first = make_request("first", list(range(40)), 40)

@@ -266,7 +266,7 @@ class Frontend:
         schedulers = [engine.scheduler for engine in self.engines]
         totals = [scheduler.stats for scheduler in schedulers]
         return {
-            "running": sum(len(scheduler.running) for scheduler in schedulers),
+            "running": sum(scheduler.num_running for scheduler in schedulers),
             "waiting": sum(scheduler.num_waiting for scheduler in schedulers),
             "blocked": sum(scheduler.num_blocked for scheduler in schedulers),
             "kv_cache_usage": sum(scheduler.kv_cache.usage for scheduler in schedulers)

@@ -80,7 +80,9 @@ class RequestLimits:
 
         Raises `RequestError` if it could not run at all.
         """
-        width, schedulers = params.num_sequences, self._schedulers
+        assert params.beam_search is not None
+        width, width_field = params.num_sequences, params.beam_search.width_field
+        schedulers = self._schedulers
         if any(scheduler.kv_cache.has_states for scheduler in schedulers):
             raise RequestError(
                 "this model's layers keep a state that cannot be copied: no beam search",
@@ -90,7 +92,7 @@ class RequestLimits:
             raise RequestError(
                 f"a beam search of width {width} needs as many slots, and this server has "
                 f"{self._config.max_num_seqs} (scheduler.max_num_seqs)",
-                param="n",
+                param=width_field,
             )
         ends = len(self._model.defaults.end_tokens(params))
         if width + ends > min(MAX_BEAM_CANDIDATES, self._model.vocab_size):
@@ -109,7 +111,7 @@ class RequestLimits:
         if not room:
             raise RequestError(
                 f"{width} beams of a prompt of {prompt_len} tokens do not fit the KV cache",
-                param="n",
+                param=width_field,
             )
         return room
 

@@ -92,6 +92,12 @@ class Scheduler:
         return len(self._running.free_slots)
 
     @property
+    def num_running(self) -> int:
+        """Sequences that have slots. A beam search counts as many times as it has beams, here and
+        among those that wait."""
+        return self.limits.max_num_seqs - len(self._running.free_slots)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot or for blocks."""
         return self._waiting.num_requests
@@ -422,5 +428,5 @@ class Scheduler:
         self._running.check_integrity()
         self._waiting.check_integrity()
         self._fair_queuing.check_integrity(
-            sum(request.num_cached < 0 for request in self.requests())
+            sum(request.num_slots for request in self.requests() if request.num_cached < 0)
         )

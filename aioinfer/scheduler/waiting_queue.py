@@ -18,8 +18,9 @@ class WaitingQueue:
     """A heap of requests by key, and the blocked requests beside it.
 
     Attributes:
-        num_requests: requests that wait; blocked ones are not counted.
-        num_tokens: their prompt tokens.
+        num_requests: requests that wait; blocked ones are not counted, and a beam search counts as
+            many times as it has beams, as n sequences of a prompt do.
+        num_tokens: their prompt tokens, those of a beam search counted once for each beam.
         num_prefill_tokens: their prompt tokens that are not expected in the cache.
     """
 
@@ -57,8 +58,8 @@ class WaitingQueue:
         """Makes a request WAITING and queues it."""
         request.status = Status.WAITING
         heapq.heappush(self._heap, request)
-        self.num_requests += 1
-        self.num_tokens += request.prompt_len
+        self.num_requests += request.num_slots
+        self.num_tokens += request.num_slots * request.prompt_len
         self.num_prefill_tokens += request.prompt_len - request.num_expected
 
     def first(self) -> Request | None:
@@ -81,8 +82,8 @@ class WaitingQueue:
 
     def count_out(self, request: Request) -> None:
         """Records that a request waits no more, since it has ended."""
-        self.num_requests -= 1
-        self.num_tokens -= request.prompt_len
+        self.num_requests -= request.num_slots
+        self.num_tokens -= request.num_slots * request.prompt_len
         self.num_prefill_tokens -= request.prompt_len - request.num_expected
 
     def drop_blocked(self, request: Request) -> None:
@@ -94,9 +95,9 @@ class WaitingQueue:
         if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
             raise IntegrityError("a blocked request holds a slot or blocks")
         waiting = list(self._waiting())
-        if len(waiting) != self.num_requests:
+        if sum(request.num_slots for request in waiting) != self.num_requests:
             raise IntegrityError("the waiting requests are miscounted")
-        if sum(request.prompt_len for request in waiting) != self.num_tokens:
+        if sum(request.num_slots * request.prompt_len for request in waiting) != self.num_tokens:
             raise IntegrityError("the waiting tokens are miscounted")
         prefill = sum(request.prompt_len - request.num_expected for request in waiting)
         if prefill != self.num_prefill_tokens:
