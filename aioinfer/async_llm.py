@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -44,7 +45,12 @@ class StreamedOutput(Output):
     def snapshot(self) -> StreamedOutput:
         """Returns a copy that does not change any more."""
         completions = [
-            replace(c, token_ids=c.token_ids[:], logprobs=c.logprobs and c.logprobs[:])
+            replace(
+                c,
+                token_ids=c.token_ids[:],
+                logprobs=c.logprobs and c.logprobs[:],
+                message=deepcopy(c.message),
+            )
             for c in self.completions
         ]
         return replace(self, completions=completions)
@@ -114,7 +120,7 @@ class RequestStream:
         if self._builders:
             builder = self._builders[delta.index]
             builder.feed(delta.text, ended=delta.finish_reason is not None)
-            completion.message = builder.message.to_dict()
+            completion.message = builder.as_dict
         completion.cumulative_logprob = delta.cumulative_logprob
         sequences = self._output.sequences  # one, of a beam search
         request = sequences[min(delta.index, len(sequences) - 1)].request
@@ -203,7 +209,7 @@ class AsyncLLM:
         **options: Any,
     ) -> RequestStream:
         """Queues a conversation to be answered, as `add_request` does. Each output's completions
-        have a `message`, all of it so far, also with `deltas`.
+        have a `message`, all of it so far, also with `deltas`: one dict, which grows.
 
         Args:
             messages: as OpenAI's chat has them.

@@ -222,21 +222,24 @@ class BeamSearch:
         early_stopping: True ends the search when there are `width` complete hypotheses; False when
             the best beam would score no better than the worst of them if it ended now; "never" only
             when it could not do so at any length.
+        width_field: the field with which the client gave the width; errors name it.
     """
 
     width: int
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    width_field: str = field(default="n", compare=False)
 
     def __post_init__(self) -> None:
+        name = self.width_field
         try:
             width = _as_integer(self.width)
         except TypeError as error:
-            raise RequestError("n must be an integer", param="n") from error
+            raise RequestError(f"{name} must be an integer", param=name) from error
         if not 1 <= width <= MAX_BEAM_WIDTH:
             raise RequestError(
                 f"the width of a beam search must be in [1, {MAX_BEAM_WIDTH}], not {width}",
-                param="n",
+                param=name,
             )
         object.__setattr__(self, "width", width)
         penalty = self.length_penalty
@@ -454,7 +457,9 @@ class BeamSearchParams:
             stop_token_ids=self.stop_token_ids,
             include_stop=self.include_stop,
             logprobs=self.logprobs,
-            beam_search=BeamSearch(self.beam_width, self.length_penalty, self.early_stopping),
+            beam_search=BeamSearch(
+                self.beam_width, self.length_penalty, self.early_stopping, "beam_width"
+            ),
         )
 
 

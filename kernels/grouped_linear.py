@@ -32,6 +32,7 @@ from aioinfer.kernels.grouped_weight import (
     dequantized_reference,
     split_zero,
 )
+from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -333,12 +334,7 @@ def grouped_linear(
         ValueError: the shapes do not fit.
     """
     rows, inputs = x.shape
-    features = weight.features // 2 if gated else weight.features
-    if inputs != weight.inputs or x.stride(1) != 1 or (gated and weight.features % (2 * GATE_RUN)):
-        raise ValueError(
-            f"x must be [M, {weight.inputs}] with contiguous rows (and a gated weight have runs of "
-            f"{GATE_RUN} rows), not {tuple(x.shape)} for {weight.features} output features"
-        )
+    features = check_linear(x, (weight.features, weight.inputs), gated=gated)
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -209,22 +210,9 @@ def skinny_linear(
         ValueError: the shapes do not fit, or there are more than 16 rows.
     """
     rows, inputs = x.shape
-    features = weight.shape[0] // 2 if gated else weight.shape[0]
-    if (
-        not 0 < rows <= MAX_ROWS
-        or weight.shape[1] != inputs
-        or x.stride(1) != 1
-        or not weight.is_contiguous()
-    ):
-        raise ValueError(
-            f"x must be [1 .. {MAX_ROWS}, K] and weight [N, K], contiguous, not "
-            f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    if gated and weight.shape[0] % (2 * GATE_RUN):
-        raise ValueError(
-            f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not "
-            f"{weight.shape[0]}"
-        )
+    features = check_linear(
+        x, (weight.shape[0], weight.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(weight,)
+    )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if norm_weight is not None and rows > 1:  # fused, every program would repeat it
         x = rms_norm(x, norm_weight, eps, pdl=pdl)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from aioinfer.kernels.linear import EARLY_TRIGGER_BYTES, MAX_ROWS, LinearConfig, _finish
+from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.quantize import GROUP
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -262,7 +263,14 @@ def scaled_linear(
         ValueError: the shapes do not fit, or there are more than 16 rows.
     """
     rows, inputs = x.shape
-    features = _check(x, weight, gated)
+    values, scales = weight.values, weight.scales
+    features = check_linear(
+        x,
+        (values.shape[0], values.shape[1]),
+        gated=gated,
+        max_rows=MAX_ROWS,
+        stored=(values, scales),
+    )
     grouped = weight.is_grouped
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if norm_weight is not None and rows > 1:  # fused, every program would repeat it
@@ -297,27 +305,6 @@ def scaled_linear(
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
-
-
-def _check(x: torch.Tensor, weight: ScaledMatrix, gated: bool) -> int:
-    """Returns the output features. Raises ValueError if the shapes do not fit."""
-    (rows, inputs), values = x.shape, weight.values
-    if (
-        not 0 < rows <= MAX_ROWS
-        or values.shape[1] != inputs
-        or x.stride(1) != 1
-        or not values.is_contiguous()
-        or not weight.scales.is_contiguous()
-    ):
-        raise ValueError(
-            f"x must be [1 .. {MAX_ROWS}, K] and weight [N, K], contiguous, not "
-            f"{tuple(x.shape)} and {tuple(values.shape)}"
-        )
-    if gated and len(values) % (2 * GATE_RUN):
-        raise ValueError(
-            f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {len(values)}"
-        )
-    return len(values) // 2 if gated else len(values)
 
 
 def scaled_linear_reference(

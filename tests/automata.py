@@ -110,7 +110,8 @@ def constrain(
 ) -> Callable[[], None]:
     """Gives each sequence of the requests that come the constraint that `choose` returns for it,
     where the frontend would compile one. Returns a function that ends that."""
-    make = frontend._make_sequences
+    sequences = frontend._sequences
+    make = sequences.make
 
     def make_and_constrain(*arguments: Any) -> None:
         make(*arguments)
@@ -118,7 +119,7 @@ def constrain(
             sequence.constraint = choose(sequence)
 
     def undo() -> None:
-        del frontend._make_sequences  # type: ignore[method-assign]
+        del sequences.make  # type: ignore[method-assign]
 
-    frontend._make_sequences = make_and_constrain  # type: ignore[method-assign]
+    sequences.make = make_and_constrain  # type: ignore[method-assign]
     return undo

@@ -35,7 +35,7 @@ def admission(
         f"scheduler.{name}": value for name, value in limits.items()
     }
     scheduler = SimpleNamespace(
-        running=[None] * running,
+        num_free_slots=slots - running,
         num_waiting=waiting,
         num_waiting_tokens=waiting_tokens,
         num_waiting_of=lambda flow: (waiting_of or {}).get(flow, 0),

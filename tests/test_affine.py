@@ -255,6 +255,23 @@ def test_a_model_that_stays_quantized_is_close_to_the_dequantized_one(folders: t
     assert other.describe(16) == "plain torch"
 
 
+def test_the_size_of_weights_is_what_the_device_holds(folders: tuple[Path, Path]):
+    """Two bytes for each weight of a quantized module, four for others; the embedding stays."""
+    models = [logits_of(folder)[1] for folder in folders]
+    size = models[1].weights_bytes
+    embedding, head = models[1].embedding.weight, models[1].vocabulary.shard_size * 64
+    assert models[0].embedding.quantized is not None
+    size += models[0].embedding.quantized.nbytes - embedding.nbytes - 2 * head
+    for ours, dense in zip(*(model.layers for model in models), strict=True):
+        for block, name in (
+            ("attention", "qkv"), ("attention", "output"), ("mlp", "gate_up"), ("mlp", "down"),
+        ):  # fmt: skip
+            weight = getattr(getattr(ours, block), name).weight
+            if isinstance(weight, AffineWeight):
+                size -= getattr(getattr(dense, block), name).weight.held_bytes // 2
+    assert models[0].weights_bytes == size
+
+
 def test_without_float16_products_the_model_is_the_dequantized_one(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):

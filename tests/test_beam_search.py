@@ -101,8 +101,8 @@ def test_a_round_begins_anew_after_a_preemption() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"beam_width": 0}, "n"),
-        ({"beam_width": 65}, "n"),
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 65}, "beam_width"),
         ({"beam_width": 2, "n": 3}, "n"),
         ({"beam_width": 2, "temperature": 0.7}, "temperature"),
         ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),

@@ -85,15 +85,15 @@ class BeamHarness(Harness):
         ]
         self.worker.beams = {request.slot: request for request in beams}
         running = self.scheduler.running
-        self.scheduler.running = [*running, *beams]
+        self.scheduler._running.requests = [*running, *beams]
         super()._check_owned(plan)
-        self.scheduler.running = running
+        self.scheduler._running.requests = running
 
     def _check_tiles(self, plan: StepPlan) -> None:
         running = self.scheduler.running
-        self.scheduler.running = [*running, *self.worker.beams.values()]
+        self.scheduler._running.requests = [*running, *self.worker.beams.values()]
         super()._check_tiles(plan)
-        self.scheduler.running = running
+        self.scheduler._running.requests = running
 
     def step(self) -> None:
         while self.scheduler.num_in_flight < self.depth and self.post():
@@ -193,6 +193,20 @@ def test_a_group_gets_all_of_its_slots_or_none():
     assert second.status is Status.FINISHED
 
 
+def test_a_search_counts_as_many_times_as_it_has_beams():
+    harness = BeamHarness(rng(), max_num_seqs=5)
+    scheduler = harness.scheduler
+    for name in "ab":
+        harness.add_beams(make_beams(name, [1, 2, 3], 6, 3))
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 6)
+    assert (scheduler.num_waiting_tokens, scheduler.num_waiting_of("")) == (18, 6)
+    harness.step()
+    assert (scheduler.num_running, scheduler.num_free_slots) == (3, 2)
+    assert (scheduler.num_waiting, scheduler.num_waiting_of("")) == (3, 3)
+    harness.run()
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+
+
 def test_beams_are_preempted_together_and_share_again_what_they_have_in_common():
     harness = BeamHarness(rng(), num_blocks=24, block_size=4, max_num_seqs=8, prefix_caching=False)
     first = make_request("first", list(range(40)), 40)
@@ -206,7 +220,7 @@ def test_beams_are_preempted_together_and_share_again_what_they_have_in_common()
 
 
 def test_a_group_needs_no_more_bytes_of_a_plan_than_there_are(monkeypatch):
-    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 600)
+    monkeypatch.setattr("aioinfer.scheduler.plan_builder.MAX_ADMITTED_BYTES", 600)
     harness = BeamHarness(rng(), num_blocks=512, block_size=1, token_budget=256, prefill_cap=256)
     leader = make_beams("wide", list(range(40)), 6, 6)
     harness.add_beams(leader)

@@ -91,6 +91,13 @@ class TestSampling:
         fields = decode(raw, CompletionRequest).sampling_fields()
         assert fields == {"max_tokens": 3, "temperature": 1.0, "n": 2}
 
+    @pytest.mark.parametrize("name", ["n", "best_of"])
+    def test_too_wide_a_search_names_the_field_of_its_width(self, name: str) -> None:
+        body = completion(use_beam_search=True, **{name: 65})
+        with pytest.raises(RequestError) as caught:
+            body.sampling_fields()
+        assert caught.value.param == name
+
     def test_best_of(self) -> None:
         assert completion(n=2, best_of=2, stream=True).best_of == 2
         assert completion(n=2, best_of=4).sampling_fields() == {"n": 2}

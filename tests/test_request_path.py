@@ -12,7 +12,7 @@ import io
 import json
 import sys
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
@@ -197,26 +197,45 @@ def server() -> Iterator[Server]:
 PLAIN = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
-def check(server: Server, path: str, body: dict[str, Any]) -> int:
-    """Sends a body, and then a plain request, which must be served as ever. Returns the status of
-    the former, which must be a reply, an error with a reason, or the end of its own time."""
+class Answer(NamedTuple):
+    """What came of a body, and of a plain request that was sent right after it."""
 
-    async def both() -> tuple[int, Any, int, Any]:
-        return *await server.post(path, body), *await server.post("/v1/completions", PLAIN)
+    body: dict[str, Any]
+    status: int
+    reply: dict[str, Any]
+    plain_status: int
+    plain: dict[str, Any]
 
-    status, reply, plain_status, plain = server.run(both())
-    assert server.frontend.dead_reason is None
-    error = reply.get("error", {})
-    assert status in (200, 400, 404) or error["code"] == "timeout", reply
-    if status in (400, 404):
+
+def send(server: Server, path: str, body: dict[str, Any]) -> Answer:
+    """Sends a body, and then a plain request."""
+
+    async def both() -> Answer:
+        return Answer(
+            body,
+            *await server.post(path, body),
+            *await server.post("/v1/completions", PLAIN),
+        )
+
+    answer: Answer = server.run(both())
+    return answer
+
+
+def assert_ended_itself_alone(server: Server, answer: Answer) -> None:
+    """The body got a reply, an error with a reason, or the end of its own time or, in a stream, of
+    what it allows; the plain request was served as ever, and all records agree."""
+    error = answer.reply.get("error", {})
+    if answer.status in (400, 404):
         assert error["message"], "an error has a reason"
-    elif error:
-        assert error["code"] == "timeout", reply
-        assert "timeout_s" in body
-    assert plain_status == 200, plain
-    assert plain["usage"]["completion_tokens"] == 2
+    elif error:  # of a stream, for the greater part
+        field = {"timeout": "timeout_s", "no_token_allowed": "stream"}[error["code"]]
+        assert field in answer.body, answer.reply
+    else:
+        assert answer.status == 200, answer.reply
+    assert answer.plain_status == 200, answer.plain
+    assert answer.plain["usage"]["completion_tokens"] == 2
+    assert server.frontend.dead_reason is None
     server.frontend.engines[0].scheduler.check_integrity()
-    return int(status)
 
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -261,7 +280,11 @@ LISTS: dict[str, list[Any]] = {
 def test_every_extreme_of_a_field_is_served_or_refused(server: Server, field: str) -> None:
     values = LISTS.get(field, FLOATS if field in FLOAT_FIELDS else INTEGERS)
     body = {"prompt": "hello", "max_tokens": 2}
-    statuses = {check(server, "/v1/completions", body | {field: value}) for value in values}
+    statuses = set()
+    for value in values:
+        answer = send(server, "/v1/completions", body | {field: value})
+        assert_ended_itself_alone(server, answer)
+        statuses.add(answer.status)
     assert statuses >= {200, 400}, "some are served, and some are beyond the bounds"
 
 
@@ -280,7 +303,9 @@ def test_every_extreme_of_a_field_is_served_or_refused(server: Server, field: st
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_what_once_ended_the_server(server: Server, fields: dict[str, Any], status: int) -> None:
-    assert check(server, "/v1/completions", PLAIN | fields) == status
+    answer = send(server, "/v1/completions", PLAIN | fields)
+    assert_ended_itself_alone(server, answer)
+    assert answer.status == status
 
 
 def fields_of(options: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -383,9 +408,10 @@ HELLO = [{"role": "user", "content": "hi"}]
 def test_every_extreme_of_a_field_of_chat_ends_nothing_else(server: Server, field: str) -> None:
     for value in (TEMPLATE_FIELDS | FLAGS | CHAT_FLAGS)[field]:
         body = {"messages": HELLO, "max_tokens": 2, "logprobs": True, field: value}
-        check(server, "/v1/chat/completions", body)
+        assert_ended_itself_alone(server, send(server, "/v1/chat/completions", body))
         if field in TEMPLATE_FIELDS:
-            check(server, "/tokenize", {"messages": HELLO, field: value})
+            tokenized = send(server, "/tokenize", {"messages": HELLO, field: value})
+            assert_ended_itself_alone(server, tokenized)
 
 
 @pytest.mark.parametrize("field", [*FLAGS, *COMPLETION_FLAGS])
@@ -393,12 +419,13 @@ def test_every_extreme_of_a_flag_of_completions_ends_nothing_else(
     server: Server, field: str
 ) -> None:
     for value in (FLAGS | COMPLETION_FLAGS)[field]:
-        check(server, "/v1/completions", {"prompt": "hello", "max_tokens": 2, field: value})
+        body = {"prompt": "hello", "max_tokens": 2, field: value}
+        assert_ended_itself_alone(server, send(server, "/v1/completions", body))
 
 
 @pytest.mark.parametrize("tokens", [[], [0], [-1], [2**31 - 1], [2**31], [5] * 300_000, ["x"], 5])
 def test_every_list_of_tokens_ends_nothing_else(server: Server, tokens: Any) -> None:
-    check(server, "/detokenize", {"tokens": tokens})
+    assert_ended_itself_alone(server, send(server, "/detokenize", {"tokens": tokens}))
 
 
 #: Each is compiled once, and kept.
@@ -450,7 +477,9 @@ def test_no_completion_ends_anything_but_itself(
     server: Server, fields: dict[str, Any], structured: dict[str, Any]
 ) -> None:
     body = {"prompt": "hello", "max_tokens": 2} | fields | structured
-    event(str(check(server, "/v1/completions", body)))
+    answer = send(server, "/v1/completions", body)
+    assert_ended_itself_alone(server, answer)
+    event(str(answer.status))
 
 
 @settings(max_examples=60, **RUN)
@@ -459,4 +488,6 @@ def test_no_chat_ends_anything_but_itself(
     server: Server, fields: dict[str, Any], structured: dict[str, Any], tools: dict[str, Any]
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 2} | fields | structured | tools
-    event(str(check(server, "/v1/chat/completions", body)))
+    answer = send(server, "/v1/chat/completions", body)
+    assert_ended_itself_alone(server, answer)
+    event(str(answer.status))

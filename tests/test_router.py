@@ -14,6 +14,7 @@ from aioinfer.engine.router import REQUEST_COST, Route, Router
 from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
 from aioinfer.scheduler.request import Request
 from tests.symbolic_worker import VOCABULARY
+from tests.test_beams import make_beams
 from tests.test_scheduler import Harness, assert_complete, make_request
 
 BLOCK = 16
@@ -98,6 +99,14 @@ def test_of_equal_costs_the_fewest_requests_win() -> None:
     fleet.put(1, tokens(REQUEST_COST, 9))
     assert [scheduler.num_prefill_tokens for scheduler in fleet.schedulers] == [0, REQUEST_COST]
     assert fleet.route(tokens(20, 5)).engine == 1
+
+
+def test_a_beam_search_counts_as_many_requests_as_it_has_beams() -> None:
+    fleet = Fleet(2)
+    fleet.engines[0].add(make_beams("search", [1, 2, 3], 8, 4))
+    for number in range(3):
+        fleet.put(1, [number])
+    assert fleet.route([5]).engine == 1
 
 
 def test_what_is_yet_to_prefill_counts_until_it_is_planned() -> None:

@@ -19,7 +19,6 @@ from aioinfer.ipc.request_record import RECORD
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import kv_cache
-from aioinfer.scheduler import scheduler as scheduler_module
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import NULL_BLOCK, Flow, ForkGroup, Request, Status
@@ -206,7 +205,7 @@ def test_prefix_cache_hit_leaves_one_token_to_compute():
 def test_a_plan_carries_a_bounded_number_of_bytes(monkeypatch):
     """Here two requests of 30 tokens fill it."""
     size = RECORD.itemsize + 30 * 4 + 8 * GROWTH_BYTES
-    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 2 * size)
+    monkeypatch.setattr("aioinfer.scheduler.plan_builder.MAX_ADMITTED_BYTES", 2 * size)
     harness = Harness(num_blocks=256, token_budget=512, prefill_cap=512)
     requests = [make_request(str(i), [i] * 30, 2) for i in range(6)]
     harness.add(*requests)
@@ -217,7 +216,7 @@ def test_a_plan_carries_a_bounded_number_of_bytes(monkeypatch):
 
 
 def test_a_request_longer_than_a_plan_should_be_goes_alone(monkeypatch):
-    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 100)
+    monkeypatch.setattr("aioinfer.scheduler.plan_builder.MAX_ADMITTED_BYTES", 100)
     harness = Harness(num_blocks=256, token_budget=512, prefill_cap=512)
     harness.add(*(make_request(str(i), [i] * 30, 2) for i in range(3)))
     harness.run()
@@ -228,7 +227,7 @@ def test_a_request_longer_than_a_plan_should_be_goes_alone(monkeypatch):
 def test_all_lists_of_an_admission_count(lists, monkeypatch):
     """Requests at the bounds of what they may bring are admitted over several steps, and no plan is
     longer than was counted."""
-    monkeypatch.setattr("aioinfer.scheduler.scheduler.MAX_ADMITTED_BYTES", 20_000)
+    monkeypatch.setattr("aioinfer.scheduler.plan_builder.MAX_ADMITTED_BYTES", 20_000)
     harness = Harness(max_num_seqs=64, num_blocks=512, token_budget=1024, prefill_cap=1024)
     requests = []
     for number in range(40):
@@ -607,7 +606,7 @@ def test_a_request_ends_within_its_forced_tokens() -> None:
 
 
 def test_a_plan_takes_so_many_forced_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_FORCED_TOKENS", 8)
+    monkeypatch.setattr("aioinfer.scheduler.running.MAX_FORCED_TOKENS", 8)
     harness = Harness()
     requests = [make_request(str(number), [number] * 3, 30) for number in range(3)]
     harness.add(*requests)
@@ -749,7 +748,7 @@ def test_records_that_are_made_anew_keep_who_waits_and_drop_what_is_on_its_way()
     harness.post()
     harness.post()
     scheduler = harness.scheduler
-    scheduler.free_slots.append(0)
+    scheduler._running.free_slots.append(0)
     with pytest.raises(IntegrityError, match="a slot was lost or given twice"):
         scheduler.check_integrity()
     scheduler.rebuild(requests[2:], requests[:2])

@@ -62,7 +62,7 @@ class Admission:
             if engine.state is not EngineState.DEAD
         ]
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming_requests
-        free_slots = sum(limits.max_num_seqs - len(scheduler.running) for scheduler in schedulers)
+        free_slots = sum(scheduler.num_free_slots for scheduler in schedulers)
         if (
             limits.max_waiting_requests is not None
             and waiting + requests > limits.max_waiting_requests + free_slots

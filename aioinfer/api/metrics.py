@@ -85,7 +85,7 @@ class EngineCollector(Collector):
         yield show(
             "vllm:num_requests_running",
             "Requests that hold a slot and KV blocks.",
-            lambda e: len(e.scheduler.running),
+            lambda e: e.scheduler.num_running,
         )
         yield show(
             "vllm:num_requests_waiting",

@@ -206,7 +206,7 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
         "dead": engine.dead_reason,
         "restart": _restart(engine),
         "slots": scheduler.limits.max_num_seqs,
-        "running": len(scheduler.running),
+        "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
         "blocks": cache.num_blocks,
         "block_size": scheduler.limits.block_size,

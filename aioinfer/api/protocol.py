@@ -194,9 +194,9 @@ class SamplingBody(IgnoredFields, kw_only=True):
                 f"{grammar.param} is not supported in a beam search", param=grammar.param
             )
 
-    def beam_width(self) -> int:
-        """Returns how many beams a beam search has."""
-        return 1 if self.n is None else self.n
+    def beam_width(self) -> tuple[int, str]:
+        """Returns how many beams a beam search has, and the field that says so."""
+        return 1 if self.n is None else self.n, "n"
 
     def check_no_output(self) -> None:
         """Raises `RequestError` for a `max_tokens` of 0 where a reply would hold nothing."""
@@ -224,7 +224,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
                 for name in ("length_penalty", "early_stopping")
                 if (value := getattr(self, name)) is not None
             }
-            fields["beam_search"] = BeamSearch(self.beam_width(), **given)
+            width, width_field = self.beam_width()
+            fields["beam_search"] = BeamSearch(width, **given, width_field=width_field)
         return fields
 
 
@@ -257,8 +258,8 @@ class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
                 if getattr(self, name):
                     raise RequestError(f"{name} is not supported together with suffix", param=name)
 
-    def beam_width(self) -> int:
-        return super().beam_width() if self.best_of is None else self.best_of
+    def beam_width(self) -> tuple[int, str]:
+        return super().beam_width() if self.best_of is None else (self.best_of, "best_of")
 
     def _check_best_of(self, best_of: int, n: int) -> None:
         if not n <= best_of <= MAX_N:

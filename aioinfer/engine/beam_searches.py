@@ -20,7 +20,7 @@ from aioinfer.errors import GenerationError
 from aioinfer.ipc.plan import StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.scheduler import StepOutput
+from aioinfer.scheduler.steps import StepOutput
 from aioinfer.text.detokenizer import Detokenizer
 
 #: Tokens that are decoded on the event loop, in about 0.5 ms.

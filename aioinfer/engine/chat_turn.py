@@ -270,10 +270,14 @@ class ChatMessage:
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
 
+    @property
+    def content_or_none(self) -> str | None:
+        """The content as OpenAI's chat has it: None if there are thoughts or calls alone."""
+        return self.content or (None if self.calls or self.reasoning else "")
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the message as OpenAI's chat has it, which can go into the next conversation."""
-        empty = None if self.calls or self.reasoning else ""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or empty}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content_or_none}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
@@ -294,10 +298,13 @@ class MessageBuilder:
 
     Attributes:
         message: all so far.
+        as_dict: the same as `ChatMessage.to_dict` returns it. It is one object, in which each piece
+            of text changes what is new and nothing else.
     """
 
     def __init__(self, frontend: Frontend, turn: Turn):
         self.message = ChatMessage()
+        self.as_dict = self.message.to_dict()
         self._frontend = frontend
         self._parser = make_parser(frontend, turn)
 
@@ -308,13 +315,20 @@ class MessageBuilder:
             self._take(self._parser.flush())
 
     def _take(self, delta: MessageDelta) -> None:
-        message = self.message
+        message, as_dict = self.message, self.as_dict
         message.content += delta.content
         message.reasoning += delta.reasoning
-        for call in delta.calls:
-            if call.name is not None:
-                message.calls.append(Call(new_call_id(self._frontend), call.name))
-            message.calls[call.index].arguments += call.arguments
+        for change in delta.calls:
+            if change.name is not None:
+                call = Call(new_call_id(self._frontend), change.name)
+                message.calls.append(call)
+                as_dict.setdefault("tool_calls", []).append(call.to_dict())
+            call = message.calls[change.index]
+            call.arguments += change.arguments
+            as_dict["tool_calls"][change.index]["function"]["arguments"] = call.arguments
+        as_dict["content"] = message.content_or_none
+        if message.reasoning:
+            as_dict["reasoning_content"] = message.reasoning
 
 
 async def parse_message(frontend: Frontend, turn: Turn, text: str) -> ChatMessage:

@@ -16,7 +16,8 @@ from aioinfer.errors import EngineDeadError, GenerationError, NoTokenError
 from aioinfer.ipc.plan import Logprobs, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.scheduler import Scheduler, StepOutput
+from aioinfer.scheduler.scheduler import Scheduler
+from aioinfer.scheduler.steps import StepOutput
 
 #: Tokens that are emitted in one go, in about 2 ms.
 _PORTION = 256

@@ -9,37 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from aioinfer.checkpoint.source import resolve_model
-from aioinfer.config import Config, ModelConfig
-from aioinfer.engine.beam_search import BeamRun, BeamSearch
+from aioinfer.config import Config
 from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEncoder
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
-from aioinfer.engine.output import OutputSequence, RequestOutput
+from aioinfer.engine.output import RequestOutput
 from aioinfer.engine.pooling import Pooling
 from aioinfer.engine.recovery import EngineState, no_progress
 from aioinfer.engine.relocation import relocate
+from aioinfer.engine.request_limits import RequestLimits
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.engine.router import Router
-from aioinfer.errors import ConfigError, EngineDeadError, RequestError
+from aioinfer.engine.sequence_maker import SequenceMaker, attach_rows
+from aioinfer.engine.served_model import ServedModel, find_model
+from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import make_executor
-from aioinfer.ipc.prompt_rows import MAX_LOGPROB_BYTES, logprob_bytes
-from aioinfer.models.registry import load_model_config
-from aioinfer.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores
-from aioinfer.scheduler.request import ONE_FLOW, Beam, BeamGroup, Flow, ForkGroup, Request
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.request import ONE_FLOW, Flow
 from aioinfer.text.constraints import CompiledConstraint
-from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
 from aioinfer.text.message_parser import MessageFormat
 from aioinfer.text.restrictions import ParallelFiller
@@ -55,8 +50,7 @@ class Frontend:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
-        defaults, vocab_size, hidden_size: from the model's files.
-        pooling: how the model pools hidden states.
+        defaults, vocab_size, hidden_size, pooling: see `ServedModel`.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
@@ -97,7 +91,6 @@ class Frontend:
         self._restrictions: RestrictionCompiler | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
-        self._seeds = random.Random(config.model.seed)
         self._request_numbers = count()
         self._dead = asyncio.Event()
 
@@ -113,7 +106,7 @@ class Frontend:
             EngineDeadError: a worker failed to start.
         """
         begin = time.perf_counter()
-        folder = await asyncio.to_thread(_find_model, config)
+        folder = await asyncio.to_thread(find_model, config)
         resolved = time.perf_counter()
         renew = partial(make_executor, config, folder)
         frontend = cls(config, [*map(renew, range(config.parallel.data_parallel_size))], renew)
@@ -153,6 +146,13 @@ class Frontend:
             [engine.scheduler for engine in self.engines],
             lambda number: self.engines[number].state,
         )
+        self._limits = RequestLimits(
+            self._model,
+            self.config.scheduler,
+            [engine.scheduler for engine in self.engines],
+            self.max_model_len,
+        )
+        self._sequences = SequenceMaker(self._model, self.config.model.seed)
         has_cache = self.engines[0].scheduler.kv_cache.prefix_caching
         self._encoder = PromptEncoder(
             self.tokenizer,
@@ -171,44 +171,16 @@ class Frontend:
         self._require_alive()
 
     def _load_text_side(self, folder: Path) -> None:
-        """Loads what only this process needs: tokenizer, defaults of sampling, vocabulary size,
-        and what grammars need."""
-        self.tokenizer = self._load_tokenizer(folder)
-        chat, tokenizer = self.config.chat, self.tokenizer
-        self.message_format = message_format(
-            tokenizer.chat_template_text if tokenizer is not None else "",
-            tokenizer.marker_ids if tokenizer is not None else {},
-            chat.tool_format,
-            chat.reasoning_format,
-        )
-        self.defaults = GenerationDefaults.load(
-            folder, self.tokenizer, self.config.sampling.given()
-        )
-        model = load_model_config(
-            folder,
-            trust_remote_code=self.config.model.trust_remote_code,
-            quantization=self.config.model.quantization,
-        )
+        """Loads what only this process needs of the model, and what grammars need."""
+        self._model = model = ServedModel.load(folder, self.config)
+        self.tokenizer, self.message_format = model.tokenizer, model.message_format
+        self.defaults, self.pooling = model.defaults, model.pooling
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
-        self.pooling = Pooling.load(folder, self.config.pooling)
         self._restrictions = RestrictionCompiler(
-            self.tokenizer, self.vocab_size, self.defaults.eos_token_ids
+            model.tokenizer, model.vocab_size, model.defaults.eos_token_ids
         )
         if self.config.model.prepare_grammars:
             self._restrictions.prepare()
-
-    def _load_tokenizer(self, folder: Path) -> Tokenizer | None:
-        model = self.config.model
-        if model.skip_tokenizer:
-            return None
-        if model.tokenizer is not None:
-            folder = resolve_model(ModelConfig(path=model.tokenizer, load_format="dummy"))
-        try:
-            return Tokenizer.load(folder, model.chat_template)
-        except ConfigError:
-            raise
-        except Exception as error:  # what a file with a wrong content raises, depends on the file
-            raise ConfigError(f"the tokenizer in {folder} cannot be used: {error!r}") from error
 
     def require_tokenizer(self, param: str | None = None) -> Tokenizer:
         """Returns the tokenizer.
@@ -294,7 +266,7 @@ class Frontend:
         schedulers = [engine.scheduler for engine in self.engines]
         totals = [scheduler.stats for scheduler in schedulers]
         return {
-            "running": sum(len(scheduler.running) for scheduler in schedulers),
+            "running": sum(scheduler.num_running for scheduler in schedulers),
             "waiting": sum(scheduler.num_waiting for scheduler in schedulers),
             "blocked": sum(scheduler.num_blocked for scheduler in schedulers),
             "kv_cache_usage": sum(scheduler.kv_cache.usage for scheduler in schedulers)
@@ -423,9 +395,9 @@ class Frontend:
                 "this model has a classification head and cannot generate: use /classify, /score, "
                 "/rerank or /v1/embeddings"
             )
-        max_len = self._check_lengths(len(prompt.tokens), params)
-        prompt_rows = self._prompt_rows(prompt, params)
-        self._check_token_ids(params)
+        max_len = self._limits.end_of(len(prompt.tokens), params)
+        prompt_rows = self._limits.prompt_rows(prompt, params)
+        self._limits.check_token_ids(params)
         # no `await` from here on: the loads by which the request is routed are those that it meets
         may_hit = prompt_rows is None or prompt_rows.max_prefix() > 0
         hashes = prompt.hashes if may_hit else []
@@ -437,201 +409,15 @@ class Frontend:
             params,
             engine.abort,
         )
-        self._make_sequences(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
+        self._sequences.make(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
         if params.beam_search is not None:
-            self._make_beams(output)
+            self._sequences.make_beams(output)
         if prompt_rows is not None:
-            self._attach(prompt_rows, output)
+            attach_rows(prompt_rows, output)
         self._router.promise(route, output.sequences[0].request)
         engine.add(output, arrived)
         self.loop_lag.watch()
         return output
-
-    def _check_lengths(self, prompt_len: int, params: SamplingParams) -> int:
-        """Returns the length, prompt included, at which a request ends.
-
-        Raises `RequestError` if it could never fit.
-        """
-        if params.prompt_only:
-            return prompt_len + 1  # ends with the first sampled token, which is dropped
-        room = self.max_model_len - prompt_len
-        if params.beam_search is not None:
-            room = self._room_of_beams(prompt_len, params)
-        max_tokens = params.max_tokens
-        if max_tokens is None:  # a default must not cause the rejection of a request
-            default = self.defaults.max_tokens
-            max_tokens = room if default is None else min(room, max(default, params.min_tokens))
-        if max_tokens > room and room < self.max_model_len - prompt_len:
-            raise RequestError(
-                f"max_tokens is {max_tokens}, but the KV cache holds {params.num_sequences} beams "
-                f"of at most {room} output tokens at a time",
-                param="max_tokens",
-            )
-        if max_tokens > room:
-            raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you "
-                f"requested {prompt_len + max_tokens} tokens ({prompt_len} in the prompt, "
-                f"{max_tokens} in the output: max_tokens). Please reduce the length of one of "
-                "them.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if params.min_tokens > max_tokens:
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}, but at most {max_tokens} tokens fit",
-                param="min_tokens",
-            )
-        return prompt_len + max_tokens
-
-    def _room_of_beams(self, prompt_len: int, params: SamplingParams) -> int:
-        """Returns how many tokens a beam search can generate, at least 1: all of its beams have to
-        fit the KV cache at the same time.
-
-        Raises `RequestError` if it could not run at all.
-        """
-        width, limits = params.num_sequences, self.config.scheduler
-        schedulers = [engine.scheduler for engine in self.engines]
-        if any(scheduler.kv_cache.has_states for scheduler in schedulers):
-            raise RequestError(
-                "this model's layers keep a state that cannot be copied: no beam search",
-                param="use_beam_search",
-            )
-        if width > limits.max_num_seqs:
-            raise RequestError(
-                f"a beam search of width {width} needs as many slots, and this server has "
-                f"{limits.max_num_seqs} (scheduler.max_num_seqs)",
-                param="n",
-            )
-        ends = len(self._end_tokens(params))
-        if width + ends > min(MAX_BEAM_CANDIDATES, self.vocab_size):
-            raise RequestError(
-                f"a beam search may have {MAX_BEAM_CANDIDATES} beams and end tokens together, and "
-                f"no more than the model has tokens; here are {width} beams and {ends} end tokens",
-                param="stop_token_ids",
-            )
-
-        def fits(max_tokens: int) -> bool:
-            max_len = prompt_len + max_tokens
-            return all(s.fits_beams(prompt_len, max_len, width) for s in schedulers)
-
-        most = self.max_model_len - prompt_len
-        room = bisect_left(range(1, most + 1), True, key=lambda length: not fits(length))
-        if not room:
-            raise RequestError(
-                f"{width} beams of a prompt of {prompt_len} tokens do not fit the KV cache",
-                param="n",
-            )
-        return room
-
-    def _prompt_rows(self, prompt: PreparedPrompt, params: SamplingParams) -> PromptRows | None:
-        """Returns what is wanted of the rows of a prompt. Raises `RequestError` if the results of a
-        step could be too long."""
-        if params.pooling is not None:
-            return PromptPool(params.pooling, len(prompt.tokens), self.hidden_size)
-        if params.prompt_logprobs is None:
-            return None
-        budget = self.config.scheduler.max_num_batched_tokens
-        if budget * logprob_bytes(params.prompt_logprobs) > MAX_LOGPROB_BYTES:
-            raise RequestError(
-                f"prompt_logprobs is {params.prompt_logprobs}: too many for steps of {budget} "
-                "tokens (scheduler.max_num_batched_tokens)",
-                param="prompt_logprobs",
-            )
-        return PromptScores.of(prompt.tokens, min(params.prompt_logprobs, self.vocab_size))
-
-    @staticmethod
-    def _attach(prompt_rows: PromptRows, output: RequestOutput) -> None:
-        """Makes the first sequence of a request bring the outputs of the prompt's rows."""
-        first = output.sequences[0].request
-        first.prompt_rows = prompt_rows
-        if first.group is not None:
-            first.group.prompt_rows = prompt_rows
-
-    def _check_token_ids(self, params: SamplingParams) -> None:
-        for name, ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-        ):
-            if any(not 0 <= token < self.vocab_size for token in ids):
-                raise RequestError(
-                    f"{name} holds a token id outside of 0 to {self.vocab_size - 1}", param=name
-                )
-
-    def _make_sequences(
-        self,
-        output: RequestOutput,
-        prompt: PreparedPrompt,
-        constraint: CompiledConstraint | None,
-        max_len: int,
-        priority: int,
-        flow: Flow,
-        num_expected: int,
-    ) -> None:
-        """Makes the n sequences of a request; `num_expected` tokens of the prompt are likely to be
-        in the cache."""
-        params, tokens, tokenizer = output.params, prompt.tokens, self.tokenizer
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        end_tokens = self._end_tokens(params)
-        if params.prompt_only:
-            end_tokens, tokenizer = frozenset(), None
-        if params.beam_search is not None:
-            end_tokens = frozenset()  # the search finds them
-        group = ForkGroup() if params.num_sequences > 1 else None
-        for index in range(params.num_sequences):
-            request = Request(
-                output.request_id,
-                tokens[:],
-                len(tokens),
-                params,
-                max_len,
-                (seed + index) % 2**64,
-                end_tokens,
-                priority,
-                prompt.hashes[:],
-                prompt.root,
-                group=group,
-                flow=flow,
-                # the first computes the prompt for all
-                num_expected=num_expected if index == 0 else len(tokens) - 1,
-            )
-            detokenizer = None
-            if tokenizer is not None:
-                detokenizer = tokenizer.detokenizer(
-                    output.prompt_token_ids, params.skip_special_tokens, params.shown_token_ids
-                )
-            restricted = None if constraint is None else constraint.start()
-            output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))
-
-    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self.defaults.eos_token_ids)
-        )
-
-    def _make_beams(self, output: RequestOutput) -> None:
-        """Makes beams of the sequences of a request: the first then stands for all."""
-        params, tokenizer = output.params, self.tokenizer
-        assert params.beam_search is not None
-        requests = [sequence.request for sequence in output.sequences]
-        leader = output.sequences[0]
-        search = BeamSearch(
-            params.beam_search,
-            self._end_tokens(params),
-            leader.request.max_len - leader.request.prompt_len,
-            min_tokens=params.min_tokens,
-            num_logprobs=params.logprobs,
-        )
-        group = BeamGroup([Beam(request) for request in requests], search.num_candidates)
-        for request in requests:
-            request.beams, request.plans_ahead, request.plan_limit = group, False, 0
-        leader.search = BeamRun(search, group)
-        if tokenizer is not None:
-            leader.make_detokenizer = partial(
-                tokenizer.detokenizer,
-                output.prompt_token_ids,
-                params.skip_special_tokens,
-                params.shown_token_ids,
-            )
-        output.sequences = [leader]
 
     # ---------------------------------------------------------------- failure
 
@@ -659,16 +445,3 @@ class Frontend:
             self.dead_reason = reason
         for engine in self.engines:
             engine.end_all(self.dead_reason)
-
-
-def _find_model(config: Config) -> Path:
-    """Returns the model's folder, after a check that costs nothing yet: whether the workers can
-    share the model."""
-    folder = resolve_model(config.model)
-    model = load_model_config(
-        folder,
-        trust_remote_code=config.model.trust_remote_code,
-        quantization=config.model.quantization,
-    )
-    model.check_tensor_parallel(config.parallel.tensor_parallel_size)
-    return folder

@@ -40,7 +40,7 @@ from aioinfer.executor.base import Executor
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.scheduler.request import Request, Status
-from aioinfer.scheduler.scheduler import StepOutput
+from aioinfer.scheduler.steps import StepOutput
 from aioinfer.text.constraints import Constraint, Mask, MaskFiller
 
 #: Up to so many rows are filled on the event loop: handing them to a thread takes 90 us, and a mask

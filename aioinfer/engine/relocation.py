@@ -49,7 +49,7 @@ def _move(
     """Moves the sequences of a request to the engine on which they cost least."""
     first = sequences[0].request
     longest = max(len(sequence.request.tokens) for sequence in sequences)
-    route = router.route(longest, first.block_hashes, len(sequences))
+    route = router.route(longest, first.block_hashes, _num_slots(sequences))
     first.num_expected = min(route.num_tokens, first.prompt_len - 1)
     dead.release(sequences)
     engines[route.engine].adopt(sequences)
@@ -72,12 +72,12 @@ def _find_obstacle(
     if not all(s.fits_request(sequence.request) for s in living for sequence in sequences):
         return EngineDeadError(f"no engine that lives can hold the request: {cause}")
     waiting = sum(scheduler.num_waiting for scheduler in living)
-    free_slots = sum(s.limits.max_num_seqs - len(s.running) for s in living)
+    free_slots = sum(s.num_free_slots for s in living)
     bound = limits.max_waiting_requests
-    if bound is not None and waiting + len(sequences) > bound + free_slots:
+    if bound is not None and waiting + _num_slots(sequences) > bound + free_slots:
         return OverloadedError(f"{cause}; {waiting} requests wait on the engines that live")
     tokens = sum(scheduler.num_waiting_tokens for scheduler in living)
-    more = sum(sequence.request.prompt_len for sequence in sequences)
+    more = sum(s.request.num_slots * s.request.prompt_len for s in sequences)
     if (
         limits.max_waiting_tokens is not None
         and tokens
@@ -85,3 +85,7 @@ def _find_obstacle(
     ):
         return OverloadedError(f"{cause}; {tokens} prompt tokens wait on the engines that live")
     return None
+
+
+def _num_slots(sequences: Sequence[OutputSequence]) -> int:
+    return sum(sequence.request.num_slots for sequence in sequences)

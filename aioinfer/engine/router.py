@@ -8,7 +8,7 @@ there is one cost, in tokens of prefill:
 
     tokens that the engine has yet to prefill             (the request waits for them)
     + 2 x tokens of the prompt that it would compute      (the request and all others wait for them)
-    + 256 x requests of the engine                        (each adds a row to every later step)
+    + 256 x sequences of the engine                       (each adds a row to every later step)
 
 An engine that has no free slot, or too few free blocks, comes after all that have both.
 
@@ -96,7 +96,7 @@ class Router:
             route = Route(
                 engine, num_blocks, min(num_blocks * scheduler.limits.block_size, prompt_len - 1)
             )
-            requests = len(scheduler.running) + scheduler.num_waiting
+            requests = scheduler.num_running + scheduler.num_waiting
             cost = (
                 scheduler.num_prefill_tokens
                 + 2 * (prompt_len - route.num_tokens)
@@ -125,7 +125,7 @@ class Router:
 
 def _has_room(scheduler: Scheduler, prompt_len: int, n: int) -> bool:
     """Whether a request would find slots and blocks beside all that have come before it."""
-    slots = scheduler.limits.max_num_seqs - len(scheduler.running) - scheduler.num_waiting
+    slots = scheduler.num_free_slots - scheduler.num_waiting
     tokens = scheduler.num_prefill_tokens + prompt_len
     return slots >= n and scheduler.kv_cache.has_room(tokens)
 

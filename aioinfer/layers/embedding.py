@@ -193,6 +193,8 @@ class LMHead:
         self._scale, self._soft_cap = scale, soft_cap
         self._backend = backend
         self._packed: PackedWeight | HalfWeight | None = None
+        #: Bytes that the head takes on the device beside what the embedding takes.
+        self.held_bytes = 0
         self._pdl = backend.pdl
         self._kernel = None
         if backend.has_kernels:
@@ -216,8 +218,12 @@ class LMHead:
             assert self.weight is not None
             self.weight = _dequantize(quantized, self._vocabulary, self.weight)
             self._quantized = None
+            is_half = has_half_products(self._backend)
+            self.held_bytes = self.weight.numel() * (2 if is_half else self.weight.itemsize)
         elif self._tied is not None:
             self.weight = self._tied.weight
+        elif self.weight is not None:
+            self.held_bytes = self.weight.nbytes
         if quantized is not None and has_half_products(self._backend):
             assert self.weight is not None
             self._packed = HalfWeight(self.weight)

@@ -3,6 +3,7 @@ nothing of devices, ranks, weight formats or loading."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
 from aioinfer.layers.shards import NamedShards, Shard, Source
+
+#: What may be held in another form than it is stored; who uses it may drop it.
+_Converted = weakref.ref[WeightFormat] | weakref.ref[LMHead]
 
 
 class Loadable(Protocol):
@@ -79,6 +83,7 @@ class LayerMaker:
         self._norm_eps = norm_eps
         self.quantization = quantization
         self._layers: list[Loadable] = []
+        self._converted: list[_Converted] = []
         self._to_prepare: list[Any] = []
         self._tables: dict[Any, RotaryTable] = {}
 
@@ -89,9 +94,15 @@ class LayerMaker:
         for layer in self._layers:
             yield from layer.weight_shards()
 
-    def finalize(self) -> None:
-        """Prepares all loaded weights for the device; float16 ones in as many threads as there are,
-        since FBGEMM lays each out with one."""
+    def finalize(self) -> int:
+        """Prepares all loaded weights for the device. Returns by how many bytes they grew: what is
+        dequantized takes more than it did, or less in float16."""
+        stored = [_stored_bytes(one) for one in self._converted]
+        self._finalize_layers()
+        return sum(map(_growth, self._converted, stored))
+
+    def _finalize_layers(self) -> None:
+        """float16 weights in as many threads as there are, since FBGEMM lays each out with one."""
         for layer in self._to_prepare:
             layer.finalize()
         is_half = self.quantization is not None and self.quantization.has_affine
@@ -144,6 +155,7 @@ class LayerMaker:
             soft_cap=soft_cap,
             scheme=None if tied else self._affine_scheme(name),
         )
+        self._converted.append(weakref.ref(head))
         return self._keep(head)
 
     def norm(self, name: str, size: int | None = None, *, unit_offset: bool = False) -> RMSNorm:
@@ -314,7 +326,9 @@ class LayerMaker:
     # ---------------------------------------------------------------- parts
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
-        return make_weight(sources, columns, self.backend, self.quantization)
+        weight = make_weight(sources, columns, self.backend, self.quantization)
+        self._converted.append(weakref.ref(weight))
+        return weight
 
     def _affine_scheme(self, name: str) -> AffineScheme | None:
         """Returns how the embedding or the head is quantized; other schemes are not for them."""
@@ -379,3 +393,14 @@ class LayerMaker:
                 rope, head_size, self._max_len, self.backend.device, self._served_len
             )
         return self._tables[key]
+
+
+def _stored_bytes(reference: _Converted) -> int:
+    part = reference()
+    shards = () if part is None else part.weight_shards()
+    return sum(shard.destination.nbytes for _, shard in shards)
+
+
+def _growth(reference: _Converted, stored: int) -> int:
+    part = reference()
+    return 0 if part is None else part.held_bytes - stored

@@ -39,7 +39,8 @@ class CausalLM(Protocol):
         backend: what it computes with.
         vocabulary: which token ids this rank scores.
         hidden_size: of the residual stream.
-        weights_bytes: of this rank's parameters, a tied one counted once.
+        weights_bytes: of this rank's parameters, a tied one counted once: as they are stored until
+            they are loaded, and then as the device holds them.
         kv_specs: what each layer keeps in the KV cache; known once the model is loaded.
         kv_scales: of each layer, for a KV cache in float8; made when the model is loaded, and 1.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
@@ -211,7 +212,7 @@ class DecoderModel:
 
     def finalize(self) -> None:
         """Prepares the loaded weights for the device."""
-        self._make.finalize()
+        self.weights_bytes += self._make.finalize()
 
     def load(
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aioinfer.layers.attention import Attention
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_windows
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
@@ -47,20 +48,26 @@ class Qwen3Config(Qwen2Config):
         return {**Qwen2Config.own_fields(config), **own, "qkv_bias": bias, "output_bias": bias}
 
 
+def qwen_attention(config: Qwen2Config, make: LayerMaker, number: int) -> Attention:
+    """Returns the attention of layer `number`, with the norm before it."""
+    prefix = f"model.layers.{number}"
+    return make.attention(
+        f"{prefix}.self_attn",
+        **config.attention_shape(number),
+        norm=make.norm(f"{prefix}.input_layernorm"),
+        bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        head_norms=config.head_norms,
+    )
+
+
 class QwenModel(DecoderModel):
     """Llama's layers, with biases of queries, keys and values, or with norms of heads."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
         def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
-            attention = make.attention(
-                f"{prefix}.self_attn",
-                **config.attention_shape(number),
-                norm=make.norm(f"{prefix}.input_layernorm"),
-                bias=config.qkv_bias,
-                output_bias=config.output_bias,
-                head_norms=config.head_norms,
-            )
+            attention = qwen_attention(config, make, number)
             mlp = make.gated_mlp(
                 f"{prefix}.mlp",
                 config.intermediate_size,

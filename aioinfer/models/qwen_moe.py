@@ -11,7 +11,7 @@ from aioinfer.layers.experts import MixtureShape, Routing
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import read_num_experts
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
-from aioinfer.models.qwen import Qwen2Config, Qwen3Config
+from aioinfer.models.qwen import Qwen2Config, Qwen3Config, qwen_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,7 @@ class QwenMoeModel(DecoderModel):
     def __init__(self, config: Qwen2Config, make: LayerMaker):
         def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
-            attention = make.attention(
-                f"{prefix}.self_attn",
-                **config.attention_shape(number),
-                norm=make.norm(f"{prefix}.input_layernorm"),
-                bias=config.qkv_bias,
-                output_bias=config.output_bias,
-                head_norms=config.head_norms,
-            )
+            attention = qwen_attention(config, make, number)
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             mlp = make.mixture_or_mlp(f"{prefix}.mlp", number, config, norm)
             return DecoderLayer(attention, mlp)

@@ -39,7 +39,8 @@ class _Backlog:
     Attributes:
         finish: the tag at which its last request ends.
         served: the same of the last one that was admitted.
-        num_waiting: requests that were never admitted and have not ended.
+        num_waiting: requests that were never admitted and have not ended; a beam search counts as
+            many times as it has beams.
     """
 
     finish: float
@@ -81,8 +82,8 @@ class FairQueuing:
             backlog = clock.backlogs[flow.name] = _Backlog(clock.time, clock.time)
         start = max(clock.time, backlog.finish)
         request.finish_tag = backlog.finish = start + self._cost(request) / flow.weight
-        backlog.num_waiting += 1
-        clock.num_waiting += 1
+        backlog.num_waiting += request.num_slots
+        clock.num_waiting += request.num_slots
         return start
 
     def virtual_time(self, priority: int) -> float:
@@ -97,13 +98,13 @@ class FairQueuing:
         clock.time = max(clock.time, start)
         backlog = clock.backlogs[request.flow.name]
         backlog.served = max(backlog.served, request.finish_tag)
-        self._leave(priority, clock, backlog)
+        self._leave(request, clock, backlog)
 
     def drop(self, request: Request) -> None:
         """Forgets a request that was never served. Its flow is not charged for it once no request
         of the flow waits; until then the next ones stay behind those that do."""
         clock = self._clocks[request.key[0]]
-        self._leave(request.key[0], clock, clock.backlogs[request.flow.name])
+        self._leave(request, clock, clock.backlogs[request.flow.name])
 
     def end(self, request: Request) -> None:
         """Learns from a request that was served how long the outputs of its flow are."""
@@ -126,16 +127,16 @@ class FairQueuing:
             begin = _Backlog(clock.time, clock.time)
             backlog = clock.backlogs.setdefault(request.flow.name, begin)
             backlog.finish = max(backlog.finish, request.finish_tag)
-            backlog.num_waiting += 1
-            clock.num_waiting += 1
+            backlog.num_waiting += request.num_slots
+            clock.num_waiting += request.num_slots
         for priority, clock in list(self._clocks.items()):
             for backlog in clock.backlogs.values():
                 self._settle(priority, clock, backlog)
 
-    def _leave(self, priority: int, clock: _Clock, backlog: _Backlog) -> None:
-        backlog.num_waiting -= 1
-        clock.num_waiting -= 1
-        self._settle(priority, clock, backlog)
+    def _leave(self, request: Request, clock: _Clock, backlog: _Backlog) -> None:
+        backlog.num_waiting -= request.num_slots
+        clock.num_waiting -= request.num_slots
+        self._settle(request.key[0], clock, backlog)
 
     def _settle(self, priority: int, clock: _Clock, backlog: _Backlog) -> None:
         """Forgets what only waiting requests need once none is left, of a flow or of all."""
@@ -150,7 +151,7 @@ class FairQueuing:
     def _cost(self, request: Request) -> float:
         """Returns what a request costs, in prompt tokens; at least 1, so that tags advance."""
         mean = self._mean(request.flow.name)
-        output = min(mean, request.max_len - request.prompt_len)
+        output = request.num_slots * min(mean, request.max_len - request.prompt_len)
         return max(1.0, request.prompt_len - request.num_expected + OUTPUT_COST * output)
 
     def _mean(self, flow: str) -> float:

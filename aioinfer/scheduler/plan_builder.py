@@ -18,6 +18,11 @@ from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 
+#: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
+#: admission at least), and the next request waits for the next plan: encoding and copying a plan is
+#: not to delay the step.
+MAX_ADMITTED_BYTES = 4 * 2**20
+
 
 class PlanBuilder:
     """Collects the rows of one step for the scheduler.
@@ -28,6 +33,7 @@ class PlanBuilder:
         step_id: the plan's.
         budget_left: tokens that the step may still compute.
         admitted_bytes: what admissions take so far, the growth of their block tables included.
+        has_beams: whether there are rows of beams.
         scored: of each row in `PromptLogprobRows`, whose it is, its first token, and how many
             tokens are scored.
         pooled: whose pooled states the step brings, in the order of its result.
@@ -38,6 +44,7 @@ class PlanBuilder:
         self._max_num_seqs = max_num_seqs
         self.budget_left = budget
         self.admitted_bytes = 0
+        self.has_beams = False
         self._prefill_left = prefill_allowance
         self._decodes: list[Request] = []
         self._decode_starts: list[int] = []
@@ -101,6 +108,10 @@ class PlanBuilder:
             self._pooled_rows.append((request.slot, rows.number, int(ends)))
             if ends:
                 self.pooled.append(rows)
+
+    def has_bytes(self, size: int) -> bool:
+        """Whether the plan has room for admissions of `size` bytes; the first always fits."""
+        return not self.admitted_bytes or self.admitted_bytes + size <= MAX_ADMITTED_BYTES
 
     def admission_bytes(self, request: Request, table_entries: int) -> int:
         """Returns the bytes that the admission of a request adds to the plan, whose block tables

@@ -224,6 +224,11 @@ class Request:
         return self.total - len(self.tokens)
 
     @property
+    def num_slots(self) -> int:
+        """Slots that it takes when it runs: those of all beams for the leader of a search."""
+        return 1 if self.beams is None else len(self.beams.beams)
+
+    @property
     def awaits_result(self) -> bool:
         """Whether no token can be planned before the result of a posted step has come."""
         return self.total >= self.max_len or (not self.plans_ahead and self.num_pending > 0)

@@ -26,72 +26,32 @@ and `unblock` puts it where it belongs by its key. One whose rows may take any n
 or that needs its last token before the next is sampled, is not planned ahead
 (`Request.plans_ahead`): only it waits for its result, not the others.
 
+The parts. `WaitingQueue` has the requests without a slot, `RunningRequests` those with one,
+`StepPlanner` divides a step's budget among them, `BeamPlanner` plans beam searches, `PostedSteps`
+are those whose results have not come. What is here begins and ends requests and takes results.
+
 The engine is the only caller: `add`, `unblock`, `schedule`, `update`, `finish`, `hold`, `release`.
 Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import insort
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
-from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
-from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
-from aioinfer.scheduler.kv_cache import HeldBlocks, KVCacheManager, Prefix
+from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
 from aioinfer.scheduler.request import BeamGroup, Request, Status
+from aioinfer.scheduler.running import RunningRequests
+from aioinfer.scheduler.stats import SchedulerStats
+from aioinfer.scheduler.step_planner import StepPlanner
+from aioinfer.scheduler.steps import BEAM, PostedSteps, StepOutput
 from aioinfer.scheduler.waiting_queue import WaitingQueue
-
-#: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
-#: admission at least), and the next request waits for the next plan: encoding and copying a plan is
-#: not to delay the step.
-MAX_ADMITTED_BYTES = 4 * 2**20
-
-#: Forced tokens that a plan takes: 16 bytes each.
-MAX_FORCED_TOKENS = 16_384
-#: In the place of a request whose row was sampled in vain, and of a beam, whose token is not the
-#: one that was sampled.
-_NOBODY = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
-_BEAM = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Totals since the start. `prefix_*` count prompt tokens of first admissions."""
-
-    steps: int = 0
-    preemptions: int = 0
-    prefix_queried: int = 0
-    prefix_hit: int = 0
-    wasted_rows: int = 0
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What a result brought: `requests[i]` got `tokens[i]`, the one that stands at `rows[i]` of the
-    result's tokens, row by row (with one token a row, that is the row).
-
-    A request that ended with its last token here has its `finish_reason` set; one whose row failed
-    is there with token -1. `has_several` tells whether a request may be there more than once, its
-    tokens behind each other. `beam_rows` are the rows of beams, which are not among the requests,
-    and whose they are.
-    """
-
-    requests: list[Request]
-    tokens: list[int]
-    rows: list[int]
-    has_several: bool = False
-    beam_rows: Sequence[tuple[int, Request]] = ()
 
 
 class Scheduler:
@@ -100,14 +60,10 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits):
         self.stats = SchedulerStats()
-        # slots that the next plan names in its `Vacated`
-        self._vacated: list[int] = []
-        # (step id, the requests it samples)
-        self._posted: deque[tuple[int, list[Request]]] = deque()
+        self._posted = PostedSteps()
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
-        self._beams = BeamPlanner(self, MAX_ADMITTED_BYTES)
         # what the last plan will bring beside tokens: see `PlanBuilder`
         self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
         self.last_pooled: Sequence[PromptPool] = ()
@@ -117,27 +73,29 @@ class Scheduler:
     def _clear(self, limits: SchedulerLimits) -> None:
         """Makes all slots and blocks free, the prefix index and the queues empty."""
         self.limits = limits
-        self.kv_cache = KVCacheManager(
-            limits.groups,
-            limits.num_blocks,
-            limits.block_size,
-            max_chunk=limits.token_budget,
-            prefix_caching=limits.prefix_caching,
-        )
-        # sorted by key: who is served first is preempted last
-        self.running: list[Request] = []
         self._waiting = WaitingQueue()
-        self._blocked: dict[Request, None] = {}
-        self.num_running_prefill = 0  # prompt tokens that the running requests have to compute
-        self._num_constrained = 0  # running requests whose rows wait for masks
-        # what running requests may add to a result beside their tokens
-        self._held_bytes = 0
-        self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        # whose prompts the last plan went on with: blocks may be behind a window now
-        self._advanced: list[Request] = []
-        # for the next plan: (request, first position, forced tokens, how many of them were sampled)
-        self._forced: list[tuple[Request, int, int, int]] = []
-        self._num_forced = 0
+        self._running = RunningRequests(limits, self._waiting, self.stats)
+        self.kv_cache = self._running.kv_cache
+        self._beams = BeamPlanner(limits, self._running)
+        self._planner = StepPlanner(
+            limits, self._running, self._waiting, self._beams, self._fair_queuing, self.stats
+        )
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """The requests that have slots, sorted by key: who is served first is preempted last."""
+        return self._running.requests
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request has."""
+        return len(self._running.free_slots)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have slots. A beam search counts as many times as it has beams, here and
+        among those that wait."""
+        return self.limits.max_num_seqs - len(self._running.free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -147,7 +105,7 @@ class Scheduler:
     @property
     def num_blocked(self) -> int:
         """Requests that wait for something else (see `Request.blocked_on`)."""
-        return len(self._blocked)
+        return self._waiting.num_blocked
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -162,7 +120,7 @@ class Scheduler:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens of all requests that no plan has had computed yet, without those that
         waiting ones expect in the cache."""
-        return self.num_running_prefill + self._waiting.num_prefill_tokens
+        return self._running.num_prefill + self._waiting.num_prefill_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -173,12 +131,12 @@ class Scheduler:
     def last_sampled(self) -> Sequence[Request]:
         """The requests of which the last posted step samples a token, in the order of its result's
         rows."""
-        return self._posted[-1][1]
+        return self._posted.last_sampled
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
-        return not self.running and not self._waiting.num_requests and not self._blocked
+        return not self.running and not self.num_waiting and not self.num_blocked
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -198,15 +156,13 @@ class Scheduler:
         if request.blocked_on is None:
             self._waiting.add(request)
         else:
-            request.status = Status.BLOCKED
-            self._blocked[request] = None
+            self._waiting.block(request)
 
     def unblock(self, request: Request) -> None:
         """Queues a request that was blocked, at its place by its key. Nothing if it has ended."""
         request.blocked_on = None
         if request.status is Status.BLOCKED:
-            del self._blocked[request]
-            self._waiting.add(request)
+            self._waiting.unblock(request)
 
     def fits(self, max_len: int) -> bool:
         """Whether a request of this length could ever run.
@@ -239,12 +195,11 @@ class Scheduler:
         was_blocked = request.status is Status.BLOCKED
         self._end(request, reason, stop_reason)
         if was_blocked:
-            del self._blocked[request]
+            self._waiting.drop_blocked(request)
         elif request.slot < 0:
             self._waiting.count_out(request)
         else:
-            self.running.remove(request)
-            self._leave_slot(request)
+            self._running.remove(request)
 
     def restart(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Goes on with workers that hold nothing: posted steps count as never posted, and
@@ -255,8 +210,6 @@ class Scheduler:
             requests: all that have not ended. Others that are queued are forgotten.
         """
         self._posted.clear()
-        self._beams.clear()
-        self._vacated.clear()
         self._requeue(limits, requests)
 
     def rebuild(self, kept: Iterable[Request], ended: Iterable[Request]) -> None:
@@ -271,7 +224,7 @@ class Scheduler:
             request.detach()
             self._mark_finished(request, "error", None)
         self._requeue(self.limits, kept)
-        self._vacated = list(range(self.limits.max_num_seqs))
+        self._running.vacated = list(range(self.limits.max_num_seqs))
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Queues `requests`, and nothing else, with none of their tokens computed."""
@@ -282,7 +235,7 @@ class Scheduler:
         for request in requeued:
             request.detach()
             if request.status is Status.BLOCKED:
-                self._blocked[request] = None
+                self._waiting.block(request)
             else:
                 self._waiting.add(request)
 
@@ -293,20 +246,18 @@ class Scheduler:
 
         If a posted step samples the first of them, that row's result is dropped.
         """
-        if request.slot < 0 or self._num_forced + len(tokens) > MAX_FORCED_TOKENS:
+        if request.slot < 0 or not self._running.can_force(len(tokens)):
             return 0
         first, num_sampled = len(request.tokens), request.num_pending
         if num_sampled:
-            step = next(step for _, step in self._posted if request in step)
-            step[step.index(request)] = _NOBODY
+            self._posted.drop_row(request)
         request.total = first
         for number, token in enumerate(tokens, 1):
             request.total += 1
             if self._take_token(request, token):
-                self.running.remove(request)
+                self._running.remove_ended()
                 return number
-        self._forced.append((request, first, len(tokens), num_sampled))
-        self._num_forced += len(tokens)
+        self._running.force(request, first, len(tokens), num_sampled)
         return len(tokens)
 
     def hold(self, request: Request) -> HeldBlocks:
@@ -332,256 +283,32 @@ class Scheduler:
         """Returns the requests that have not ended and whose blocks are held."""
         return [r for r in self.kv_cache.holders() if r.status is not Status.FINISHED]
 
-    # ---------------------------------------------------------------- planning
+    # ---------------------------------------------------------------- steps
 
     def schedule(self) -> StepPlan | None:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
-        limits = self.limits
-        builder = PlanBuilder(
-            self._step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
-        )
-        self._free_behind_windows()
-        preempted = self._plan_running(builder)
-        # what was preempted here must not come back before its posted results have
-        if not preempted:
-            self._plan_waiting(builder)
+        running = self._running
+        builder = self._planner.plan(self._step_id)
         if builder.is_empty:
             return None
-        for request, group, table_index, block in self.kv_cache.take_stand_ins():
-            builder.set_entry(request, group, table_index, block)
-        for forced in self._forced:
-            builder.force(*forced)
-        self._forced.clear()
-        self._num_forced = 0
+        running.send_changes(builder)
         sampled = builder.sampled_requests
-        self._beams.take_rows(self._step_id, sampled, _BEAM)
-        self._posted.append((self._step_id, sampled))
+        self._posted.add(self._step_id, sampled, has_beams=builder.has_beams)
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
         constrained: list[int] = []
-        if self._num_constrained:
+        if running.num_constrained:
             constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
-        plan = builder.to_plan(self._vacated, constrained)
-        self._vacated.clear()
+        plan = builder.to_plan(running.vacated, constrained)
+        running.vacated.clear()
         return plan
-
-    def _prefill_allowance(self) -> int:
-        """Prefill tokens that this step may compute: decodes have the first call on the budget."""
-        decodes = sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in self.running)
-        left = max(0, self.limits.token_budget - decodes)
-        return min(left, self.limits.prefill_cap) if decodes else left
-
-    def _free_behind_windows(self) -> None:
-        """Frees what the prompt chunks of the last plan left behind their windows.
-
-        A later plan may write to these blocks, the same one may not: its tokens are written before
-        any of them is read. A row that may take no token has its last one computed again.
-        """
-        for request in self._advanced:
-            if request.slot >= 0:
-                start = request.num_computed - (not request.plans_ahead)
-                self.kv_cache.free_behind_windows(request, start)
-        self._advanced.clear()
-
-    def _plan_running(self, builder: PlanBuilder) -> bool:
-        """Plans the next tokens of the running requests, oldest first.
-
-        Returns whether any was preempted.
-        """
-        block_size = self.limits.block_size
-        preempted = False
-        index = 0
-        while index < len(self.running):  # preemption shortens the list from the back
-            request = self.running[index]
-            index += 1
-            start, total = request.num_computed, request.total
-            if total >= request.plan_limit:
-                if request.beams is not None:
-                    preempted |= self._beams.plan(builder, request)
-                    continue
-                if request.awaits_result:
-                    continue  # its last token, or the one that the next depends on, is on its way
-            tokens = builder.grant(total - start)
-            if not tokens:
-                continue
-            missing = -((request.num_blocks * block_size - start - tokens) // block_size)
-            if missing > 0:
-                self.kv_cache.free_behind_windows(request, start)
-                if not self.kv_cache.can_grow(missing):
-                    preempted = True
-                    if not self.preempt_for(request, missing):
-                        break
-                first = request.num_blocks
-                self.kv_cache.grow(request, missing)
-                builder.grow_tables(request, first)
-            self.plan_row(builder, request, tokens)
-        return preempted
-
-    def plan_row(self, builder: PlanBuilder, request: Request, tokens: int) -> None:
-        """Gives a request `tokens` tokens of this step; its blocks are in place."""
-        start = request.num_computed
-        end = start + tokens
-        samples = end == request.total
-        builder.add_row(request, start, tokens, samples)
-        request.num_computed = end
-        if tokens > 1 or end <= request.prompt_len:
-            self.num_running_prefill -= max(0, min(end, request.prompt_len) - start)
-            request.num_prefill_steps += 1
-            self.kv_cache.commit(request)
-            if self.kv_cache.has_windows:
-                self._advanced.append(request)
-            if request.prefill_step < 0 and end >= request.prompt_len:
-                request.prefill_step = builder.step_id
-            if request.prompt_rows is not None:
-                builder.add_prompt_row(request, start, end)
-        if samples:
-            request.total += 1
-
-    def _plan_waiting(self, builder: PlanBuilder) -> None:
-        """Admits waiting requests in order, while slots, budget, bytes and blocks last.
-
-        Nobody overtakes the first that does not fit.
-        """
-        held_back = []
-        while self.free_slots and builder.prefill_left > 0:
-            request = self._waiting.first()
-            if request is None:
-                break
-            if self._awaits_leader(request, builder.step_id):
-                held_back.append(self._waiting.set_aside())
-            elif not self._fits_plan(builder, request) or not self._admit(builder, request):
-                break
-        for request in held_back:
-            self._waiting.put_back(request)
-
-    def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
-        """Whether the plan has the bytes for a request, and later results have them; the first
-        always fits (see `fits`)."""
-        rows = request.prompt_rows
-        if rows is not None and 0 < self._held_bytes > MAX_POOLED_BYTES - rows.held_bytes:
-            return False
-        size = self._admission_bytes(builder, request)
-        return not builder.admitted_bytes or builder.admitted_bytes + size <= MAX_ADMITTED_BYTES
-
-    def _admission_bytes(self, builder: PlanBuilder, request: Request) -> int:
-        blocks = -(-request.total // self.limits.block_size)
-        return builder.admission_bytes(request, blocks * len(self.limits.groups))
-
-    def _awaits_leader(self, request: Request, step_id: int) -> bool:
-        """Whether a sibling is computing the prompt; this request then shares the blocks one step
-        later, or once the outputs of the prompt's rows have come."""
-        if request.group and request.prompt_rows is None:
-            rows = request.group.prompt_rows
-            if rows is not None and not rows.is_done:
-                return True
-        leader = request.group.leader if request.group else None
-        return (
-            leader is not None
-            and leader.status is Status.RUNNING
-            and not 0 <= leader.prefill_step < step_id
-        )
-
-    def _admit(self, builder: PlanBuilder, request: Request) -> bool:
-        """Gives the first waiting request a slot, shared blocks and its first tokens, if its known
-        tokens fit."""
-        if request.num_pending:
-            return False  # preempted, and the result that holds its last token is still out
-        prefix = self._find_prefix(request)
-        if not self.kv_cache.can_admit(prefix, request.total):
-            return False
-        if request.beams is not None and not self._beams.can_admit(request, prefix):
-            return False
-        self._waiting.pop()
-        size = self._admission_bytes(builder, request)
-        tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
-        self.kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
-        self._enter_slot(request, prefix.num_tokens)
-        builder.admit(request, size)
-        builder.grow_tables(request, 0)
-        for group, block in prefix.copied:
-            builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])
-        self.plan_row(builder, request, tokens)
-        if request.beams is not None:
-            self._beams.enter(builder, request)
-        return True
-
-    def _find_prefix(self, request: Request) -> Prefix:
-        """Returns the blocks with which a request begins: its leader's, or what is cached.
-
-        At least one token is always computed, since its logits are needed: a prompt that is known
-        to its end gives up its last block, and a fork computes the last token of the prompt in its
-        copy of that block.
-        """
-        if request.group and not request.num_output and not self.kv_cache.has_states:
-            leader = request.group.leader
-            if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
-                prefix = self.kv_cache.fork(leader, request.prompt_len - 1)
-                if prefix is not None:
-                    return prefix
-            request.group.leader = request
-        return self.kv_cache.find_prefix(request)
-
-    def _enter_slot(self, request: Request, computed: int) -> None:
-        """Makes a request RUNNING with `computed` tokens in the cache."""
-        request.status = Status.RUNNING
-        request.slot = self.free_slots.pop()
-        request.num_computed = computed
-        self.num_running_prefill += request.num_uncomputed
-        self._num_constrained += request.is_constrained
-        if request.prompt_rows is not None:
-            self._held_bytes += request.prompt_rows.held_bytes
-        if request.num_cached < 0:
-            self._fair_queuing.admit(request)
-            request.num_cached = computed
-            self.stats.prefix_queried += request.prompt_len
-            self.stats.prefix_hit += computed
-        insort(self.running, request)
-
-    # ---------------------------------------------------------------- preemption
-
-    def preempt_for(self, request: Request, blocks: int) -> bool:
-        """Preempts from the back until `request` can get `blocks` more blocks.
-
-        False if `request` itself had to go.
-        """
-        while not self.kv_cache.can_grow(blocks):
-            victim = self.running.pop()
-            self._leave_slot(victim)
-            victim.num_preemptions += 1
-            self.stats.preemptions += 1
-            self._waiting.add(victim)
-            if victim is request:
-                return False
-        return True
-
-    def _leave_slot(self, request: Request) -> None:
-        self.num_running_prefill -= request.num_uncomputed
-        self._num_constrained -= request.is_constrained
-        if self._forced:  # if it is admitted anew, then with all of its tokens
-            self._forced = [forced for forced in self._forced if forced[0] is not request]
-        if request.prompt_rows is not None:
-            self._held_bytes -= request.prompt_rows.held_bytes
-        self.kv_cache.free(request)
-        self.free_slots.append(request.slot)
-        if request.params.has_penalties:
-            self._vacated.append(request.slot)
-        request.slot = -1
-        request.num_computed = 0
-        request.prefill_step = -1
-        if request.beams is not None:
-            self._beams.leave(request)
-
-    # ---------------------------------------------------------------- results
 
     def update(self, result: StepResult) -> StepOutput:
         """Takes the result of the oldest posted step: appends its tokens and ends the requests that
         are done."""
-        step_id, sampled = self._posted.popleft()
-        if result.step_id != step_id:
-            raise IntegrityError(
-                f"the result of step {result.step_id} came where {step_id} was due"
-            )
+        step = self._posted.take(result.step_id)
+        sampled = step.sampled
         output = StepOutput([], [], [])
         ended = False
         if result.tokens.shape[1] > 1 or len(result.num_taken):
@@ -591,15 +318,15 @@ class Scheduler:
             tokens = result.tokens[:, 0].tolist()
             for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
                 if request.status is Status.FINISHED:
-                    self.stats.wasted_rows += request is not _BEAM
+                    self.stats.wasted_rows += request is not BEAM
                     continue
                 output.requests.append(request)
                 output.tokens.append(token)
                 output.rows.append(row)
                 ended |= self._take_token(request, token)
         if ended:
-            self.running = [r for r in self.running if r.status is Status.RUNNING]
-        output.beam_rows = self._beams.rows_of(step_id)
+            self._running.remove_ended()
+        output.beam_rows = step.beam_rows()
         return output
 
     def advance(self, beams: BeamGroup, parents: Sequence[int], tokens: Sequence[int]) -> None:
@@ -617,7 +344,7 @@ class Scheduler:
             zip(sampled, result.tokens.tolist(), counts, strict=True)
         ):
             if request.status is Status.FINISHED:
-                self.stats.wasted_rows += request is not _BEAM
+                self.stats.wasted_rows += request is not BEAM
                 continue
             if taken != 1:
                 self._settle_placeholder(request, taken)
@@ -644,9 +371,9 @@ class Scheduler:
         if not taken and self.kv_cache.has_states:
             raise IntegrityError("a state cannot be computed again")
         if not taken and request.slot >= 0:
-            self.num_running_prefill -= request.num_uncomputed
+            self._running.num_prefill -= request.num_uncomputed
             request.num_computed -= 1
-            self.num_running_prefill += request.num_uncomputed
+            self._running.num_prefill += request.num_uncomputed
 
     def _take_token(self, request: Request, token: int) -> bool:
         """Appends a token. Returns whether the request ended with it."""
@@ -673,7 +400,7 @@ class Scheduler:
         else:
             if reason != "error":
                 self.kv_cache.commit(request)
-            self._leave_slot(request)
+            self._running.free(request)
         return True
 
     @staticmethod
@@ -694,28 +421,12 @@ class Scheduler:
     def requests(self) -> Iterator[Request]:
         """Yields every request that has not ended."""
         yield from self.running
-        yield from self._blocked
         yield from self._waiting
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless blocks, slots and queues agree with the requests."""
-        beams = self._beams.check_integrity(self.running)
-        placed = self.running + [beam for beam in beams if beam.blocks]
-        self.kv_cache.check_integrity(placed)
-        slots = [r.slot for r in self.running + beams] + self.free_slots
-        if sorted(slots) != list(range(self.limits.max_num_seqs)):
-            raise IntegrityError("a slot was lost or given twice")
-        if any(later < earlier for earlier, later in pairwise(self.running)):
-            raise IntegrityError("the running requests are out of order")
-        if any(r.status is not Status.RUNNING for r in self.running):
-            raise IntegrityError("a request that ended still runs")
-        if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
-            raise IntegrityError("a blocked request holds a slot or blocks")
+        self._running.check_integrity()
         self._waiting.check_integrity()
         self._fair_queuing.check_integrity(
-            sum(request.num_cached < 0 for request in self.requests())
+            sum(request.num_slots for request in self.requests() if request.num_cached < 0)
         )
-        if sum(request.num_uncomputed for request in placed) != self.num_running_prefill:
-            raise IntegrityError("the tokens to prefill are miscounted")
-        if sum(request.is_constrained for request in self.running) != self._num_constrained:
-            raise IntegrityError("the constrained requests are miscounted")

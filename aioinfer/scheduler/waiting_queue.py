@@ -1,4 +1,5 @@
-"""The requests that wait for a slot or for blocks, in the order of their keys.
+"""The requests without a slot: those that wait for a slot or for blocks, in the order of their
+keys, and those that are BLOCKED on something else, in no order.
 
 The scheduler is the only caller. A request that ends while it waits is counted out at once and
 leaves the heap when it comes to its front.
@@ -14,11 +15,12 @@ from aioinfer.scheduler.request import Request, Status
 
 
 class WaitingQueue:
-    """A heap of requests by key.
+    """A heap of requests by key, and the blocked requests beside it.
 
     Attributes:
-        num_requests: requests that wait.
-        num_tokens: their prompt tokens.
+        num_requests: requests that wait; blocked ones are not counted, and a beam search counts as
+            many times as it has beams, as n sequences of a prompt do.
+        num_tokens: their prompt tokens, those of a beam search counted once for each beam.
         num_prefill_tokens: their prompt tokens that are not expected in the cache.
     """
 
@@ -27,17 +29,37 @@ class WaitingQueue:
         self.num_tokens = 0
         self.num_prefill_tokens = 0
         self._heap: list[Request] = []
+        self._blocked: dict[Request, None] = {}
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields the waiting requests, in no order."""
+        """Yields the blocked requests and the waiting ones, in no order."""
+        yield from self._blocked
+        yield from self._waiting()
+
+    def _waiting(self) -> Iterator[Request]:
         return (request for request in self._heap if request.status is Status.WAITING)
+
+    @property
+    def num_blocked(self) -> int:
+        """Requests that are blocked."""
+        return len(self._blocked)
+
+    def block(self, request: Request) -> None:
+        """Makes a request BLOCKED and keeps it until `unblock`."""
+        request.status = Status.BLOCKED
+        self._blocked[request] = None
+
+    def unblock(self, request: Request) -> None:
+        """Queues a request that was blocked, at its place by its key."""
+        del self._blocked[request]
+        self.add(request)
 
     def add(self, request: Request) -> None:
         """Makes a request WAITING and queues it."""
         request.status = Status.WAITING
         heapq.heappush(self._heap, request)
-        self.num_requests += 1
-        self.num_tokens += request.prompt_len
+        self.num_requests += request.num_slots
+        self.num_tokens += request.num_slots * request.prompt_len
         self.num_prefill_tokens += request.prompt_len - request.num_expected
 
     def first(self) -> Request | None:
@@ -60,16 +82,22 @@ class WaitingQueue:
 
     def count_out(self, request: Request) -> None:
         """Records that a request waits no more, since it has ended."""
-        self.num_requests -= 1
-        self.num_tokens -= request.prompt_len
+        self.num_requests -= request.num_slots
+        self.num_tokens -= request.num_slots * request.prompt_len
         self.num_prefill_tokens -= request.prompt_len - request.num_expected
+
+    def drop_blocked(self, request: Request) -> None:
+        """Forgets a blocked request that has ended."""
+        del self._blocked[request]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the counts agree with the requests."""
-        waiting = list(self)
-        if len(waiting) != self.num_requests:
+        if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
+            raise IntegrityError("a blocked request holds a slot or blocks")
+        waiting = list(self._waiting())
+        if sum(request.num_slots for request in waiting) != self.num_requests:
             raise IntegrityError("the waiting requests are miscounted")
-        if sum(request.prompt_len for request in waiting) != self.num_tokens:
+        if sum(request.num_slots * request.prompt_len for request in waiting) != self.num_tokens:
             raise IntegrityError("the waiting tokens are miscounted")
         prefill = sum(request.prompt_len - request.num_expected for request in waiting)
         if prefill != self.num_prefill_tokens:

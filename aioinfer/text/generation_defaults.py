@@ -48,6 +48,11 @@ class GenerationDefaults:
     sampling: Mapping[str, float | int] = field(default_factory=dict)
     max_tokens: int | None = None
 
+    def end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        """Returns the tokens that end an output: those that `params` names, and the model's."""
+        own = () if params.ignore_eos else self.eos_token_ids
+        return frozenset(params.stop_token_ids) | frozenset(own)
+
     @classmethod
     def load(
         cls,

@@ -19,10 +19,9 @@ import torch
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, group_layers
-from aioinfer.ipc.masks import ConstrainedRows, mask_words
-from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
+from aioinfer.ipc.masks import mask_words
+from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
-from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ProcessGroups
@@ -42,6 +41,7 @@ from aioinfer.worker.memory import (
 )
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.trial_plans import EVERYTHING, trial_admission, trial_plan
 
 if TYPE_CHECKING:
     from aioinfer.worker.compilation import CompilationWatch
@@ -265,17 +265,17 @@ class Worker:
         runner, slots = self._runner, self._runner.slots
         rows = min(2, len(slots.tokens), *(len(kv[0, 0]) for kv in runner.kv.tensors))
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        greedy = _admission(0, prompt_len, SamplingParams(temperature=0))
-        admissions = [greedy, _admission(1, prompt_len, _EVERYTHING, banned=(1,))][:rows]
+        greedy = trial_admission(0, prompt_len, SamplingParams(temperature=0))
+        admissions = [greedy, trial_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
         groups = len(self._groups)
         for num_masked in (0, 1):
             lengths = [prompt_len] * rows
-            plan = _make_plan(
+            plan = trial_plan(
                 lengths, 0, self.block_size, groups, len(slots.tokens), admissions, num_masked
             )
             runner.step(plan, self._allow_all).wait()
         if prompt_len < min(self.block_size, slots.max_model_len):
-            plan = _make_plan([1] * rows, prompt_len, self.block_size)
+            plan = trial_plan([1] * rows, prompt_len, self.block_size)
             runner.step(plan, self._allow_all).wait()
         slots.reset()
         runner.kv.zero(rows)
@@ -293,7 +293,7 @@ class Worker:
 
         def compute_prompt() -> None:
             groups, slot_count = len(self._groups), len(slots.tokens)
-            plan = _make_plan([count], 0, size, groups, slot_count, [admission])
+            plan = trial_plan([count], 0, size, groups, slot_count, [admission])
             runner.step(plan).wait()
             slots.reset()
 
@@ -309,12 +309,12 @@ class Worker:
         their kernels are compiled, and forgets them."""
         runner, slots = self._runner, self._runner.slots
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        admission = _admission(0, prompt_len, SamplingParams(temperature=0))
+        admission = trial_admission(0, prompt_len, SamplingParams(temperature=0))
         one, count = np.ones(1, np.int32), np.full(1, prompt_len, np.int32)
         slot, top = np.zeros(1, np.int32), np.full(1, MAX_LOGPROBS, np.int32)
         scored, pooled = PromptLogprobRows(slot, count, top), PooledRows(slot, MEAN * one, one)
         for section in (scored, pooled):
-            plan = _make_plan(
+            plan = trial_plan(
                 [prompt_len], 0, self.block_size, len(self._groups), len(slots.tokens), [admission]
             )
             plan.sections = [*plan.sections, section]
@@ -393,66 +393,16 @@ class Worker:
         longest = self._config.model.max_model_len or model_max_len
         runner = self._make_runner(num_blocks, rows, max(max_len, min(longest, model_max_len)))
         admissions = [
-            _admission(slot, length, _EVERYTHING, banned=(1,))
+            trial_admission(slot, length, EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
-        plan = _make_plan(lengths, 0, self.block_size, len(self._groups), rows, admissions, rows)
+        plan = trial_plan(lengths, 0, self.block_size, len(self._groups), rows, admissions, rows)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only
 
             with compile_only():
                 runner.step(plan, self._allow_all).wait()
         runner.step(plan, self._allow_all).wait()
-
-
-#: A request that uses all of the sampler.
-_EVERYTHING = SamplingParams(
-    top_k=5,
-    top_p=0.9,
-    repetition_penalty=1.1,
-    logit_bias={0: 1.0},
-    logprobs=MAX_LOGPROBS,
-    min_tokens=9,
-)
-
-
-def _admission(
-    slot: int, length: int, params: SamplingParams, banned: tuple[int, ...] = ()
-) -> Admission:
-    """Returns the admission of a prompt of `length` zeros."""
-    return Admission(slot, np.zeros(length, np.int32), length, params, 0, banned)
-
-
-def _make_plan(
-    lengths: list[int],
-    start: int,
-    block_size: int,
-    num_groups: int = 1,
-    max_num_seqs: int = 0,
-    admissions: Sequence[Admission] = (),
-    num_masked: int = 0,
-) -> StepPlan:
-    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
-    one, the last `num_masked` of them under a mask.
-
-    Admitted requests get their KV blocks one after the other from block 0 on, in each of
-    `num_groups` groups.
-    """
-    rows, none = len(lengths), np.empty(0, np.int32)
-    starts, samples = np.full(rows, start, np.int32), np.ones(rows, np.int32)
-    counts = [-(-len(admission.tokens) // block_size) for admission in admissions]
-    slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
-    blocks = np.arange(sum(counts), dtype=np.int32)
-    firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
-    sections: list[Section] = [Admissions.of(admissions)] if admissions else []
-    if num_masked:
-        sections.append(ConstrainedRows(np.arange(rows - num_masked, rows, dtype=np.int32)))
-    return StepPlan(
-        -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
-        (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
-        none, none, sections,
-    )  # fmt: skip
 
 
 def select_device(config: Config, rank: int, engine: int = 0) -> torch.device:

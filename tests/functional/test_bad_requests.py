@@ -96,6 +96,9 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
 WRONG_SEARCHES = [
     ({"stream": True}, "stream"),
     ({"n": 65}, "n"),
+    ({"best_of": 65}, "best_of"),
+    ({"n": 64}, "n"),
+    ({"n": 2, "best_of": 64}, "best_of"),
     ({"temperature": 0.5}, "temperature"),
     ({"top_k": 5}, "top_k"),
     ({"stop": "."}, "stop"),

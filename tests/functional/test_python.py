@@ -151,8 +151,10 @@ async def test_tools_and_a_schema(llm: AsyncLLM, served: Served) -> None:
     reply = await served.post("/v1/chat/completions", **body)
     (call,) = reply["choices"][0]["message"]["tool_calls"]
     assert call["function"]["arguments"] == arguments
-    pieces = [o async for o in llm.chat(QUESTION, params, deltas=True, **CALL)]
-    lengths = [len(str(piece.message)) for piece in pieces]
+    pieces, lengths = [], []
+    async for piece in llm.chat(QUESTION, params, deltas=True, **CALL):
+        pieces.append(piece)
+        lengths.append(len(str(piece.message)))
     assert lengths == sorted(lengths)  # the message grows
     assert lengths[0] < lengths[-1]
     assert check_call(pieces[-1].message) == arguments

@@ -123,7 +123,9 @@ def test_what_does_not_fit_is_rejected() -> None:
     weight = random_groups(24, 128)
     with pytest.raises(ValueError, match="x must be"):
         grouped_linear(torch.zeros(1, 64), weight)
-    with pytest.raises(ValueError, match="x must be"):
+    with pytest.raises(ValueError, match="with contiguous rows"):
+        grouped_linear(torch.zeros(128, 1).T[:, ::2], random_groups(24, 64))
+    with pytest.raises(ValueError, match="multiple of 8"):
         grouped_linear(torch.zeros(1, 128), weight, gated=True)
     with pytest.raises(ValueError, match="more tiles than there are counters"):
         grouped_linear(torch.zeros(9, 128), weight, config=GroupedConfig(16, 8, splits=2))

@@ -32,6 +32,11 @@ class WeightFormat(Protocol):
         """Weights of the same kind launch the same kernels."""
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the weight takes on the device, after `finalize`."""
+        ...
+
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go, before `finalize`."""
         ...

@@ -52,7 +52,14 @@ class DenseWeight:
         if weight is None:
             weight = torch.empty(rows, columns.size, dtype=backend.dtype, device=backend.device)
         self.weight: torch.Tensor | None = weight
+        self._num_weights = weight.numel()
         self._packed: Packed | None = None
+        self._itemsize = weight.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """See `WeightFormat.held_bytes`."""
+        return self._num_weights * self._itemsize
 
     @property
     def kind(self) -> Hashable:

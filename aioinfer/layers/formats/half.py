@@ -41,6 +41,7 @@ class HalfDenseWeight(DenseWeight):
         """Lays the weight out anew."""
         assert self.weight is not None
         self._packed = HalfWeight(self.weight)
+        self._itemsize = torch.float16.itemsize
         self.weight = None
 
 

@@ -99,6 +99,14 @@ class KernelGroupedWeight(GroupedWeight):
         bits, size = self._scheme.bits, self._scheme.group_size
         self._weight = pack_groups(integers, scales, joined_zeros, bits, size)
 
+    @property
+    def held_bytes(self) -> int:
+        """See `WeightFormat.held_bytes`."""
+        weight = self._weight
+        if weight is None:
+            return super().held_bytes
+        return sum(kept.nbytes for kept in (weight.integers, weight.scales, weight.counters))
+
     def _order_of_inputs(self) -> torch.Tensor:
         """Returns the inputs, int64 [in], sorted by group."""
         return self._group_of(self._parts[0]).argsort(stable=True)

@@ -88,6 +88,11 @@ class KernelScaledWeight(ScaledWeight):
         self.release()
 
     @property
+    def held_bytes(self) -> int:
+        """See `WeightFormat.held_bytes`."""
+        return self.matrix.values.nbytes + self.matrix.scales.nbytes
+
+    @property
     def matrix(self) -> ScaledMatrix:
         """The weight, after `finalize`."""
         assert self._loaded is not None, "finalize was not called"

@@ -43,6 +43,14 @@ class QuantizedWeight(ABC):
         self._dense: DenseWeight | None = None
 
     @property
+    def held_bytes(self) -> int:
+        """See `WeightFormat.held_bytes`. A format that computes with something else than the
+        dequantized weight overrides it, unless its attributes are the tensors that it keeps."""
+        if self._dense is not None:
+            return self._dense.held_bytes
+        return sum(kept.nbytes for kept in vars(self).values() if isinstance(kept, torch.Tensor))
+
+    @property
     def kind(self) -> Hashable:
         """See `WeightFormat.kind`."""
         return self._scheme

@@ -1,0 +1,187 @@
+"""Plans a step: the rows of the running requests first, then waiting ones, until the token budget
+is spent.
+
+A request that is admitted gets a slot, the KV blocks of a cached prefix or of a sibling, and new
+blocks. `Scheduler` owns a `StepPlanner`. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
+from aioinfer.scheduler.beams import BeamPlanner
+from aioinfer.scheduler.fair_queuing import FairQueuing
+from aioinfer.scheduler.kv_cache import Prefix
+from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.plan_builder import PlanBuilder
+from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.running import RunningRequests
+from aioinfer.scheduler.stats import SchedulerStats
+from aioinfer.scheduler.waiting_queue import WaitingQueue
+
+
+class StepPlanner:
+    """Divides the budget of each step among the requests of a scheduler."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        running: RunningRequests,
+        waiting: WaitingQueue,
+        beams: BeamPlanner,
+        fair_queuing: FairQueuing,
+        stats: SchedulerStats,
+    ):
+        self._limits = limits
+        self._running = running
+        self._kv_cache = running.kv_cache
+        self._waiting = waiting
+        self._beams = beams
+        self._fair_queuing = fair_queuing
+        self._stats = stats
+
+    def plan(self, step_id: int) -> PlanBuilder:
+        """Returns the rows of the next step; none if there is nothing to compute."""
+        limits = self._limits
+        builder = PlanBuilder(
+            step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
+        )
+        self._running.free_behind_windows()
+        preempted = self._plan_running(builder)
+        # what was preempted here must not come back before its posted results have
+        if not preempted:
+            self._plan_waiting(builder)
+        return builder
+
+    def _prefill_allowance(self) -> int:
+        """Prefill tokens that this step may compute: decodes have the first call on the budget."""
+        limits, running = self._limits, self._running.requests
+        decodes = sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in running)
+        left = max(0, limits.token_budget - decodes)
+        return min(left, limits.prefill_cap) if decodes else left
+
+    def _plan_running(self, builder: PlanBuilder) -> bool:
+        """Plans the next tokens of the running requests, oldest first.
+
+        Returns whether any was preempted.
+        """
+        running, kv_cache, block_size = self._running, self._kv_cache, self._limits.block_size
+        requests = running.requests
+        preempted = False
+        index = 0
+        while index < len(requests):  # preemption shortens the list from the back
+            request = requests[index]
+            index += 1
+            start, total = request.num_computed, request.total
+            if total >= request.plan_limit:
+                if request.beams is not None:
+                    preempted |= self._beams.plan(builder, request)
+                    continue
+                if request.awaits_result:
+                    continue  # its last token, or the one that the next depends on, is on its way
+            tokens = builder.grant(total - start)
+            if not tokens:
+                continue
+            missing = -((request.num_blocks * block_size - start - tokens) // block_size)
+            if missing > 0:
+                kv_cache.free_behind_windows(request, start)
+                if not kv_cache.can_grow(missing):
+                    preempted = True
+                    if not running.preempt_for(request, missing):
+                        break
+                first = request.num_blocks
+                kv_cache.grow(request, missing)
+                builder.grow_tables(request, first)
+            running.plan_row(builder, request, tokens)
+        return preempted
+
+    def _plan_waiting(self, builder: PlanBuilder) -> None:
+        """Admits waiting requests in order, while slots, budget, bytes and blocks last.
+
+        Nobody overtakes the first that does not fit.
+        """
+        held_back = []
+        while self._running.free_slots and builder.prefill_left > 0:
+            request = self._waiting.first()
+            if request is None:
+                break
+            if self._awaits_leader(request, builder.step_id):
+                held_back.append(self._waiting.set_aside())
+            elif not self._fits_plan(builder, request) or not self._admit(builder, request):
+                break
+        for request in held_back:
+            self._waiting.put_back(request)
+
+    def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
+        """Whether the plan has the bytes for a request, and later results have them; the first
+        always fits (see `fits`)."""
+        rows = request.prompt_rows
+        if rows is not None and 0 < self._running.held_bytes > MAX_POOLED_BYTES - rows.held_bytes:
+            return False
+        return builder.has_bytes(self._admission_bytes(builder, request))
+
+    def _admission_bytes(self, builder: PlanBuilder, request: Request) -> int:
+        blocks = -(-request.total // self._limits.block_size)
+        return builder.admission_bytes(request, blocks * len(self._limits.groups))
+
+    def _awaits_leader(self, request: Request, step_id: int) -> bool:
+        """Whether a sibling is computing the prompt; this request then shares the blocks one step
+        later, or once the outputs of the prompt's rows have come."""
+        if request.group and request.prompt_rows is None:
+            rows = request.group.prompt_rows
+            if rows is not None and not rows.is_done:
+                return True
+        leader = request.group.leader if request.group else None
+        return (
+            leader is not None
+            and leader.status is Status.RUNNING
+            and not 0 <= leader.prefill_step < step_id
+        )
+
+    def _admit(self, builder: PlanBuilder, request: Request) -> bool:
+        """Gives the first waiting request a slot, shared blocks and its first tokens, if its known
+        tokens fit."""
+        if request.num_pending:
+            return False  # preempted, and the result that holds its last token is still out
+        prefix = self._find_prefix(request)
+        if not self._kv_cache.can_admit(prefix, request.total):
+            return False
+        if request.beams is not None and not self._beams.can_admit(request, prefix):
+            return False
+        self._waiting.pop()
+        size = self._admission_bytes(builder, request)
+        tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
+        self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
+        self._running.enter(request, prefix.num_tokens)
+        if request.num_cached < 0:
+            self._count_first(request)
+        builder.admit(request, size)
+        builder.grow_tables(request, 0)
+        for group, block in prefix.copied:
+            builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])
+        self._running.plan_row(builder, request, tokens)
+        if request.beams is not None:
+            self._beams.enter(builder, request)
+        return True
+
+    def _count_first(self, request: Request) -> None:
+        """Records that a request runs for the first time."""
+        self._fair_queuing.admit(request)
+        request.num_cached = request.num_computed
+        self._stats.prefix_queried += request.prompt_len
+        self._stats.prefix_hit += request.num_cached
+
+    def _find_prefix(self, request: Request) -> Prefix:
+        """Returns the blocks with which a request begins: its leader's, or what is cached.
+
+        At least one token is always computed, since its logits are needed: a prompt that is known
+        to its end gives up its last block, and a fork computes the last token of the prompt in its
+        copy of that block.
+        """
+        if request.group and not request.num_output and not self._kv_cache.has_states:
+            leader = request.group.leader
+            if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
+                prefix = self._kv_cache.fork(leader, request.prompt_len - 1)
+                if prefix is not None:
+                    return prefix
+            request.group.leader = request
+        return self._kv_cache.find_prefix(request)
