@@ -369,9 +369,12 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(Body, kw_only=True):
-    """`POST /tokenize`, with a `prompt` or with `messages`."""
+    """`POST /tokenize`, with a `prompt`, with `messages`, or with llama.cpp's `content`."""
 
     prompt: str | None = None
+    content: str | list[str | TokenId] | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -382,8 +385,15 @@ class TokenizeRequest(Body, kw_only=True):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise RequestError("either prompt or messages must be given", param="prompt")
+        given = [each for each in (self.prompt, self.messages, self.content) if each is not None]
+        if len(given) != 1:
+            raise RequestError("either prompt, messages or content must be given", param="prompt")
+        if self.content is not None and self.parse_special is False:
+            raise RequestError(
+                "parse_special must be true: the text of a special token in content becomes that "
+                "token",
+                param="parse_special",
+            )
         _check_messages(self.messages or [])
 
 

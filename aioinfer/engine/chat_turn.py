@@ -64,16 +64,28 @@ async def encode_turn(
         tools: the same in OpenAI's shape, for the template; made of `use` if missing.
         options: further ones of `Frontend.encode_chat`.
     """
+    messages, shown = conversation_input(frontend, messages, use, tools)
+    return await frontend.encode_chat(messages, tools=shown, **options)
+
+
+def conversation_input(
+    frontend: Frontend,
+    messages: Sequence[dict[str, Any]],
+    use: ToolUse,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Sequence[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
+    """Returns the messages and the tools that the chat template gets; see `encode_turn`. A template
+    that does not know tools has them in the messages."""
     if use.choice == "none":
-        return await frontend.encode_chat(messages, tools=None, **options)
+        return messages, None
     shown = (
         tools
         if tools is not None
         else [{"type": "function", "function": _shown(t)} for t in use.tools]
     )
     if not frontend.message_format.knows_tools:
-        return await frontend.encode_chat(show_tools(messages, shown), tools=None, **options)
-    return await frontend.encode_chat(messages, tools=shown, **options)
+        return show_tools(messages, shown), None
+    return messages, shown
 
 
 async def conversation_turn(

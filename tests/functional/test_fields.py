@@ -244,13 +244,12 @@ class TestPaths:
     @pytest.mark.parametrize(
         ("path", "meant"),
         [
-            ("/completions", COMPLETIONS),
-            ("/chat/completions", CHAT),
+            ("/responses", "/v1/responses"),
+            ("/embeddings", "/v1/embeddings"),
             ("/v1/v1/chat/completions", CHAT),
             ("/v1/completions/", COMPLETIONS),
             ("/v1//completions", COMPLETIONS),
             ("/V1/Chat/Completions", CHAT),
-            ("/models", "/v1/models"),
             ("/v1/tokenize", "/tokenize"),
         ],
     )
@@ -331,6 +330,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+    names.append("<|file_sep|>")
     backend.add_special_tokens(names)
     backend.save(str(folder / "tokenizer.json"))
     return folder
@@ -367,6 +367,18 @@ class TestElsewhere:
             bias = {"logit_bias": {str(token): 100}, "temperature": 0}
             (choice,) = (await elsewhere.post(COMPLETIONS, prompt="x", **body, **bias))["choices"]
             assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+    async def test_a_gap_in_llama_cpp_s_form(self, elsewhere: Served) -> None:
+        body = {"input_prefix": "def f(", "prompt": "x", "input_suffix": "): pass", "n_predict": 4}
+        reply = await elsewhere.post("/infill", **body)
+        gap = "<|fim_prefix|>def f(x<|fim_suffix|>): pass<|fim_middle|>"
+        assert reply["prompt"] == gap
+        assert reply["tokens_predicted"] == 4
+        extra = [{"filename": "a.h", "text": "int a;"}]
+        reply = await elsewhere.post("/infill", **body, input_extra=extra)
+        assert reply["prompt"] == f"<|file_sep|>a.h\nint a;<|file_sep|>file\n{gap}"
+        ended = await elsewhere.post("/infill", **body, logit_bias={"260": 100}, temperature=0)
+        assert (ended["content"], ended["stop_type"]) == ("", "eos")
 
     async def test_keys_in_other_headers(self, elsewhere: Served) -> None:
         wrong, right = "guess", "secret"
