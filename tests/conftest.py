@@ -89,6 +89,7 @@ EXTENDED = frozenset(
         "functional/test_structured_output.py",
         "functional/test_tools.py",
         "functional/test_tracing.py",
+        "functional/test_vllm.py",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "test_bench_gpu.py::test_http",
@@ -120,6 +121,7 @@ KEPT = frozenset(
         "functional/test_structured_output.py::test_a_schema",
         "functional/test_structured_output.py::test_the_openai_client_parses",
         "functional/test_tools.py::test_an_answer_by_a_schema_or_a_call",
+        "functional/test_vllm.py::test_prompts_are_rendered",
     ]
 )
 

@@ -69,7 +69,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # of completions or of chat alone, where the other does not have them
     "add_special_tokens": (False,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 

@@ -40,6 +40,7 @@ from aioinfer.api.pooling_bodies import (
     ScoreRequest,
 )
 from aioinfer.api.protocol import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -81,6 +82,10 @@ _ORDER = {"type": "string", "enum": ["asc", "desc"]}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(CompletionRequest, replies.Completion, streams=True),
     ("POST", "/v1/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
+    ("POST", "/v1/chat/completions/batch"): Operation(BatchChatRequest, replies.ChatCompletion),
+    ("POST", "/v1/chat/completions/render"): Operation(ChatRequest, replies.Rendered),
+    ("POST", "/v1/completions/render"): Operation(CompletionRequest, list[replies.Rendered]),
+    ("POST", "/invocations"): Operation(dict, streams=True),
     ("POST", "/v1/messages"): Operation(MessagesRequest, streams=True),
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
     ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),

@@ -332,6 +332,7 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     parse_special: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -339,7 +340,7 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
-        _check_messages(self.messages)
+        check_messages(self.messages)
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -355,6 +356,14 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
         if self.tools and self.tool_choice != "none":
             raise RequestError("tools are not supported in a beam search", param="tools")
 
+    def echoed(self) -> str:
+        """Returns what the content of an answer begins with under `echo`: the text of a last
+        message of the assistant."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        return str(last.for_template()["content"])
+
     def tool_use(self) -> ToolUse:
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
         return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
@@ -366,6 +375,28 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
         return fields
+
+
+class BatchChatRequest(ChatRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions/batch`: several conversations, with one choice for each."""
+
+    messages: Annotated[list[list[Message]], Meta(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]
+
+    def check(self) -> None:
+        if self.stream:
+            raise RequestError("stream must be false: one reply answers all", param="stream")
+        if self.n not in (None, 1):
+            raise RequestError("n must be 1: each conversation has one answer", param="n")
+        for index, conversation in enumerate(self.chats()):
+            place = f"messages[{index}]"
+            if not conversation.messages:
+                raise RequestError(f"{place} is empty", param=place)
+            conversation.check()
+
+    def chats(self) -> list[ChatRequest]:
+        """Returns the conversations one by one, as chats with the same parameters."""
+        fields = msgspec.structs.asdict(self)
+        return [ChatRequest(**fields | {"messages": each}) for each in self.messages]
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -394,7 +425,7 @@ class TokenizeRequest(Body, kw_only=True):
                 "token",
                 param="parse_special",
             )
-        _check_messages(self.messages or [])
+        check_messages(self.messages or [])
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -403,7 +434,8 @@ class DetokenizeRequest(Body, kw_only=True):
     tokens: list[TokenId]
 
 
-def _check_messages(messages: list[Message]) -> None:
+def check_messages(messages: list[Message]) -> None:
+    """Raises `RequestError` naming the place of a message that is wrong."""
     num_values = 0
     for index, message in enumerate(messages):
         num_values += message.count_argument_values()
