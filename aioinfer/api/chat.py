@@ -103,7 +103,14 @@ async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
     fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
     prompt = await chat_prompt(frontend, body, use)
     shows_thoughts = body.include_reasoning is not False
-    return await make_turn(frontend, prompt, fields, use, shows_thoughts=shows_thoughts)
+    return await make_turn(
+        frontend,
+        prompt,
+        fields,
+        use,
+        shows_thoughts=shows_thoughts,
+        thought_budget=body.thought_budget,
+    )
 
 
 def names_of_fields(body: ChatRequest) -> dict[str, str]:

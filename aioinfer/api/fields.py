@@ -36,7 +36,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "repetition_detection": (),
     "structural_tag": (),
-    "thinking_token_budget": (),
     "vllm_xargs": ({},),
     # llama.cpp, SGLang and others
     "custom_logit_processor": (),
@@ -70,6 +69,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "best_of": (1,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
 }
 
 #: What to use in place of a field.

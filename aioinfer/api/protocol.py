@@ -327,6 +327,7 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
@@ -353,8 +354,19 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     def check_beam_search(self) -> None:
         super().check_beam_search()
+        if self.thought_budget is not None:
+            raise RequestError(
+                "thinking_token_budget is not supported in a beam search",
+                param="thinking_token_budget",
+            )
         if self.tools and self.tool_choice != "none":
             raise RequestError("tools are not supported in a beam search", param="tools")
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The maximum length of a thought in tokens, or None; -1 stands for any length."""
+        budget = self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
 
     def echoed(self) -> str:
         """Returns what the content of an answer begins with under `echo`: the text of a last

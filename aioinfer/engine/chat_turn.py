@@ -147,6 +147,7 @@ async def make_turn(
     use: ToolUse = NO_TOOLS,
     *,
     shows_thoughts: bool = True,
+    thought_budget: int | None = None,
 ) -> Turn:
     """Returns the turn that answers a prompt.
 
@@ -156,12 +157,20 @@ async def make_turn(
         fields: sampling parameters that were given; a `grammar` among them is the answer's.
         use: the tools.
         shows_thoughts: whether the client gets thoughts.
+        thought_budget: the maximum length of a thought in tokens, None for any.
 
     Raises:
         RequestError: a parameter or a tool's schema is wrong.
     """
     params = frontend.defaults.sampling_params(**fields)
-    return await turn_with(frontend, prompt, params, use, shows_thoughts=shows_thoughts)
+    return await turn_with(
+        frontend,
+        prompt,
+        params,
+        use,
+        shows_thoughts=shows_thoughts,
+        thought_budget=thought_budget,
+    )
 
 
 async def turn_with(
@@ -171,6 +180,7 @@ async def turn_with(
     use: ToolUse = NO_TOOLS,
     *,
     shows_thoughts: bool = True,
+    thought_budget: int | None = None,
 ) -> Turn:
     """Returns the turn that answers a prompt, as `make_turn`, with all sampling parameters."""
     format = frontend.message_format
@@ -179,7 +189,9 @@ async def turn_with(
     tokenizer = frontend.require_tokenizer("messages")
     in_thought = format.opens_thought(tokenizer.decode(prompt[-_MARKER_TOKENS:], False))
     settled = await settle_schemas(frontend, use)
-    grammar = format.grammar(settled, in_thought=in_thought, answer=params.grammar)
+    grammar = format.grammar(
+        settled, in_thought=in_thought, answer=params.grammar, thought_budget=thought_budget
+    )
     shown = frozenset(tokenizer.marker_ids[text] for text in format.markers)
     params = replace(params, grammar=grammar, shown_token_ids=shown)
     return Turn(prompt, params, use, True, in_thought, shows_thoughts)

@@ -3,6 +3,7 @@ and what would change the answer and is not supported is refused."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -330,7 +331,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
-    names.append("<|file_sep|>")
+    names += ["<|file_sep|>", "<think>", "</think>"]
     backend.add_special_tokens(names)
     backend.save(str(folder / "tokenizer.json"))
     return folder
@@ -350,6 +351,40 @@ async def elsewhere(coder: Path) -> AsyncIterator[Served]:
     ) as served:
         served.http.headers["Authorization"] = "Bearer secret"
         yield served
+
+
+class TestThoughts:
+    @pytest.mark.parametrize("opens", [False, True])
+    async def test_a_budget(self, coder: Path, tmp_path: Path, opens: bool) -> None:
+        """A model that thinks for ever is cut off, and goes on with its answer."""
+        open_id, close_id = 262, 263
+        template = tmp_path / "template.jinja"
+        text = "{{ messages[0].content }}" + "<think>" * opens
+        await asyncio.to_thread(template.write_text, text, encoding="utf-8")
+        settings = {"model__chat_template": str(template), "chat__reasoning_format": "think"}
+        async with serve(model__path=str(coder), parallel__executor="inline", **settings) as served:
+            body = {"messages": QUESTION, "max_tokens": 12, "temperature": 0,
+                    "return_token_ids": True, "logit_bias": {str(open_id): 50}}  # fmt: skip
+            for budget in (0, 1, 5):
+                reply = await served.post(CHAT, **body, thinking_token_budget=budget)
+                ids = reply["choices"][0]["token_ids"]
+                thought = ids if opens else ids[1:]
+                assert opens or ids[0] == open_id
+                assert thought.index(close_id) == budget
+                assert reply["usage"]["completion_tokens"] == 12
+                streamed = await served.stream(CHAT, **body, thinking_token_budget=budget)
+                parts = [event["choices"][0].get("token_ids", []) for event in streamed]
+                assert [token for part in parts for token in part] == ids
+            free = await served.post(CHAT, **body, thinking_token_budget=-1)
+            assert close_id not in free["choices"][0]["token_ids"]
+            for wrong in (-2, 0.6, "x"):
+                reply = await served.post(CHAT, 400, **body, thinking_token_budget=wrong)
+                assert reply["error"]["param"] == "thinking_token_budget"
+
+    async def test_a_budget_of_a_model_that_does_not_think(self, served: Served) -> None:
+        reply = await served.post(CHAT, messages=QUESTION, **GREEDY, thinking_token_budget=1)
+        same = await served.post(CHAT, messages=QUESTION, **GREEDY)
+        assert reply["choices"] == same["choices"]
 
 
 class TestElsewhere:
