@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "n_keep": (0,),
-    "n_predict": (),
     "n_probs": (0,),
     "regex": (),
     "repeat_penalty": (1,),
@@ -77,7 +76,6 @@ _INSTEAD = {
     "enable_thinking": 'chat_template_kwargs, as in {"enable_thinking": false}',
     "lora": "the adapter's name as the model",
     "lora_path": "the adapter's name as the model",
-    "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "input_ids": "completions with token ids as the prompt",
 }

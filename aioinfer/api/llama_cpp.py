@@ -31,7 +31,7 @@ from aioinfer.api.paths import local_path
 from aioinfer.api.protocol import ChatRequest, template_options
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.errors import GenerationError, RequestError
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -156,9 +156,13 @@ def _slots(frontend: Frontend) -> list[bool]:
 async def _sampling_params(
     frontend: Frontend, body: Sampling, ends: Sequence[int] = ()
 ) -> SamplingParams:
-    """Returns the sampling parameters of a body; `ends` are further end tokens."""
+    """Returns the sampling parameters of a body; `ends` are further end tokens. With `ignore_eos`
+    the model's end tokens never come, as with llama.cpp; elsewhere they are passed over."""
     fields = body.sampling_fields()
-    if biases := await _token_biases(frontend, body):
+    biases = await _token_biases(frontend, body)
+    if body.ignore_eos:
+        biases |= dict.fromkeys(frontend.defaults.eos_token_ids, -MAX_LOGIT_BIAS_VALUE)
+    if biases:
         fields["logit_bias"] = biases
     if ends:
         fields["stop_token_ids"] = tuple(ends)

@@ -161,7 +161,9 @@ class Sampling(IgnoredFields, kw_only=True):
             "post_sampling_probs": bool(self.post_sampling_probs),
             "grammar": self.grammar or "",
             "logit_bias": [
-                {"token": token, "bias": bias} for token, bias in params.logit_bias.items()
+                # JSON has no infinity: llama.cpp has null for what never comes
+                {"token": token, "bias": None if bias == -MAX_LOGIT_BIAS_VALUE else bias}
+                for token, bias in params.logit_bias.items()
             ],
         }
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from aioinfer.api.embedding_formats import EmbedDtype, EncodingFormat, Endianness
 from aioinfer.api.messages import Message
 from aioinfer.api.mixed_prompts import Prompt, Prompts, split_prompts
 from aioinfer.api.protocol import (
@@ -80,7 +81,9 @@ class InputBody(PoolingBody, kw_only=True):
 class EmbeddingRequest(InputBody, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: EncodingFormat | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Endianness | None = None
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None

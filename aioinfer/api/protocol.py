@@ -117,6 +117,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: Length | None = None
+    n_predict: Int32 | None = None
     prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
@@ -209,6 +210,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
         }
         if self.stop is not None:
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.n_predict not in (None, -1):  # which stands for as much as fits
+            fields.setdefault("max_tokens", self.n_predict)
         if self.include_stop_str_in_output is not None:
             fields["include_stop"] = self.include_stop_str_in_output
         if self.logit_bias:

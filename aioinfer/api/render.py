@@ -1,5 +1,6 @@
-"""`POST /v1/completions/render` and `/v1/chat/completions/render`: the prompts of a request as the
-model would see them, and its sampling parameters, without generating (vLLM has them)."""
+"""`/render` below `/v1/completions`, `/v1/chat/completions` and `/v1/messages`: the prompts of a
+request as the model would see them, and its sampling parameters, without generating (vLLM has
+them)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import orjson
 from aiohttp import web
 
 from aioinfer.api.access import request_id
+from aioinfer.api.anthropic import encode_body
+from aioinfer.api.anthropic_body import MessagesRequest
 from aioinfer.api.chat import names_of_fields, turn_of
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.errors import renamed
@@ -26,7 +29,8 @@ async def render_completion(request: web.Request) -> web.Response:
     prompts = await completion_prompts(frontend, body)
     for prompt in prompts:
         await frontend.prepare(prompt)  # checks it
-    rendered = await _rendered(request, body, prompts, "cmpl")
+    fields = body.sampling_fields()
+    rendered = await _rendered(request, body, fields, prompts, "cmpl")
     return await _json(rendered)
 
 
@@ -37,17 +41,33 @@ async def render_chat(request: web.Request) -> web.Response:
     body = await read_body(request, ChatRequest)
     with renamed(names_of_fields(body)):
         turn = await turn_of(frontend, body)
-        (rendered,) = await _rendered(request, body, [turn.prompt], "chatcmpl")
+        fields = body.sampling_fields()
+        (rendered,) = await _rendered(request, body, fields, [turn.prompt], "chatcmpl")
+    return await _json(rendered)
+
+
+async def render_message(request: web.Request) -> web.Response:
+    """Returns the token ids of a conversation in Anthropic's shape."""
+    frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("messages")
+    body = await read_body(request, MessagesRequest)
+    prompt = await encode_body(frontend, body)
+    with renamed({"stop": "stop_sequences"}):
+        (rendered,) = await _rendered(request, body, body.sampling_fields(), [prompt], "msg")
     return await _json(rendered)
 
 
 async def _rendered(
-    request: web.Request, body: SamplingBody, prompts: Sequence[list[int]], prefix: str
+    request: web.Request,
+    body: SamplingBody | MessagesRequest,
+    fields: dict[str, Any],
+    prompts: Sequence[list[int]],
+    prefix: str,
 ) -> list[dict[str, Any]]:
     """Returns what would be submitted for each prompt; the sampling parameters are those of the
     request, and the defaults that count for it."""
     frontend = request.app[FRONTEND]
-    fields = await with_token_ids(frontend, body.sampling_fields())
+    fields = await with_token_ids(frontend, fields)
     frontend.defaults.sampling_params(**fields)  # checks them
     sampling = {**frontend.defaults.sampling, **fields}
     for name in ("grammar", "beam_search"):
@@ -56,6 +76,8 @@ async def _rendered(
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(k): v for k, v in sampling["logit_bias"].items()}
     tokenizer = frontend.tokenizer
+    options = body.stream_options if isinstance(body, SamplingBody) else None
+    salt = body.cache_salt if isinstance(body, SamplingBody) else None
 
     def describe() -> list[dict[str, Any]]:
         return [
@@ -67,8 +89,8 @@ async def _rendered(
                 "prompt_token_ids": prompt,
                 "sampling_params": sampling,
                 "stream": bool(body.stream),
-                "stream_options": msgspec.to_builtins(body.stream_options),
-                "cache_salt": body.cache_salt,
+                "stream_options": msgspec.to_builtins(options),
+                "cache_salt": salt,
                 "priority": body.priority or 0,
             }
             for index, prompt in enumerate(prompts)

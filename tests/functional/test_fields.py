@@ -70,6 +70,15 @@ class TestSampling:
         reply = await served.post(COMPLETIONS, **body, top_p=None, seed=7.0, metadata={"a": "b"})
         assert reply["usage"]["completion_tokens"] == 3
 
+    async def test_a_length_under_another_name(self, served: Served) -> None:
+        for names in ({"n_predict": 3}, {"n_predict": 9, "max_tokens": 3}):
+            reply = await served.post(COMPLETIONS, prompt=PROMPT, **names)
+            assert reply["usage"]["completion_tokens"] == 3
+        body = {"prompt": "x", "n_predict": -1, "logit_bias": {"5": 100}, "temperature": 0}
+        reply = await served.post(COMPLETIONS, **body | {"prompt": [5] * 480})
+        assert reply["usage"]["completion_tokens"] == 32
+        await served.post(CHAT, 400, messages=QUESTION, n_predict=0)
+
     async def test_an_echo_alone(self, served: Served) -> None:
         reply = await served.post(
             COMPLETIONS, prompt=[PROMPT, "x"], echo=True, max_tokens=0, n=2, return_token_ids=True
@@ -245,7 +254,7 @@ class TestPaths:
     @pytest.mark.parametrize(
         ("path", "meant"),
         [
-            ("/responses", "/v1/responses"),
+            ("/messages", "/v1/messages"),
             ("/embeddings", "/v1/embeddings"),
             ("/v1/v1/chat/completions", CHAT),
             ("/v1/completions/", COMPLETIONS),

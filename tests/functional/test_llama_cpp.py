@@ -109,6 +109,13 @@ async def test_what_is_asked_of_sampling(served: Served) -> None:
     assert reply["error"]["param"] == "repeat_last_n"
 
 
+async def test_an_end_that_never_comes(served: Served) -> None:
+    for ignores in (True, False):
+        reply = await served.post("/completion", **GREEDY, ignore_eos=ignores)
+        biases = reply["generation_settings"]["logit_bias"]
+        assert biases == ([{"token": 2, "bias": None}] if ignores else [])
+
+
 async def test_parts_of_a_reply(served: Served) -> None:
     fields = ["content", "generation_settings/n_predict", "prompt"]
     reply = await served.post("/completion", **GREEDY, response_fields=fields)
@@ -166,6 +173,8 @@ async def test_what_is_said_of_the_server(served: Served) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     reply = await served.post("/chat/completions", messages=messages, max_tokens=3)
     assert reply["object"] == "chat.completion"
+    reply = await served.post("/responses", input="Hi", max_output_tokens=3)
+    assert reply["object"] == "response"
 
 
 async def test_errors(served: Served) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 import pytest
+import torch
 
 from tests.functional.conftest import Served
 
@@ -71,6 +74,9 @@ async def test_prompts_are_rendered(served: Served) -> None:
     await served.post(path, 404, prompt="x", model="other")
     await served.post(path, 400, prompt=[99_999])
     await served.post(f"{CHAT}/render", 400, messages=ASK, temperature=-1)
+    message = await served.post("/v1/messages/render", messages=ASK, max_tokens=5)
+    assert message["token_ids"] == chat["token_ids"]
+    assert message["sampling_params"]["max_tokens"] == 5
     assert served.frontend.stats()["running"] == 0
 
 
@@ -126,6 +132,40 @@ async def test_forms_of_inputs(served: Served) -> None:
     assert len(mixed["data"]) == 1
     for wrong in ([], {"content": "x"}, {"content": [{"type": "image_url"}]}):
         await served.post("/v1/embeddings", 400, input=wrong)
+
+
+async def test_embeddings_as_bytes(served: Served) -> None:
+    path, ask = "/v1/embeddings", {"input": ["a river", "a stream"]}
+    right = [item["embedding"] for item in (await served.post(path, **ask))["data"]]
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+              "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
+
+    def read(data: bytes, name: str, endianness: str) -> list[float]:
+        size = dtypes[name].itemsize
+        if endianness == "big":
+            data = b"".join(data[i : i + size][::-1] for i in range(0, len(data), size))
+        found: list[float] = torch.frombuffer(bytearray(data), dtype=dtypes[name]).float().tolist()
+        return found
+
+    for name in dtypes:
+        for endianness in ("native", "little", "big"):
+            form = {"embed_dtype": name, "endianness": endianness}
+            reply = await served.post(path, **ask, **form, encoding_format="base64")
+            raw = [base64.b64decode(item["embedding"]) for item in reply["data"]]
+            for data, expected in zip(raw, right, strict=True):
+                assert read(data, name, endianness) == pytest.approx(expected, abs=0.05)
+            for kind in ("bytes", "bytes_only"):
+                body = ask | form | {"encoding_format": kind}
+                async with served.http.post(path, json=body) as response:
+                    data = await response.read()
+                    places = json.loads(response.headers.get("metadata", '{"data": []}'))["data"]
+                assert len(data) == sum(map(len, raw))
+                assert [data[one["start"] : one["end"]] for one in places] == (
+                    [] if kind == "bytes_only" else [data[: len(raw[0])], data[len(raw[0]) :]]
+                )
+    for field in ("encoding_format", "embed_dtype", "endianness"):
+        reply = await served.post(path, 400, **ask, **{field: "bad"})
+        assert reply["error"]["param"] == field
 
 
 async def test_names_of_embeddings_and_scores(served: Served) -> None:
