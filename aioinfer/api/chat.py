@@ -72,7 +72,14 @@ async def _answer(
     ) as outputs:
         if body.stream:
             choices = _stream_choices(frontend, names, envelope, turn, shown_ids, body.echoed())
-            return await stream(request, envelope, outputs, [choices], count_thought)
+            return await stream(
+                request,
+                envelope,
+                outputs,
+                [choices],
+                count_thought,
+                with_timings=bool(body.timings_per_token),
+            )
         reply = await collect(outputs, count_thought)
     scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
     if num_top is not None and scores is not None:

@@ -17,6 +17,7 @@ from aioinfer.api.errors import describe, llama_cpp_error
 from aioinfer.api.llama_cpp_body import Sampling
 from aioinfer.api.logprobs import LOWEST
 from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.api.timings import timings
 from aioinfer.engine.output import Delta
 
 if TYPE_CHECKING:
@@ -103,18 +104,7 @@ class LlamaReply:
         return dict(_members(reply, body.response_fields))
 
     def _timings(self) -> dict[str, float]:
-        """Returns how many tokens were computed in how many milliseconds."""
-        times, cached = self._output.sequences[self._sequence].times, self._output.num_cached_tokens
-        prompt_ms = predicted_ms = 0.0
-        if times is not None and times.first_token:
-            prompt_ms = (times.first_token - times.scheduled) * 1e3
-            predicted_ms = max(0.0, times.last_token - times.first_token) * 1e3
-        num_prompt = len(self._output.prompt_token_ids) - cached
-        return {
-            "cache_n": cached,
-            **_rates("prompt", num_prompt, prompt_ms),
-            **_rates("predicted", self._num_tokens, predicted_ms),
-        }
+        return timings(self._output, self._sequence, self._num_tokens)
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Returns the log-probabilities of tokens; as probabilities, where those behind the sampler
@@ -133,15 +123,6 @@ class LlamaReply:
     def _named(self, token: int) -> dict[str, Any]:
         text, data = self._tokenizer.token_text(token)
         return {"id": token, "token": text, "bytes": list(data)}
-
-
-def _rates(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
-    return {
-        f"{name}_n": tokens,
-        f"{name}_ms": milliseconds,
-        f"{name}_per_token_ms": milliseconds / tokens if tokens else 0.0,
-        f"{name}_per_second": tokens / milliseconds * 1e3 if milliseconds else 0.0,
-    }
 
 
 def _members(reply: Mapping[str, Any], paths: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import decode_again
-from aioinfer.api.messages import Message
+from aioinfer.api.messages import ROLES, Message
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
@@ -344,7 +344,7 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
-        check_messages(self.messages)
+        check_messages(self.messages, any_role=True)
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -364,6 +364,16 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
             )
         if self.tools and self.tool_choice != "none":
             raise RequestError("tools are not supported in a beam search", param="tools")
+
+    def own_roles(self) -> list[str]:
+        """Returns the roles of messages that only some chat templates know."""
+        return [message.role for message in self.messages if message.role not in ROLES]
+
+    def ends_with_answer(self) -> bool:
+        """Whether the last message is the assistant's, and the body does not say how the prompt is
+        to end."""
+        says = (self.add_generation_prompt, self.continue_final_message)
+        return self.messages[-1].role == "assistant" and says == (None, None)
 
     @property
     def thought_budget(self) -> int | None:
@@ -449,8 +459,8 @@ class DetokenizeRequest(Body, kw_only=True):
     tokens: list[TokenId]
 
 
-def check_messages(messages: list[Message]) -> None:
-    """Raises `RequestError` naming the place of a message that is wrong."""
+def check_messages(messages: list[Message], *, any_role: bool = False) -> None:
+    """Raises `RequestError` naming the place of a message that is wrong; see `Message.check`."""
     num_values = 0
     for index, message in enumerate(messages):
         num_values += message.count_argument_values()
@@ -459,7 +469,7 @@ def check_messages(messages: list[Message]) -> None:
                 f"the arguments of tool calls may hold at most {MAX_VALUES} values",
                 param="messages",
             )
-        message.check(f"messages[{index}]")
+        message.check(f"messages[{index}]", any_role=any_role)
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -70,7 +70,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"modalities": ["audio"]}, "modalities"),
     (COMPLETIONS, {"priority": 1}, "priority"),
     (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 4000}, "max_completion_tokens"),

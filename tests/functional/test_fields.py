@@ -295,7 +295,7 @@ class TestErrors:
         [
             (COMPLETIONS, {"temprature": 0.5}, "unknown_parameter"),
             (COMPLETIONS, {"logits_processors": ["x"]}, "unsupported_parameter"),
-            (CHAT, {"echo": True}, "unsupported_parameter"),
+            (CHAT, {"best_of": 2}, "unsupported_parameter"),
             (CHAT, {"modalities": ["text", "audio"]}, "unsupported_parameter"),
             (COMPLETIONS, {"temperature": 5000}, "invalid_value"),
             (COMPLETIONS, {"n": "many"}, "invalid_type"),
@@ -348,8 +348,14 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def elsewhere(coder: Path) -> AsyncIterator[Served]:
-    """A server of that model, with keys, below a path, that adds usage and ignores what it does not
-    know."""
+    """A server of that model, with keys, below a path, that adds usage, ignores what it does not
+    know, and goes on with answers that have begun."""
+    template = coder / "chat.jinja"
+    text = (
+        "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    await asyncio.to_thread(template.write_text, text, encoding="utf-8")
     async with serve(
         model__path=str(coder),
         parallel__executor="inline",
@@ -357,6 +363,8 @@ async def elsewhere(coder: Path) -> AsyncIterator[Served]:
         server__root_path="/llm/",
         server__force_include_usage=True,
         server__unknown_fields="ignore",
+        chat__continue_answers=True,
+        model__chat_template=str(template),
     ) as served:
         served.http.headers["Authorization"] = "Bearer secret"
         yield served
@@ -389,6 +397,10 @@ class TestThoughts:
             for wrong in (-2, 0.6, "x"):
                 reply = await served.post(CHAT, 400, **body, thinking_token_budget=wrong)
                 assert reply["error"]["param"] == "thinking_token_budget"
+            # the template leaves roles out
+            unknown = [{"role": "oracle", "content": "x"}]
+            reply = await served.post(CHAT, 400, **body | {"messages": unknown})
+            assert "does not know the role 'oracle'" in reply["error"]["message"]
 
     async def test_a_budget_of_a_model_that_does_not_think(self, served: Served) -> None:
         reply = await served.post(CHAT, messages=QUESTION, **GREEDY, thinking_token_budget=1)
@@ -423,6 +435,14 @@ class TestElsewhere:
         assert reply["prompt"] == f"<|file_sep|>a.h\nint a;<|file_sep|>file\n{gap}"
         ended = await elsewhere.post("/infill", **body, logit_bias={"260": 100}, temperature=0)
         assert (ended["content"], ended["stop_type"]) == ("", "eos")
+
+    async def test_an_answer_that_has_begun(self, elsewhere: Served) -> None:
+        tokenizer = elsewhere.frontend.tokenizer
+        begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Wh"}]
+        for fields, prompt in (({}, "ux.aWh"), ({"add_generation_prompt": True}, "ux.aWh.a")):
+            body = {"messages": begun, "max_tokens": 1, "return_token_ids": True, **fields}
+            reply = await elsewhere.post(CHAT, **body)
+            assert tokenizer.decode(reply["prompt_token_ids"]) == prompt
 
     async def test_keys_in_other_headers(self, elsewhere: Served) -> None:
         wrong, right = "guess", "secret"

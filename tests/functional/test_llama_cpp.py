@@ -177,6 +177,15 @@ async def test_what_is_said_of_the_server(served: Served) -> None:
     assert reply["object"] == "response"
 
 
+async def test_times_of_a_chat(served: Served) -> None:
+    ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    options = {"stream_options": {"include_usage": True}, "timings_per_token": True}
+    *parts, last = await served.stream("/chat/completions", **ask, **options)
+    assert last["timings"]["predicted_n"] == last["usage"]["completion_tokens"]
+    assert last["timings"]["predicted_per_second"] > 0
+    assert not any("timings" in part for part in parts)
+
+
 async def test_errors(served: Served) -> None:
     error = (await served.post("/completion", 400, prompt="word " * 900))["error"]
     assert error["type"] == "exceed_context_size_error"

@@ -37,6 +37,17 @@ async def test_an_echo_in_a_chat(served: Served) -> None:
     assert [answer] == contents(await served.post(CHAT, messages=ASK, **GREEDY))
 
 
+async def test_a_role_of_any_name(served: Served) -> None:
+    parts = [{"type": "text", "text": "What is 1+1?"}]
+    for content in ("What is 1+1?", parts):
+        body = {"messages": [{"role": "oracle", "content": content}], **GREEDY}
+        reply = await served.post(CHAT, **body, return_token_ids=True)
+        text = (await served.post("/detokenize", tokens=reply["prompt_token_ids"]))["content"]
+        assert "<|im_start|>oracle\nWhat is 1+1?<|im_end|>" in text
+    for role in ("", "x" * 65):
+        await served.post(CHAT, 400, messages=[{"role": role, "content": "x"}])
+
+
 async def test_several_conversations(served: Served) -> None:
     other = [{"role": "user", "content": "Name a river."}]
     both = await served.post(f"{CHAT}/batch", messages=[ASK, other], **GREEDY, logprobs=True)
