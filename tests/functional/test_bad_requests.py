@@ -65,7 +65,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"logit_bias": {"two words": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds"),
     (COMPLETIONS, {"temprature": 1}, "temprature"),
-    (CHAT, {"echo": True}, "echo"),
+    (CHAT, {"best_of": 2}, "best_of"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"modalities": ["audio"]}, "modalities"),
     (COMPLETIONS, {"priority": 1}, "priority"),
