@@ -172,7 +172,6 @@ _LLAMA_CPP_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    501: "not_supported_error",
     503: "unavailable_error",
 }
 
@@ -182,6 +181,8 @@ def llama_cpp_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     error = body["error"]
     message = error["message"]
     kind = _LLAMA_CPP_TYPES.get(status, error["type"])
+    if error["code"] == "unsupported_parameter":
+        kind = "not_supported_error"
     if error["code"] == "context_length_exceeded":
         kind = "exceed_context_size_error"
         message += " The request exceeds the available context size."

@@ -185,14 +185,13 @@ async def _infill_prompt(
 ) -> tuple[list[int], tuple[int, ...]]:
     """Returns the prompt that has a gap be filled, and the tokens that end what fills it.
 
-    Raises `RequestError` (501, as llama.cpp does) for a model without tokens for it.
+    Raises `RequestError` for a model without tokens for it.
     """
     marks = frontend.require_tokenizer("input_prefix").fill_in_middle
     if marks is None:
         raise RequestError(
             "/infill needs a model that fills in the middle: this one's tokenizer has no tokens "
             "for it, such as <|fim_prefix|>",
-            status=501,
             code="unsupported_parameter",
         )
 

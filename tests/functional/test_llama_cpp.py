@@ -190,7 +190,7 @@ async def test_errors(served: Served) -> None:
     error = (await served.post("/completion", 400, prompt="word " * 900))["error"]
     assert error["type"] == "exceed_context_size_error"
     assert "exceeds the available context size" in error["message"]
-    error = (await served.post("/infill", 501, input_prefix="a", input_suffix="b"))["error"]
+    error = (await served.post("/infill", 400, input_prefix="a", input_suffix="b"))["error"]
     assert error["type"] == "not_supported_error"
     error = (await served.post("/completions", 400, prompt="x", max_tokens=5))["error"]
     assert error["param"] == "max_tokens"
