@@ -119,6 +119,12 @@ class ChatConfig:
         "`[/THINK]`. `auto`: as its chat template shows. `none`: thoughts stay in the answer.",
         "auto",
     )
+    continue_answers: bool = key(
+        "A chat whose last message is the assistant's is continued, as with llama.cpp, unless the "
+        "request says how its prompt ends. Else the assistant begins another message, as with "
+        "OpenAI.",
+        False,
+    )
     max_stored_responses: int = key(
         "Responses of `/v1/responses` that are kept in memory, for `previous_response_id` and for "
         "later retrieval; the oldest go first.",

@@ -75,6 +75,7 @@ EXTENDED = frozenset(
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
         "functional/test_kept_gguf.py",
+        "functional/test_llama_cpp.py",
         "functional/test_masks.py",
         "functional/test_ollama.py",
         "functional/test_page.py::test_a_round_with_a_tool",
@@ -88,6 +89,7 @@ EXTENDED = frozenset(
         "functional/test_structured_output.py",
         "functional/test_tools.py",
         "functional/test_tracing.py",
+        "functional/test_vllm.py",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "test_bench_gpu.py::test_http",
@@ -109,6 +111,7 @@ KEPT = frozenset(
         "functional/test_api_page.py::test_every_field_is_named",
         "functional/test_batches.py::test_a_batch_is_answered_in_order",
         "functional/test_beam_search.py::test_a_small_model_under_preemption",
+        "functional/test_llama_cpp.py::test_tokens_and_texts",
         "functional/test_masks.py::test_tokens_are_the_same_however_they_are_planned",
         "functional/test_page_parts.py::test_a_call_streams_and_its_result_goes_on",
         "functional/test_page_parts.py::test_json_is_indented_while_it_comes",
@@ -118,6 +121,7 @@ KEPT = frozenset(
         "functional/test_structured_output.py::test_a_schema",
         "functional/test_structured_output.py::test_the_openai_client_parses",
         "functional/test_tools.py::test_an_answer_by_a_schema_or_a_call",
+        "functional/test_vllm.py::test_prompts_are_rendered",
     ]
 )
 

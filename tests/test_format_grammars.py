@@ -237,6 +237,24 @@ def test_an_answer_follows_its_grammar_behind_the_thought(outputs: Outputs) -> N
         assert not outputs.follows(spec, "x</think>maybe")
 
 
+def test_a_thought_with_a_budget(outputs: Outputs) -> None:
+    format = outputs.format("hermes tokens", thoughts="think")
+    for use, answer, end in (
+        (ToolUse(), None, "any text {"),
+        (ToolUse(), ANSWER, '{"a": 2}'),
+        (ToolUse(TOOLS, "required"), None, HERMES),
+    ):
+        for in_thought, start in ((True, ""), (False, "<think>")):
+            spec = format.grammar(use, in_thought=in_thought, answer=answer, thought_budget=2)
+            for thought in ("", " a", " a a"):
+                assert outputs.follows(spec, f"{start}{thought}</think>{end}")
+            assert not outputs.follows(spec, f"{start} a a a</think>{end}")
+        assert outputs.follows(spec, end)
+    plain = outputs.format("hermes", thoughts="think")
+    with pytest.raises(RequestError, match="a token for </think>"):
+        plain.grammar(ToolUse(), in_thought=True, answer=None, thought_budget=2)
+
+
 def test_what_needs_no_grammar_or_cannot_have_one(outputs: Outputs) -> None:
     format = outputs.format("hermes")
     assert format.grammar(ToolUse(TOOLS, "none"), in_thought=False, answer=None) is None

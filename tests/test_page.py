@@ -216,10 +216,10 @@ async def test_errors_of_an_application_below_a_path() -> None:
     async with TestServer(outer) as server, aiohttp.ClientSession(server.make_url("/")) as http:
         async with http.post("/a/b/v1/messages", json={}) as response:
             assert (await response.json())["type"] == "error"
-        async with http.get("/a/b/models") as response:
+        async with http.get("/a/b/messages") as response:
             assert response.status == 404
             message = (await response.json())["error"]["message"]
-            assert message.endswith("/a/b/models; did you mean /a/b/v1/models?")
+            assert message.endswith("/a/b/messages; did you mean /a/b/v1/messages?")
     await frontend.close()
 
 

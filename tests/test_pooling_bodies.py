@@ -24,13 +24,15 @@ def embedding(value: Any) -> EmbeddingRequest:
         (["a", "b"], ["a", "b"]),
         ([1, 2], [[1, 2]]),
         ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [1]], ["a", [1]]),
+        ([1, "a"], [[1, "a"]]),
     ],
 )
 def test_inputs_one_by_one(value: Any, inputs: list[Any]) -> None:
     assert embedding(value).inputs() == inputs
 
 
-@pytest.mark.parametrize("value", [[], ["a", [1]], [1, [1]], ["a"] * (MAX_PROMPTS + 1), [-1], None])
+@pytest.mark.parametrize("value", [[], [1, [1]], ["a"] * (MAX_PROMPTS + 1), [-1], None])
 def test_wrong_inputs(value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         embedding(value)
@@ -50,4 +52,4 @@ def test_texts_of_both_sides() -> None:
     raw = json.dumps({"text_1": "a", "text_2": ["b", "c"]}).encode()
     assert decode(raw, ScoreRequest).texts() == (["a"], ["b", "c"])
     documents = {"query": "a", "documents": ["b", {"text": "c"}]}
-    assert decode(json.dumps(documents).encode(), RerankRequest).texts() == ["b", "c"]
+    assert decode(json.dumps(documents).encode(), RerankRequest).contents() == ["b", "c"]

@@ -355,7 +355,7 @@ class TestChat:
             ({"messages": None}, "messages"),
             ({"messages": "hello"}, "messages"),
             ({"messages": ["hello"]}, "messages[0]"),
-            ({"messages": [*HELLO, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
+            ({"messages": [*HELLO, {"role": "", "content": "x"}]}, "messages[1].role"),
             ({"messages": [{"content": "x"}]}, "messages[0].role"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),

@@ -32,7 +32,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     frontend.require_tokenizer("messages")
     body = await read_body(request, MessagesRequest)
     admit(request, body.timeout_s)
-    prompt = await _encode(frontend, body)
+    prompt = await encode_body(frontend, body)
     with renamed({"stop": "stop_sequences"}):
         turn = await make_turn(frontend, prompt, body.sampling_fields(), body.tool_use())
     name = f"msg_{request_id(request)}"
@@ -56,10 +56,11 @@ async def count_tokens(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
     body = await read_body(request, CountTokensRequest)
-    return json_response({"input_tokens": len(await _encode(frontend, body))})
+    return json_response({"input_tokens": len(await encode_body(frontend, body))})
 
 
-async def _encode(frontend: Frontend, body: CountTokensRequest) -> list[int]:
+async def encode_body(frontend: Frontend, body: CountTokensRequest) -> list[int]:
+    """Returns the prompt of a body. Raises `RequestError`."""
     messages = list(body.conversation())
     continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
     return await encode_turn(

@@ -42,14 +42,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     admit(request, body.timeout_s)
-    with renamed(_names_of_fields(body)):
+    with renamed(names_of_fields(body)):
         return await _answer(request, frontend, body)
 
 
 async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
-    turn = await _turn(frontend, body)
+    turn = await turn_of(frontend, body)
     envelope = new_envelope(
         request,
         "chatcmpl",
@@ -71,8 +71,15 @@ async def _answer(
         cache_salt=body.cache_salt,
     ) as outputs:
         if body.stream:
-            choices = _stream_choices(frontend, names, envelope, turn, shown_ids)
-            return await stream(request, envelope, outputs, [choices], count_thought)
+            choices = _stream_choices(frontend, names, envelope, turn, shown_ids, body.echoed())
+            return await stream(
+                request,
+                envelope,
+                outputs,
+                [choices],
+                count_thought,
+                with_timings=bool(body.timings_per_token),
+            )
         reply = await collect(outputs, count_thought)
     scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
     if num_top is not None and scores is not None:
@@ -86,7 +93,9 @@ async def _answer(
             "created": envelope.created,
             "model": envelope.model,
             "choices": [
-                await _choice(frontend, names, turn, index, delta, with_ids=shown_ids is not None)
+                await choice_of(
+                    frontend, names, turn, index, delta, body.echoed(), with_ids=bool(with_ids)
+                )
                 for index, delta in enumerate(reply.choices)
             ],
             "usage": reply.usage,
@@ -96,15 +105,22 @@ async def _answer(
     )
 
 
-async def _turn(frontend: Frontend, body: ChatRequest) -> Turn:
-    """Encodes the conversation. Raises `RequestError`."""
+async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
+    """Encodes the conversation of a body. Raises `RequestError`."""
     fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
     prompt = await chat_prompt(frontend, body, use)
     shows_thoughts = body.include_reasoning is not False
-    return await make_turn(frontend, prompt, fields, use, shows_thoughts=shows_thoughts)
+    return await make_turn(
+        frontend,
+        prompt,
+        fields,
+        use,
+        shows_thoughts=shows_thoughts,
+        thought_budget=body.thought_budget,
+    )
 
 
-def _names_of_fields(body: ChatRequest) -> dict[str, str]:
+def names_of_fields(body: ChatRequest) -> dict[str, str]:
     """Returns the client's names for parameters that the engine may reject."""
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     return {"prompt": "messages", "max_tokens": length}
@@ -116,9 +132,10 @@ def _stream_choices(
     envelope: Envelope,
     turn: Turn,
     prompt_token_ids: list[int] | None,
+    echo: str,
 ) -> list[ChoiceEvents]:
-    """Returns the events of n choices; they hold token ids where those of the prompt are given.
-    Without a tokenizer, log-probabilities name ids."""
+    """Returns the events of n choices, which begin with `echo`; they hold token ids where those of
+    the prompt are given. Without a tokenizer, log-probabilities name ids."""
 
     def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         return chat_logprobs(tokenizer, tokens)
@@ -126,8 +143,10 @@ def _stream_choices(
     def events(index: int) -> ChoiceEvents:
         opening = role_event(envelope, index, prompt_token_ids)
         with_ids = prompt_token_ids is not None
+        template = ChunkTemplate.for_chat(envelope, index)
+        if echo:
+            opening += template.chunk(echo)
         if not turn.parses:
-            template = ChunkTemplate.for_chat(envelope, index)
             return ChoiceEvents(template, opening, format_logprobs, returns_token_ids=with_ids)
         return MessageEvents(
             envelope,
@@ -142,20 +161,24 @@ def _stream_choices(
     return [events(index) for index in range(turn.params.n)]
 
 
-async def _choice(
+async def choice_of(
     frontend: Frontend,
     tokenizer: Tokenizer | None,
     turn: Turn,
     index: int,
     delta: Delta,
+    echo: str,
     *,
     with_ids: bool,
 ) -> dict[str, Any]:
+    """Returns a choice of a reply: the message, whose content begins with `echo`, and what is said
+    of its tokens."""
     reason = delta.finish_reason
-    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": echo + delta.text, "refusal": None}
     if turn.parses:
         parsed = await parse_message(frontend, turn, delta.text)
-        message["content"] = parsed.content or (None if parsed.calls or parsed.reasoning else "")
+        content = echo + parsed.content
+        message["content"] = content or (None if parsed.calls or parsed.reasoning else "")
         if parsed.reasoning:
             message["reasoning_content"] = message["reasoning"] = parsed.reasoning
         if parsed.calls:

@@ -115,6 +115,7 @@ async def _sampling_params(
     """Returns the sampling parameters of a completion whose longest prompt has so many tokens."""
     fields = await with_token_ids(frontend, body.sampling_fields())
     has_default = frontend.defaults.max_tokens is not None or "prompt_only" in fields
+    has_default |= body.n_predict is not None
     if "max_tokens" not in fields and not has_default:
         fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
     if ends := ends_of_middle(frontend, body):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiohttp import web
 
 from aioinfer.api.errors import shorten
 from aioinfer.api.heap import HEAP
-from aioinfer.api.protocol import Body, ChatRequest, TokenizeRequest, decode
+from aioinfer.api.messages import Message
+from aioinfer.api.protocol import Body, decode
 from aioinfer.api.rate_limit import RATE_LIMITER
 from aioinfer.api.record import RECORD
 from aioinfer.api.request_body import REQUEST_BODIES
@@ -35,6 +37,9 @@ _FEW_MESSAGES = 256
 
 B = TypeVar("B", bound=Body)
 
+#: The parts of a body that was received before `read_body` is called.
+RECEIVED: web.RequestKey[list[bytes]] = web.RequestKey("received")
+
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
     """Reads, decodes and checks a request's JSON body.
@@ -52,7 +57,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
             "compressed bodies are not understood", status=415, code="unsupported_media_type"
         )
     with request.app[REQUEST_BODIES].hold() as held:
-        parts = await held.receive(request)
+        parts = request.get(RECEIVED) or await held.receive(request)
         size = sum(map(len, parts))
         request.app[HEAP].note_body(size)
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
@@ -91,7 +96,15 @@ def _check_content_type(request: web.Request) -> None:
         )
 
 
-async def template_messages(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+class Conversation(Protocol):
+    """A body that may hold a conversation."""
+
+    @property
+    def messages(self) -> Sequence[Message] | None:
+        """The messages, None if there are none."""
+
+
+async def template_messages(body: Conversation) -> list[dict[str, Any]]:
     """Returns the messages of a body as chat templates read them."""
 
     def convert() -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.record import RECORD
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event, with_usage
+from aioinfer.api.timings import timings
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -290,9 +291,12 @@ async def stream(
     outputs: Sequence[RequestOutput],
     choices: Sequence[Sequence[ChoiceEvents]],
     count_thought: ThoughtCount | None = None,
+    *,
+    with_timings: bool = False,
 ) -> web.StreamResponse:
     """Sends the events of all outputs as their deltas come; `choices[i]` make the events of
-    `outputs[i]`. `count_thought` is for the usage.
+    `outputs[i]`. `count_thought` is for the usage, which comes `with_timings` of the first choice
+    where they are wanted.
 
     A failure ends the stream with an error event and `[DONE]`, for which some clients wait.
     """
@@ -308,7 +312,8 @@ async def stream(
         end = b""
         if envelope.include_usage:
             whole = usage(outputs, sum(num_tokens), count_thought)
-            end = envelope.usage_event(whole)
+            times = timings(outputs[0], 0, sum(num_tokens)) if with_timings else None
+            end = envelope.usage_event(whole, times)
         await response.write(end + DONE)
     except ConnectionError:  # the client is gone, which is not worth a line in the log
         raise

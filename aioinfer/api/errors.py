@@ -163,6 +163,32 @@ def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
+#: Paths of llama.cpp's API, whose errors have its shape.
+LLAMA_CPP_PATHS = frozenset(
+    ("/apply-template", "/completion", "/completions", "/embedding", "/infill", "/props", "/slots")
+)
+#: llama.cpp's types of errors by HTTP status.
+_LLAMA_CPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
+
+
+def llama_cpp_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an error's body in the shape of llama.cpp's API: the code is the HTTP status."""
+    error = body["error"]
+    message = error["message"]
+    kind = _LLAMA_CPP_TYPES.get(status, error["type"])
+    if error["code"] == "unsupported_parameter":
+        kind = "not_supported_error"
+    if error["code"] == "context_length_exceeded":
+        kind = "exceed_context_size_error"
+        message += " The request exceeds the available context size."
+    return {"error": {"code": status, "message": message, "type": kind, "param": error["param"]}}
+
+
 def _unknown_path(request: web.Request) -> RequestError:
     """Returns the error that answers a path at which there is nothing, with the one that was meant
     where it is clear: a missing or a doubled `/v1`, further slashes, capital letters."""
@@ -189,6 +215,8 @@ def error_response(error: Exception, path: str = "") -> web.Response:
         shown: dict[str, Any] = anthropic_error(status, body)
     elif path.startswith("/api/"):  # Ollama's
         shown = {"error": body["error"]["message"]}
+    elif path in LLAMA_CPP_PATHS:
+        shown = llama_cpp_error(status, body)
     else:
         shown = body
     response = json_response(shown, status=status, headers=_headers(status, error))

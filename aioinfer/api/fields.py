@@ -36,7 +36,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "repetition_detection": (),
     "structural_tag": (),
-    "thinking_token_budget": (),
     "vllm_xargs": ({},),
     # llama.cpp, SGLang and others
     "custom_logit_processor": (),
@@ -51,7 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "n_keep": (0,),
-    "n_predict": (),
     "n_probs": (0,),
     "regex": (),
     "repeat_penalty": (1,),
@@ -69,8 +67,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # of completions or of chat alone, where the other does not have them
     "add_special_tokens": (False,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
 }
 
 #: What to use in place of a field.
@@ -78,7 +76,6 @@ _INSTEAD = {
     "enable_thinking": 'chat_template_kwargs, as in {"enable_thinking": false}',
     "lora": "the adapter's name as the model",
     "lora_path": "the adapter's name as the model",
-    "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "input_ids": "completions with token ids as the prompt",
 }

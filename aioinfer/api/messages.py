@@ -19,6 +19,9 @@ _SHORT_ARGUMENTS = 1024
 #: Parts of a message that are joined at once.
 _FEW_PARTS = 16
 
+#: Characters of a role.
+_MAX_ROLE = 64
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -56,10 +59,11 @@ class Message(Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    def check(self, where: str) -> None:
+    def check(self, where: str, *, any_role: bool = False) -> None:
         """Raises `RequestError`; `where` is the message's place in the body, such as
-        `messages[0]`."""
-        if self.role not in ROLES:
+        `messages[0]`. With `any_role` a role may have any name of up to 64 characters."""
+        is_name = any_role and 0 < len(self.role) <= _MAX_ROLE
+        if self.role not in ROLES and not is_name:
             raise RequestError(
                 f"{where}.role must be one of {', '.join(ROLES)}, not {self.role!r}",
                 param=f"{where}.role",

@@ -26,6 +26,7 @@ from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.file_store import FileObject
+from aioinfer.api.llama_cpp_body import InfillRequest, LlamaCompletion, LlamaEmbedding
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.page import PAGE_PATHS
 from aioinfer.api.paths import PREFIX
@@ -39,6 +40,7 @@ from aioinfer.api.pooling_bodies import (
     ScoreRequest,
 )
 from aioinfer.api.protocol import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -46,6 +48,8 @@ from aioinfer.api.protocol import (
 )
 from aioinfer.api.responses_body import ResponseRequest
 
+#: llama.cpp's: one prompt has one reply, several have a list.
+_LlamaReplies = replies.LlamaCompletionReply | list[replies.LlamaCompletionReply]
 _REF = "#/components/schemas/{name}"
 
 
@@ -62,7 +66,7 @@ class Operation:
     """
 
     body: type | None = None
-    reply: type | None = None
+    reply: Any = None
     content_type: str = "application/json"
     streams: bool = False
     stream_type: str = "text/event-stream"
@@ -78,9 +82,15 @@ _ORDER = {"type": "string", "enum": ["asc", "desc"]}
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(CompletionRequest, replies.Completion, streams=True),
     ("POST", "/v1/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
+    ("POST", "/v1/chat/completions/batch"): Operation(BatchChatRequest, replies.ChatCompletion),
+    ("POST", "/v1/chat/completions/render"): Operation(ChatRequest, replies.Rendered),
+    ("POST", "/v1/completions/render"): Operation(CompletionRequest, list[replies.Rendered]),
+    ("POST", "/invocations"): Operation(dict, streams=True),
     ("POST", "/v1/messages"): Operation(MessagesRequest, streams=True),
+    ("POST", "/v1/messages/render"): Operation(MessagesRequest, replies.Rendered),
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
     ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
+    ("POST", "/responses"): Operation(ResponseRequest, streams=True),
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
@@ -94,6 +104,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/rerank"): Operation(RerankRequest),
     ("POST", "/v1/rerank"): Operation(RerankRequest),
     ("POST", "/v2/rerank"): Operation(RerankRequest),
+    ("POST", "/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
+    ("POST", "/completion"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
+    ("POST", "/completions"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
+    ("POST", "/infill"): Operation(InfillRequest, _LlamaReplies, streams=True),
+    ("POST", "/embedding"): Operation(LlamaEmbedding, list[replies.LlamaEmbeddingReply]),
+    ("POST", "/apply-template"): Operation(ChatRequest, replies.TemplateReply),
+    ("GET", "/slots"): Operation(reply=list[replies.LlamaSlot]),
+    ("GET", "/models"): Operation(reply=replies.ModelList),
     ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
     ("POST", "/detokenize"): Operation(DetokenizeRequest, replies.DetokenizeReply),
     ("GET", "/v1/models"): Operation(reply=replies.ModelList),
@@ -155,7 +173,7 @@ def describe(app: web.Application) -> dict[str, Any]:
     """Returns the OpenAPI document of an application."""
     types = {t for o in OPERATIONS.values() for t in (o.body, o.reply) if t is not None}
     errors = {replies.ErrorReply, replies.AnthropicError, replies.OllamaError}
-    ordered = sorted(types | errors, key=lambda kind: kind.__name__)
+    ordered = sorted(types | errors, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schema_of = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}

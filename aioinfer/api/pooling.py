@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,15 @@ from aiohttp import web
 
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.embedding_formats import bytes_response, to_base64
 from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.mixed_prompts import Prompt, encode_prompt
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
+    InputBody,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     PoolingBody,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.ipc.sections import F32
 
+#: Tokens of an input before it is cut.
+_MAX_UNCUT_TOKENS = 2**20
 #: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
 _FEW_NUMBERS = 16_384
 #: Bytes of a reply that are joined and sent at once.
@@ -61,8 +65,10 @@ async def create_embeddings(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, EmbeddingRequest)
     pooling = request.app[FRONTEND].pooling
     pooled = await _pool_inputs(request, body, pooling.params(), "embd")
-    make = _encoder(request.app[FRONTEND], body, normalize=body.normalize)
+    make = _encoder(request.app[FRONTEND], body, normalize=body.normalizes)
     head = {"object": "list", "model": _name(request), "usage": pooled.usage()}
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return await _send_bytes(request, head, pooled.states, body, normalize=body.normalizes)
     return await _send(request, head, pooled.states, make, ("embedding", "embedding"))
 
 
@@ -99,8 +105,12 @@ async def create_pooling(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, PoolingRequest)
     params = request.app[FRONTEND].pooling.params(body.pooling_type)
     pooled = await _pool_inputs(request, body, params, "pool")
-    make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalize))
+    make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalizes))
     head = _head(request, "pool") | {"usage": pooled.usage()}
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return await _send_bytes(
+            request, head, pooled.states, body, normalize=bool(body.normalizes)
+        )
     return await _send(request, head, pooled.states, make, ("pooling", "data"))
 
 
@@ -115,7 +125,8 @@ async def classify(request: web.Request) -> web.StreamResponse:
             "architecture that ends in ForSequenceClassification",
             param="model",
         )
-    pooled = await _pool(request, body, await _encode(request, body, body.inputs()), "last", "cls")
+    inputs = await _inputs(frontend, body)
+    pooled = await _pool(request, body, await _encode(request, body, inputs), "last", "cls")
     data = []
     for index, state in enumerate(pooled.states):
         found = head.probabilities(state)
@@ -143,12 +154,21 @@ async def score(request: web.Request) -> web.StreamResponse:
 
 
 async def rerank(request: web.Request) -> web.StreamResponse:
-    """Returns documents by falling relevance to a query, in Jina's shape and, under `/v2`, in
-    Cohere's."""
+    """Returns documents by falling relevance to a query, in Jina's shape, under `/v2` in Cohere's,
+    and for `texts` in that of text-embeddings-inference."""
     body = await read_body(request, RerankRequest)
-    texts = body.texts()
-    scores, num_tokens = await _similarities(request, body, [body.query], texts, "documents")
+    texts, cut = body.contents(), body.max_tokens_per_doc
+    param = "documents" if body.texts is None else "texts"
+    scores, num_tokens = await _similarities(request, body, [body.query], texts, param, cut)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+    if body.texts is not None:
+        return json_response(
+            [
+                {"index": index, "score": scores[index]}
+                | ({"text": texts[index]} if body.return_text else {})
+                for index in best
+            ]
+        )
     is_cohere = request.path.endswith("/v2/rerank")
     shows = not is_cohere if body.return_documents is None else body.return_documents
     results = []
@@ -179,28 +199,43 @@ async def _pool_inputs(
             param="dimensions",
         )
     prompt = frontend.pooling.prompt(body.prompt_name)
-    inputs = [prompt + each if isinstance(each, str) else each for each in body.inputs()]
+    given = await _inputs(frontend, body)
+    inputs = [prompt + each if isinstance(each, str) else each for each in given]
     return await _pool(
         request, body, await _encode(request, body, inputs), params.pooling or "last", prefix
     )
 
 
+async def _inputs(frontend: Frontend, body: InputBody) -> list[Prompt]:
+    """Returns the inputs of a body, the token ids of a conversation."""
+    if body.messages is None:
+        return body.inputs()
+    longest = None if body.truncate_prompt_tokens is None else _MAX_UNCUT_TOKENS
+    messages = await template_messages(body)
+    ids = await frontend.encode_chat(messages, max_tokens=longest, **body.template_options())
+    return [ids]
+
+
 async def _encode(
-    request: web.Request, body: PoolingBody, inputs: Sequence[Any], param: str = "input"
+    request: web.Request, body: PoolingBody, inputs: Sequence[Prompt], param: str = "input"
 ) -> list[list[int]]:
     """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
     full, and `RequestError` naming `param`."""
     frontend = request.app[FRONTEND]
     admit(request, body.timeout_s, len(inputs))
     limit = body.truncate_prompt_tokens
+    if limit is not None and limit > frontend.max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens is {limit}, which is more than this model's maximum context "
+            f"length of {frontend.max_model_len} tokens. Please request a smaller truncation size.",
+            param="truncate_prompt_tokens",
+        )
+    longest = None if limit is None else _MAX_UNCUT_TOKENS
+    special = body.add_special_tokens is not False
     found = []
     with renamed({"prompt": param}):
         for each in inputs:
-            ids = each
-            if isinstance(each, str):
-                longest = None if limit is None else 2**20
-                special = body.add_special_tokens is not False
-                ids = await frontend.encode(each, special, max_tokens=longest)
+            ids = await encode_prompt(frontend, each, special, max_tokens=longest)
             if limit is not None:
                 room = frontend.max_model_len - 1
                 most = min(room, limit if limit > 0 else room)
@@ -231,26 +266,33 @@ async def _pool(
 
 
 async def _similarities(
-    request: web.Request, body: PoolingBody, first: list[str], second: list[str], param: str
+    request: web.Request,
+    body: PoolingBody,
+    first: list[str],
+    second: list[str],
+    param: str,
+    cut: int | None = None,
 ) -> tuple[list[float], int]:
     """Returns the score of each pair of texts, of which `first` may be one for all, and the tokens
     that it took: by the classification head of a cross-encoder, else the cosine of the angle
-    between their embeddings."""
+    between their embeddings. Of the second texts only `cut` tokens count, if that is given."""
     pooling = request.app[FRONTEND].pooling
     head = pooling.head
-    if head is not None and len(head.labels) == 1:
-        beginnings = await _encode(request, body, first, param)
-        endings = await _encode(request, body, second, param)
+    is_cross_encoder = head is not None and len(head.labels) == 1
+    query, document = ("", "") if is_cross_encoder else (
+        pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
+    )  # fmt: skip
+    beginnings = await _encode(request, body, [query + text for text in first], param)
+    endings = await _encode(request, body, [document + text for text in second], param)
+    if cut is not None:
+        endings = [ids[:cut] for ids in endings]
+    if head is not None and is_cross_encoder:
         beginnings *= len(endings) if len(beginnings) == 1 else 1
         pairs = [one + other for one, other in zip(beginnings, endings, strict=True)]
         pooled = await _pool(request, body, pairs, "last", "score", param)
         return [float(head.probabilities(s)[0]) for s in pooled.states], pooled.num_tokens
     kind = pooling.params().pooling or "last"
-    query, document = pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
-    texts = [query + text for text in first] + [document + text for text in second]
-    pooled = await _pool(
-        request, body, await _encode(request, body, texts, param), kind, "score", param
-    )
+    pooled = await _pool(request, body, beginnings + endings, kind, "score", param)
     ones, others = pooled.states[: len(first)], pooled.states[len(first) :]
     ones *= len(others) if len(ones) == 1 else 1
     return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)], pooled.num_tokens
@@ -276,17 +318,39 @@ def _head(request: web.Request, prefix: str) -> dict[str, Any]:
 def _encoder(
     frontend: Frontend, body: EmbeddingRequest, *, normalize: bool | None
 ) -> Callable[[F32], bytes]:
-    """Returns what makes the JSON of an embedding: a list of numbers, or the text of the base64 of
-    its little-endian float32."""
+    """Returns what makes the JSON of an embedding: a list of numbers, or the text of its base64."""
     pooling, dimensions = frontend.pooling, body.dimensions
 
     def encode(state: F32) -> bytes:
         found = np.ascontiguousarray(pooling.embedding(state, dimensions, normalize))
         if body.encoding_format == "base64":
-            return b'"' + base64.b64encode(found.astype("<f4").tobytes()) + b'"'
+            return to_base64(found, body.embed_dtype, body.endianness)
         return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 
     return encode
+
+
+async def _send_bytes(
+    request: web.Request,
+    head: dict[str, Any],
+    states: Sequence[F32],
+    body: EmbeddingRequest,
+    *,
+    normalize: bool | None,
+) -> web.Response:
+    """Returns the embeddings as bytes."""
+    embed = request.app[FRONTEND].pooling.embedding
+
+    def make() -> web.Response:
+        return bytes_response(
+            head,
+            [embed(state, body.dimensions, normalize) for state in states],
+            body.embed_dtype,
+            body.endianness,
+            has_metadata=body.encoding_format == "bytes",
+        )
+
+    return await asyncio.to_thread(make)
 
 
 async def _send(

@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from aioinfer.api.protocol import MAX_PROMPTS, Body, Count, Int32, Seconds, TokenId
+from aioinfer.api.embedding_formats import EmbedDtype, EncodingFormat, Endianness
+from aioinfer.api.messages import Message
+from aioinfer.api.mixed_prompts import Prompt, Prompts, split_prompts
+from aioinfer.api.protocol import (
+    MAX_PROMPTS,
+    Body,
+    Count,
+    Int32,
+    Seconds,
+    check_messages,
+)
 from aioinfer.errors import RequestError
 
 
@@ -34,35 +44,79 @@ class PoolingBody(Body, kw_only=True):
 
 
 class InputBody(PoolingBody, kw_only=True):
-    """A body with an `input`: one or many texts, or one or many lists of token ids."""
+    """A body with an `input`: one or many texts, or one or many lists of token ids, or what
+    `mixed_prompts` has beside these. Or with `messages`, a conversation, whose text under the chat
+    template is the input (vLLM's form)."""
 
-    input: str | list[str | TokenId | list[TokenId]]
+    input: Prompts | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
-        if isinstance(self.input, list):
-            _check_input(self.input)
+        if self.messages is not None and self.input is not None:
+            raise RequestError("input and messages cannot be combined", param="messages")
+        if self.messages is not None:
+            check_messages(self.messages)
+        elif self.input is None:
+            raise RequestError("input is missing", param="input", code="missing_required_parameter")
+        else:
+            self.inputs()
 
-    def inputs(self) -> list[Any]:
-        """Returns the inputs one by one: texts, or lists of token ids."""
-        if isinstance(self.input, str) or isinstance(self.input[0], int):
-            return [self.input]
-        return self.input
+    def inputs(self) -> list[Prompt]:
+        """Returns the inputs one by one; none of `messages`."""
+        return [] if self.input is None else split_prompts(self.input, "input")
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns what `Frontend.encode_chat` takes besides the messages."""
+        return {
+            "add_generation_prompt": bool(self.add_generation_prompt),
+            "continue_final_message": bool(self.continue_final_message),
+            "template_kwargs": self.chat_template_kwargs,
+        }
 
 
 class EmbeddingRequest(InputBody, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: EncodingFormat | None = None
+    embed_dtype: EmbedDtype | None = None
+    endianness: Endianness | None = None
     dimensions: Count | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
     prompt_name: str | None = None
+
+    @property
+    def normalizes(self) -> bool | None:
+        """Whether vectors are to have length 1; None leaves it to the endpoint. `use_activation` is
+        vLLM's name."""
+        return self.use_activation if self.normalize is None else self.normalize
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """`POST /pooling`."""
 
     pooling_type: Literal["last", "mean", "cls"] | None = None
+    task: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.task not in (None, "embed"):
+            raise RequestError(
+                f"Unsupported task: {self.task[:40]!r}; it may be 'embed', and /classify has "
+                "classes",
+                param="task",
+                code="unsupported_parameter",
+            )
+
+    @property
+    def normalizes(self) -> bool | None:
+        """See `EmbeddingRequest.normalizes`; an embedding is normalised."""
+        found = super().normalizes
+        return True if found is None and self.task == "embed" else found
 
 
 class OllamaEmbedRequest(EmbeddingRequest, kw_only=True):
@@ -92,11 +146,22 @@ class ClassifyRequest(InputBody, kw_only=True):
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
-class ScoreRequest(PoolingBody, kw_only=True):
-    """`POST /score`: the similarity of each pair of texts, or of one text to many."""
+#: Names of the two sides of `ScoreRequest`.
+_SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2"))
 
-    text_1: Texts
-    text_2: Texts
+
+class ScoreRequest(PoolingBody, kw_only=True):
+    """`POST /score`: the similarity of each pair of texts, or of one text to many. The sides have
+    several names in vLLM: `text_1` and `text_2`, `queries` and `documents` or `items`, `data_1` and
+    `data_2`."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
 
     def check(self) -> None:
         super().check()
@@ -109,11 +174,23 @@ class ScoreRequest(PoolingBody, kw_only=True):
             )
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """Returns the texts of both sides."""
-        first, second = (
-            [text] if isinstance(text, str) else text for text in (self.text_1, self.text_2)
-        )
+        """Returns the texts of both sides. Raises `RequestError` naming a side that is missing or
+        given twice."""
+        first, second = map(self._side, _SIDES)
         return first, second
+
+    def _side(self, names: tuple[str, ...]) -> list[str]:
+        given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
+        if not given:
+            raise RequestError(
+                f"{names[0]} is missing", param=names[0], code="missing_required_parameter"
+            )
+        if len(given) > 1:
+            raise RequestError(
+                f"{given[0][0]} and {given[1][0]} are the same side", param=given[1][0]
+            )
+        texts = given[0][1]
+        return [texts] if isinstance(texts, str) else texts
 
 
 class Document(Struct, kw_only=True):
@@ -122,35 +199,29 @@ class Document(Struct, kw_only=True):
     text: str
 
 
+_Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_PROMPTS - 1)]
+
+
 class RerankRequest(PoolingBody, kw_only=True):
-    """`POST /rerank`: documents in the order of their relevance to a query."""
+    """`POST /rerank`: documents in the order of their relevance to a query. With `texts` in the
+    place of `documents`, the reply has the form of Hugging Face's text-embeddings-inference."""
 
     query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_PROMPTS - 1)]
+    documents: _Documents | None = None
+    texts: _Documents | None = None
     top_n: Int32 | None = None
     return_documents: bool | None = None
+    return_text: bool | None = None
+    max_tokens_per_doc: Count | None = None
 
     def check(self) -> None:
         super().check()
+        if (self.documents is None) == (self.texts is None):
+            raise RequestError("either documents or texts must be given", param="documents")
         if self.top_n is not None and self.top_n < 1:
             raise RequestError(f"top_n must be at least 1, not {self.top_n}", param="top_n")
 
-    def texts(self) -> list[str]:
+    def contents(self) -> list[str]:
         """Returns the documents' texts."""
-        return [each if isinstance(each, str) else each.text for each in self.documents]
-
-
-def _check_input(values: list[Any]) -> None:
-    kinds = set(map(type, values))
-    if not kinds:
-        raise RequestError("the input is empty", param="input")
-    if len(kinds) > 1:
-        raise RequestError(
-            "input must be a text, a list of token ids, a list of texts or a list of lists of "
-            "token ids",
-            param="input",
-        )
-    if int not in kinds and len(values) > MAX_PROMPTS:
-        raise RequestError(
-            f"input may hold at most {MAX_PROMPTS} inputs, not {len(values)}", param="input"
-        )
+        given = self.documents or self.texts or []
+        return [each if isinstance(each, str) else each.text for each in given]

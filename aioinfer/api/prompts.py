@@ -42,11 +42,33 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
 async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
     """Returns the token ids of a conversation. Raises `RequestError`."""
     messages, options = await template_messages(body), template_options(body)
+    if frontend.config.chat.continue_answers and body.ends_with_answer():
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
+    if roles := body.own_roles():
+        await _check_roles(frontend, roles, messages, options)
     if body.truncate_prompt_tokens is None:
         return await encode_turn(frontend, messages, use, **options)
     limit = _MAX_UNCUT_TOKENS
     ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
     return _cut(frontend, body, ids)
+
+
+async def _check_roles(
+    frontend: Frontend,
+    roles: Sequence[str],
+    messages: Sequence[dict[str, Any]],
+    options: Mapping[str, Any],
+) -> None:
+    """Raises `RequestError` for a role that the prompt does not name: most chat templates leave
+    messages out whose roles they do not know."""
+    render = frontend.require_tokenizer("messages").render_chat
+    chat = await asyncio.to_thread(render, messages, **options)
+    for role in roles:
+        if role not in chat.text:
+            raise RequestError(
+                f"this model's chat template does not know the role {shorten(role)!r}",
+                param="messages",
+            )
 
 
 def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import decode_again
-from aioinfer.api.messages import Message
+from aioinfer.api.messages import ROLES, Message
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
@@ -117,6 +117,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: Length | None = None
+    n_predict: Int32 | None = None
     prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
@@ -209,6 +210,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
         }
         if self.stop is not None:
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.n_predict not in (None, -1):  # which stands for as much as fits
+            fields.setdefault("max_tokens", self.n_predict)
         if self.include_stop_str_in_output is not None:
             fields["include_stop"] = self.include_stop_str_in_output
         if self.logit_bias:
@@ -328,11 +331,13 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None
     parse_special: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -340,7 +345,7 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
-        _check_messages(self.messages)
+        check_messages(self.messages, any_role=True)
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -353,8 +358,37 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
 
     def check_beam_search(self) -> None:
         super().check_beam_search()
+        if self.thought_budget is not None:
+            raise RequestError(
+                "thinking_token_budget is not supported in a beam search",
+                param="thinking_token_budget",
+            )
         if self.tools and self.tool_choice != "none":
             raise RequestError("tools are not supported in a beam search", param="tools")
+
+    def own_roles(self) -> list[str]:
+        """Returns the roles of messages that only some chat templates know."""
+        return [message.role for message in self.messages if message.role not in ROLES]
+
+    def ends_with_answer(self) -> bool:
+        """Whether the last message is the assistant's, and the body does not say how the prompt is
+        to end."""
+        says = (self.add_generation_prompt, self.continue_final_message)
+        return self.messages[-1].role == "assistant" and says == (None, None)
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The maximum length of a thought in tokens, or None; -1 stands for any length."""
+        budget = self.thinking_token_budget
+        return None if budget is None or budget < 0 else budget
+
+    def echoed(self) -> str:
+        """Returns what the content of an answer begins with under `echo`: the text of a last
+        message of the assistant."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        return str(last.for_template()["content"])
 
     def tool_use(self) -> ToolUse:
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
@@ -369,10 +403,35 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
         return fields
 
 
+class BatchChatRequest(ChatRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions/batch`: several conversations, with one choice for each."""
+
+    messages: Annotated[list[list[Message]], Meta(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]
+
+    def check(self) -> None:
+        if self.stream:
+            raise RequestError("stream must be false: one reply answers all", param="stream")
+        if self.n not in (None, 1):
+            raise RequestError("n must be 1: each conversation has one answer", param="n")
+        for index, conversation in enumerate(self.chats()):
+            place = f"messages[{index}]"
+            if not conversation.messages:
+                raise RequestError(f"{place} is empty", param=place)
+            conversation.check()
+
+    def chats(self) -> list[ChatRequest]:
+        """Returns the conversations one by one, as chats with the same parameters."""
+        fields = msgspec.structs.asdict(self)
+        return [ChatRequest(**fields | {"messages": each}) for each in self.messages]
+
+
 class TokenizeRequest(Body, kw_only=True):
-    """`POST /tokenize`, with a `prompt` or with `messages`."""
+    """`POST /tokenize`, with a `prompt`, with `messages`, or with llama.cpp's `content`."""
 
     prompt: str | None = None
+    content: str | list[str | TokenId] | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -383,9 +442,16 @@ class TokenizeRequest(Body, kw_only=True):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise RequestError("either prompt or messages must be given", param="prompt")
-        _check_messages(self.messages or [])
+        given = [each for each in (self.prompt, self.messages, self.content) if each is not None]
+        if len(given) != 1:
+            raise RequestError("either prompt, messages or content must be given", param="prompt")
+        if self.content is not None and self.parse_special is False:
+            raise RequestError(
+                "parse_special must be true: the text of a special token in content becomes that "
+                "token",
+                param="parse_special",
+            )
+        check_messages(self.messages or [])
 
 
 class DetokenizeRequest(Body, kw_only=True):
@@ -394,7 +460,8 @@ class DetokenizeRequest(Body, kw_only=True):
     tokens: list[TokenId]
 
 
-def _check_messages(messages: list[Message]) -> None:
+def check_messages(messages: list[Message], *, any_role: bool = False) -> None:
+    """Raises `RequestError` naming the place of a message that is wrong; see `Message.check`."""
     num_values = 0
     for index, message in enumerate(messages):
         num_values += message.count_argument_values()
@@ -403,7 +470,7 @@ def _check_messages(messages: list[Message]) -> None:
                 f"the arguments of tool calls may hold at most {MAX_VALUES} values",
                 param="messages",
             )
-        message.check(f"messages[{index}]")
+        message.check(f"messages[{index}]", any_role=any_role)
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -141,19 +141,76 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage | None
 
 
+class Rendered(Struct, kw_only=True):
+    """A request as the model would get it: the prompt as text and as token ids (under two names),
+    and the sampling parameters that were given or are defaults."""
+
+    request_id: str
+    model: str
+    prompt: str | None
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    sampling_params: dict[str, Any]
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+
+
+class TokenPiece(Struct, kw_only=True):
+    """A token with its text, or with its bytes if they are no text alone."""
+
+    id: int
+    piece: str | list[int]
+
+
 class TokenizeReply(Struct, kw_only=True):
     """Token ids of a text."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
     token_strs: list[str] | None
 
 
 class DetokenizeReply(Struct, kw_only=True):
-    """The text of token ids."""
+    """The text of token ids, under llama.cpp's name as well unless the request has a `model`."""
 
     prompt: str
+    content: str | UnsetType = UNSET
+
+
+class LlamaCompletionReply(Struct, kw_only=True):
+    """The reply of `/completion` and `/infill`; with `response_fields` only these members. A stream
+    is a sequence of these as server-sent events."""
+
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    stop: bool | UnsetType = UNSET
+    stop_type: Literal["none", "eos", "limit", "word"] | UnsetType = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class LlamaEmbeddingReply(Struct, kw_only=True):
+    """The vectors of an input of `/embedding`."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class TemplateReply(Struct, kw_only=True):
+    """What the chat template makes of a conversation."""
+
+    prompt: str
+
+
+class LlamaSlot(Struct, kw_only=True):
+    """A place for a request that runs."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
 
 
 class Version(Struct, kw_only=True):

@@ -16,15 +16,19 @@ from aioinfer.api import (
     anthropic,
     batches,
     chat,
+    chat_batch,
     completions,
     files,
     info,
+    invocations,
     limits,
+    llama_cpp,
     metrics,
     ollama,
     openapi,
     page,
     pooling,
+    render,
     responses,
     tokenization,
 )
@@ -298,7 +302,14 @@ def _add_models(app: web.Application) -> None:
     for path, handler in (
         ("/v1/completions", completions.create_completion),
         ("/v1/chat/completions", chat.create_chat_completion),
+        ("/chat/completions", chat.create_chat_completion),
+        ("/v1/chat/completions/batch", chat_batch.create_chat_batch),
+        ("/v1/chat/completions/render", render.render_chat),
+        ("/v1/completions/render", render.render_completion),
+        ("/v1/messages/render", render.render_message),
+        ("/invocations", invocations.invoke),
         ("/v1/responses", responses.create_response),
+        ("/responses", responses.create_response),
         ("/v1/messages", anthropic.create_message),
         ("/v1/messages/count_tokens", anthropic.count_tokens),
         ("/api/chat", ollama.chat),
@@ -306,6 +317,11 @@ def _add_models(app: web.Application) -> None:
         ("/api/show", ollama.show),
         ("/api/embed", pooling.embed_for_ollama),
         ("/api/embeddings", pooling.embed_for_ollama),
+        ("/completion", llama_cpp.complete),
+        ("/completions", llama_cpp.complete),
+        ("/infill", llama_cpp.infill),
+        ("/embedding", llama_cpp.embed),
+        ("/apply-template", llama_cpp.apply_template),
         ("/tokenize", tokenization.tokenize),
         ("/detokenize", tokenization.detokenize),
         ("/abort", admin.abort),
@@ -327,6 +343,9 @@ def _add_models(app: web.Application) -> None:
     app.router.add_delete("/v1/responses/{id}", responses.delete_response)
     app.router.add_get("/v1/models", info.list_models)
     app.router.add_get("/v1/models/{id:.+}", info.get_model)
+    app.router.add_get("/models", info.list_models)
+    app.router.add_get("/props", llama_cpp.props)
+    app.router.add_get("/slots", llama_cpp.slots)
     app.router.add_get("/health", info.health)
     app.router.add_get("/health/live", info.live)
     app.router.add_get("/health/ready", info.ready)

@@ -50,9 +50,13 @@ class Envelope:
         """Returns the end of an event, from behind the choices."""
         return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
-    def usage_event(self, usage: Mapping[str, Any]) -> bytes:
-        """Returns the event with empty choices that reports the usage."""
-        return self.head() + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+    def usage_event(
+        self, usage: Mapping[str, Any], timings: Mapping[str, float] | None = None
+    ) -> bytes:
+        """Returns the event with empty choices that reports the usage, and llama.cpp's `timings`
+        where they are given."""
+        more = b"" if timings is None else b',"timings":' + orjson.dumps(timings)
+        return self.head() + b'],"usage":' + orjson.dumps(usage) + more + b"}\n\n"
 
 
 class ChunkTemplate:

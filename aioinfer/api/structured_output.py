@@ -56,7 +56,7 @@ class ResponseFormat(Struct, kw_only=True):
                 return None
             case "json_object":
                 if is_given(self.schema):
-                    return _json_grammar("json_schema", self.schema, "response_format.schema")
+                    return json_grammar("json_schema", self.schema, "response_format.schema")
                 return GrammarSpec("json_object", param="response_format")
             case "json_schema":
                 if self.json_schema is None or not is_given(self.json_schema.schema):
@@ -65,7 +65,7 @@ class ResponseFormat(Struct, kw_only=True):
                         param="response_format.json_schema",
                     )
                 name = "response_format.json_schema.schema"
-                return _json_grammar("json_schema", self.json_schema.schema, name)
+                return json_grammar("json_schema", self.json_schema.schema, name)
             case "structural_tag":
                 return self._to_structural_tag()
         raise RequestError(
@@ -85,7 +85,7 @@ class ResponseFormat(Struct, kw_only=True):
                 "a structural tag needs 'structures' and 'triggers'", param="response_format"
             )
         tag = b'{"structures":%b,"triggers":%b}' % (self.structures, self.triggers)
-        return _json_grammar("structural_tag", Raw(tag), "response_format")
+        return json_grammar("structural_tag", Raw(tag), "response_format")
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -121,7 +121,7 @@ class StructuredOutputs(Struct, kw_only=True):
         )
         for kind, raw, name in raws:
             if is_given(raw):
-                found.append(_json_grammar(kind, raw, prefix + name, whitespace))
+                found.append(json_grammar(kind, raw, prefix + name, whitespace))
         if self.regex is not None:
             found.append(GrammarSpec("regex", self.regex, None, f"{prefix}regex"))
         if self.choice is not None:
@@ -169,7 +169,7 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
     if body.grammar is not None:
         found.append(GrammarSpec("lark", body.grammar))
     if is_given(body.json_schema):
-        found.append(_json_grammar("json_schema", body.json_schema, "json_schema"))
+        found.append(json_grammar("json_schema", body.json_schema, "json_schema"))
     if len(found) > 1:
         raise RequestError(
             f"{found[0].param} and {found[1].param} cannot be combined: an output follows one "
@@ -179,7 +179,7 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
     return found[0] if found else None
 
 
-def _json_grammar(
+def json_grammar(
     kind: GrammarKind, raw: Raw, param: str, whitespace: str | None = None
 ) -> GrammarSpec:
     """Returns the grammar of a field that holds JSON: an object, or a text that is one."""

@@ -19,6 +19,7 @@ import msgspec
 
 from aioinfer.api.decoding import as_request_error
 from aioinfer.api.json_members import Member, find_members
+from aioinfer.api.llama_cpp_body import LlamaCompletion
 from aioinfer.api.pooling_bodies import ClassifyRequest, EmbeddingRequest, PoolingRequest
 from aioinfer.api.protocol import (
     MAX_PROMPTS,
@@ -40,6 +41,7 @@ B = TypeVar("B", bound=Body)
 
 _FIELDS: dict[type[Body], str] = {
     CompletionRequest: "prompt",
+    LlamaCompletion: "prompt",
     DetokenizeRequest: "tokens",
     EmbeddingRequest: "input",
     PoolingRequest: "input",
@@ -47,7 +49,10 @@ _FIELDS: dict[type[Body], str] = {
 }
 # as the fields are declared, so that errors are the same
 _decode_ids: dict[type[Body], Callable[[bytes], list[Any]]] = {
-    CompletionRequest: msgspec.json.Decoder(list[str | TokenId | list[TokenId]]).decode,
+    **dict.fromkeys(
+        (CompletionRequest, LlamaCompletion),
+        msgspec.json.Decoder(list[str | TokenId | list[TokenId]]).decode,
+    ),
     DetokenizeRequest: msgspec.json.Decoder(list[TokenId]).decode,
     **dict.fromkeys(
         (EmbeddingRequest, PoolingRequest, ClassifyRequest),

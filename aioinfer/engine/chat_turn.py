@@ -64,16 +64,28 @@ async def encode_turn(
         tools: the same in OpenAI's shape, for the template; made of `use` if missing.
         options: further ones of `Frontend.encode_chat`.
     """
+    messages, shown = conversation_input(frontend, messages, use, tools)
+    return await frontend.encode_chat(messages, tools=shown, **options)
+
+
+def conversation_input(
+    frontend: Frontend,
+    messages: Sequence[dict[str, Any]],
+    use: ToolUse,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Sequence[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
+    """Returns the messages and the tools that the chat template gets; see `encode_turn`. A template
+    that does not know tools has them in the messages."""
     if use.choice == "none":
-        return await frontend.encode_chat(messages, tools=None, **options)
+        return messages, None
     shown = (
         tools
         if tools is not None
         else [{"type": "function", "function": _shown(t)} for t in use.tools]
     )
     if not frontend.message_format.knows_tools:
-        return await frontend.encode_chat(show_tools(messages, shown), tools=None, **options)
-    return await frontend.encode_chat(messages, tools=shown, **options)
+        return show_tools(messages, shown), None
+    return messages, shown
 
 
 async def conversation_turn(
@@ -135,6 +147,7 @@ async def make_turn(
     use: ToolUse = NO_TOOLS,
     *,
     shows_thoughts: bool = True,
+    thought_budget: int | None = None,
 ) -> Turn:
     """Returns the turn that answers a prompt.
 
@@ -144,12 +157,20 @@ async def make_turn(
         fields: sampling parameters that were given; a `grammar` among them is the answer's.
         use: the tools.
         shows_thoughts: whether the client gets thoughts.
+        thought_budget: the maximum length of a thought in tokens, None for any.
 
     Raises:
         RequestError: a parameter or a tool's schema is wrong.
     """
     params = frontend.defaults.sampling_params(**fields)
-    return await turn_with(frontend, prompt, params, use, shows_thoughts=shows_thoughts)
+    return await turn_with(
+        frontend,
+        prompt,
+        params,
+        use,
+        shows_thoughts=shows_thoughts,
+        thought_budget=thought_budget,
+    )
 
 
 async def turn_with(
@@ -159,6 +180,7 @@ async def turn_with(
     use: ToolUse = NO_TOOLS,
     *,
     shows_thoughts: bool = True,
+    thought_budget: int | None = None,
 ) -> Turn:
     """Returns the turn that answers a prompt, as `make_turn`, with all sampling parameters."""
     format = frontend.message_format
@@ -167,7 +189,9 @@ async def turn_with(
     tokenizer = frontend.require_tokenizer("messages")
     in_thought = format.opens_thought(tokenizer.decode(prompt[-_MARKER_TOKENS:], False))
     settled = await settle_schemas(frontend, use)
-    grammar = format.grammar(settled, in_thought=in_thought, answer=params.grammar)
+    grammar = format.grammar(
+        settled, in_thought=in_thought, answer=params.grammar, thought_budget=thought_budget
+    )
     shown = frozenset(tokenizer.marker_ids[text] for text in format.markers)
     params = replace(params, grammar=grammar, shown_token_ids=shown)
     return Turn(prompt, params, use, True, in_thought, shows_thoughts)

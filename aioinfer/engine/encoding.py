@@ -228,7 +228,8 @@ class PromptEncoder:
             # clients look for the beginning, which is OpenAI's; one token is left for the answer
             message = (
                 f"This model's maximum context length is {limit + 1} tokens. However, the prompt "
-                f"{has}. Please reduce the length of the prompt."
+                f"{has}. Please reduce the length of the input "
+                "prompt."
             )
         else:
             message = f"the text {has}, and at most {limit} are accepted"

@@ -132,7 +132,12 @@ class MessageFormat(Protocol):
         ...
 
     def grammar(
-        self, use: ToolUse, *, in_thought: bool, answer: GrammarSpec | None
+        self,
+        use: ToolUse,
+        *,
+        in_thought: bool,
+        answer: GrammarSpec | None,
+        thought_budget: int | None = None,
     ) -> GrammarSpec | None:
         """Returns the grammar that holds the output to the tools' schemas, or None where nothing
         restricts it.
@@ -142,5 +147,6 @@ class MessageFormat(Protocol):
 
         Args:
             answer: the grammar of the content, if the request has one (`response_format`).
+            thought_budget: the maximum length of a thought in tokens, its markers not counted.
         """
         ...

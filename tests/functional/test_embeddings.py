@@ -119,7 +119,7 @@ async def test_scores_and_reranking_are_cosines(served: Served) -> None:
     [
         ("/v1/embeddings", {"input": ""}, "input"),
         ("/v1/embeddings", {"input": []}, "input"),
-        ("/v1/embeddings", {"input": ["a", 1]}, "input"),
+        ("/v1/embeddings", {"input": [1, ["a"]]}, "input"),
         ("/v1/embeddings", {"input": [1, 99_999]}, "input"),
         ("/v1/embeddings", {"input": [7] * 600}, "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 577}, "dimensions"),

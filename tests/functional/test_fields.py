@@ -3,6 +3,7 @@ and what would change the answer and is not supported is refused."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -68,6 +69,15 @@ class TestSampling:
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 3.0, "n": None, "stop": None}
         reply = await served.post(COMPLETIONS, **body, top_p=None, seed=7.0, metadata={"a": "b"})
         assert reply["usage"]["completion_tokens"] == 3
+
+    async def test_a_length_under_another_name(self, served: Served) -> None:
+        for names in ({"n_predict": 3}, {"n_predict": 9, "max_tokens": 3}):
+            reply = await served.post(COMPLETIONS, prompt=PROMPT, **names)
+            assert reply["usage"]["completion_tokens"] == 3
+        body = {"prompt": "x", "n_predict": -1, "logit_bias": {"5": 100}, "temperature": 0}
+        reply = await served.post(COMPLETIONS, **body | {"prompt": [5] * 480})
+        assert reply["usage"]["completion_tokens"] == 32
+        await served.post(CHAT, 400, messages=QUESTION, n_predict=0)
 
     async def test_an_echo_alone(self, served: Served) -> None:
         reply = await served.post(
@@ -244,13 +254,12 @@ class TestPaths:
     @pytest.mark.parametrize(
         ("path", "meant"),
         [
-            ("/completions", COMPLETIONS),
-            ("/chat/completions", CHAT),
+            ("/messages", "/v1/messages"),
+            ("/embeddings", "/v1/embeddings"),
             ("/v1/v1/chat/completions", CHAT),
             ("/v1/completions/", COMPLETIONS),
             ("/v1//completions", COMPLETIONS),
             ("/V1/Chat/Completions", CHAT),
-            ("/models", "/v1/models"),
             ("/v1/tokenize", "/tokenize"),
         ],
     )
@@ -286,7 +295,7 @@ class TestErrors:
         [
             (COMPLETIONS, {"temprature": 0.5}, "unknown_parameter"),
             (COMPLETIONS, {"logits_processors": ["x"]}, "unsupported_parameter"),
-            (CHAT, {"echo": True}, "unsupported_parameter"),
+            (CHAT, {"best_of": 2}, "unsupported_parameter"),
             (CHAT, {"modalities": ["text", "audio"]}, "unsupported_parameter"),
             (COMPLETIONS, {"temperature": 5000}, "invalid_value"),
             (COMPLETIONS, {"n": "many"}, "invalid_type"),
@@ -331,6 +340,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     names = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+    names += ["<|file_sep|>", "<think>", "</think>"]
     backend.add_special_tokens(names)
     backend.save(str(folder / "tokenizer.json"))
     return folder
@@ -338,8 +348,14 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def elsewhere(coder: Path) -> AsyncIterator[Served]:
-    """A server of that model, with keys, below a path, that adds usage and ignores what it does not
-    know."""
+    """A server of that model, with keys, below a path, that adds usage, ignores what it does not
+    know, and goes on with answers that have begun."""
+    template = coder / "chat.jinja"
+    text = (
+        "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    await asyncio.to_thread(template.write_text, text, encoding="utf-8")
     async with serve(
         model__path=str(coder),
         parallel__executor="inline",
@@ -347,9 +363,49 @@ async def elsewhere(coder: Path) -> AsyncIterator[Served]:
         server__root_path="/llm/",
         server__force_include_usage=True,
         server__unknown_fields="ignore",
+        chat__continue_answers=True,
+        model__chat_template=str(template),
     ) as served:
         served.http.headers["Authorization"] = "Bearer secret"
         yield served
+
+
+class TestThoughts:
+    @pytest.mark.parametrize("opens", [False, True])
+    async def test_a_budget(self, coder: Path, tmp_path: Path, opens: bool) -> None:
+        """A model that thinks for ever is cut off, and goes on with its answer."""
+        open_id, close_id = 262, 263
+        template = tmp_path / "template.jinja"
+        text = "{{ messages[0].content }}" + "<think>" * opens
+        await asyncio.to_thread(template.write_text, text, encoding="utf-8")
+        settings = {"model__chat_template": str(template), "chat__reasoning_format": "think"}
+        async with serve(model__path=str(coder), parallel__executor="inline", **settings) as served:
+            body = {"messages": QUESTION, "max_tokens": 12, "temperature": 0,
+                    "return_token_ids": True, "logit_bias": {str(open_id): 50}}  # fmt: skip
+            for budget in (0, 1, 5):
+                reply = await served.post(CHAT, **body, thinking_token_budget=budget)
+                ids = reply["choices"][0]["token_ids"]
+                thought = ids if opens else ids[1:]
+                assert opens or ids[0] == open_id
+                assert thought.index(close_id) == budget
+                assert reply["usage"]["completion_tokens"] == 12
+                streamed = await served.stream(CHAT, **body, thinking_token_budget=budget)
+                parts = [event["choices"][0].get("token_ids", []) for event in streamed]
+                assert [token for part in parts for token in part] == ids
+            free = await served.post(CHAT, **body, thinking_token_budget=-1)
+            assert close_id not in free["choices"][0]["token_ids"]
+            for wrong in (-2, 0.6, "x"):
+                reply = await served.post(CHAT, 400, **body, thinking_token_budget=wrong)
+                assert reply["error"]["param"] == "thinking_token_budget"
+            # the template leaves roles out
+            unknown = [{"role": "oracle", "content": "x"}]
+            reply = await served.post(CHAT, 400, **body | {"messages": unknown})
+            assert "does not know the role 'oracle'" in reply["error"]["message"]
+
+    async def test_a_budget_of_a_model_that_does_not_think(self, served: Served) -> None:
+        reply = await served.post(CHAT, messages=QUESTION, **GREEDY, thinking_token_budget=1)
+        same = await served.post(CHAT, messages=QUESTION, **GREEDY)
+        assert reply["choices"] == same["choices"]
 
 
 class TestElsewhere:
@@ -367,6 +423,26 @@ class TestElsewhere:
             bias = {"logit_bias": {str(token): 100}, "temperature": 0}
             (choice,) = (await elsewhere.post(COMPLETIONS, prompt="x", **body, **bias))["choices"]
             assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+    async def test_a_gap_in_llama_cpp_s_form(self, elsewhere: Served) -> None:
+        body = {"input_prefix": "def f(", "prompt": "x", "input_suffix": "): pass", "n_predict": 4}
+        reply = await elsewhere.post("/infill", **body)
+        gap = "<|fim_prefix|>def f(x<|fim_suffix|>): pass<|fim_middle|>"
+        assert reply["prompt"] == gap
+        assert reply["tokens_predicted"] == 4
+        extra = [{"filename": "a.h", "text": "int a;"}]
+        reply = await elsewhere.post("/infill", **body, input_extra=extra)
+        assert reply["prompt"] == f"<|file_sep|>a.h\nint a;<|file_sep|>file\n{gap}"
+        ended = await elsewhere.post("/infill", **body, logit_bias={"260": 100}, temperature=0)
+        assert (ended["content"], ended["stop_type"]) == ("", "eos")
+
+    async def test_an_answer_that_has_begun(self, elsewhere: Served) -> None:
+        tokenizer = elsewhere.frontend.tokenizer
+        begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Wh"}]
+        for fields, prompt in (({}, "ux.aWh"), ({"add_generation_prompt": True}, "ux.aWh.a")):
+            body = {"messages": begun, "max_tokens": 1, "return_token_ids": True, **fields}
+            reply = await elsewhere.post(CHAT, **body)
+            assert tokenizer.decode(reply["prompt_token_ids"]) == prompt
 
     async def test_keys_in_other_headers(self, elsewhere: Served) -> None:
         wrong, right = "guess", "secret"

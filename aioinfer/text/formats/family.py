@@ -124,7 +124,12 @@ class FamilyFormat:
         return self._thought.num_tokens(tokens, decode, close_id, in_thought=in_thought)
 
     def grammar(
-        self, use: ToolUse, *, in_thought: bool, answer: GrammarSpec | None
+        self,
+        use: ToolUse,
+        *,
+        in_thought: bool,
+        answer: GrammarSpec | None,
+        thought_budget: int | None = None,
     ) -> GrammarSpec | None:
         """See `MessageFormat.grammar`."""
         with_calls = bool(use.tools) and use.choice != "none"
@@ -136,27 +141,41 @@ class FamilyFormat:
                 "that are",
                 param="tool_choice",
             )
-        if not with_calls and (answer is None or not self.parses(use)):
+        if thought_budget is not None and isinstance(self._calls, HarmonyCalls):
+            raise RequestError(
+                "thinking_token_budget is not supported for this model, but reasoning_effort is",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
+        has_budget = thought_budget is not None and self._thought is not None
+        if not with_calls and not has_budget and (answer is None or not self.parses(use)):
             return answer
         lark = Lark(self._special_ids)
-        source = lark.grammar(self._start(lark, use if with_calls else None, in_thought, answer))
-        param = "tools" if with_calls or answer is None else answer.param
+        shown = use if with_calls else None
+        source = lark.grammar(self._start(lark, shown, in_thought, answer, thought_budget))
+        param = "thinking_token_budget" if answer is None else answer.param
+        param = "tools" if with_calls else param
         return GrammarSpec("message", source, param=param)
 
     def _start(
-        self, lark: Lark, use: ToolUse | None, in_thought: bool, answer: GrammarSpec | None
+        self,
+        lark: Lark,
+        use: ToolUse | None,
+        in_thought: bool,
+        answer: GrammarSpec | None,
+        thought_budget: int | None,
     ) -> str:
         """Returns the term for the whole output: calls if there is a `use` of tools."""
         if isinstance(self._calls, HarmonyCalls):
             return self._harmony(lark, self._calls, use, answer)
         thought, unlike = "", ""
         if self._thought is not None:
-            thought = self._thought.term(lark, in_thought=in_thought)
+            thought = self._thought.term(lark, in_thought=in_thought, budget=thought_budget)
             unlike = "" if in_thought else self._thought.begins_text(lark)
         space = "/\\s*/ " if thought else ""
         body = "" if answer is None else _answer(lark, answer)
         if use is None or self._calls is None:
-            return thought + space + body
+            return thought + (space + body if body else lark.free(but=unlike))
         # one that is named is called once
         parallel = use.parallel and use.choice != "named"
         calls = self._calls.calls(lark, _tools(use), parallel=parallel)

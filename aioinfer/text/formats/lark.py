@@ -39,11 +39,12 @@ class Lark:
         """Returns the text of the grammar that begins with `start`."""
         return "\n".join([f"start: {start}", *self._rules, ""])
 
-    def rule(self, body: str, *, lazy: bool = False) -> str:
+    def rule(self, body: str, *, lazy: bool = False, max_tokens: int | None = None) -> str:
         """Adds a rule and returns the term for it. A lazy one is a single lexeme that ends as soon
-        as it can."""
+        as it can; one with `max_tokens` ends behind so many tokens at the latest."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        option = "[lazy]" if lazy else "" if max_tokens is None else f"[max_tokens={max_tokens}]"
+        self._rules.append(f"{name}{option}: {body}")
         return f"{name} "
 
     def is_special(self, text: str) -> bool:

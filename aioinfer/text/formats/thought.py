@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from aioinfer.errors import RequestError
 from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.lark import Lark
 from aioinfer.text.formats.reader import Markers, Reader, Steps
@@ -66,9 +67,24 @@ class ThoughtMarkers:
                 return next(n for n in ends if self.close in decode(tokens[begin:n]))
         return len(tokens)
 
-    def term(self, lark: Lark, *, in_thought: bool) -> str:
-        """Returns the term for a thought: one that has to be closed, or one that may come."""
-        until_close = lark.free_until(self.close)
+    def term(self, lark: Lark, *, in_thought: bool, budget: int | None = None) -> str:
+        """Returns the term for a thought: one that has to be closed, or one that may come; of
+        `budget` tokens at most between its markers.
+
+        Raises `RequestError` for a budget where the marker of the end is no token: a text that
+        becomes one could not be cut off.
+        """
+        if budget is None:
+            until_close = lark.free_until(self.close)
+        elif lark.is_special(self.close):
+            thought = lark.rule(lark.free(), max_tokens=budget) if budget else ""
+            until_close = thought + lark.marker(self.close)
+        else:
+            raise RequestError(
+                f"thinking_token_budget needs a model with a token for {self.close}",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
         if in_thought:
             return until_close
         body = lark.rule(f"{lark.marker(self.open)}{until_close}")

@@ -1,0 +1,199 @@
+"""The endpoints that programs know from llama.cpp's server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.functional.conftest import Served
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT = "The capital of France is"
+GREEDY = {"prompt": PROMPT, "temperature": 0, "n_predict": 6}
+
+
+async def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
+    async with served.http.post(path, json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        *parts, rest = (await response.text()).split("\n\n")
+    assert rest == ""
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+async def test_a_completion(served: Served) -> None:
+    whole = await served.post("/completion", **GREEDY, return_tokens=True, cache_prompt=False)
+    assert "Paris" in whole["content"]
+    assert (whole["stop"], whole["stop_type"], whole["truncated"]) == (True, "limit", False)
+    assert whole["timings"]["predicted_n"] == len(whole["tokens"]) == 6
+    assert whole["timings"]["prompt_n"] + whole["timings"]["cache_n"] == whole["tokens_evaluated"]
+    assert whole["prompt"] == PROMPT
+    assert whole["generation_settings"]["n_predict"] == 6
+    assert isinstance(whole["has_new_line"], bool)
+    *parts, last = await events(served, "/completion", **GREEDY)
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert [part["tokens"] for part in parts] == [[token] for token in whole["tokens"]]
+    assert not any(part["stop"] for part in parts)
+    assert (last["content"], last["tokens"], last["stop_type"]) == ("", [], "limit")
+    assert last["timings"]["predicted_n"] == 6
+    assert (await served.post("/completion", **GREEDY))["tokens"] == []
+    stopped = await served.post("/completion", **GREEDY, stop=[" Paris"])
+    assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", " Paris")
+    loaded = await served.post("/completion", **GREEDY | {"n_predict": 0})
+    assert loaded["content"] == ""
+
+
+async def test_forms_of_prompts(served: Served) -> None:
+    ids = (await served.post("/tokenize", content=PROMPT, add_special=True))["tokens"]
+    one = (await served.post("/completion", **GREEDY))["content"]
+    assert (await served.post("/completion", **GREEDY | {"prompt": ids}))["content"] == one
+    for several in ([ids, PROMPT], [PROMPT, {"prompt_string": PROMPT}]):
+        both = await served.post("/completion", **GREEDY | {"prompt": several})
+        assert [reply["index"] for reply in both] == [0, 1]
+        assert [reply["content"] for reply in both] == [one, one]
+    start, end = "The capital", " is"
+    ids_of = served.frontend.encode
+    mixed = [*await ids_of(start), " of", *await ids_of(" France"), end]
+    assert (await served.post("/completion", **GREEDY | {"prompt": mixed}))["content"] == one
+    three = await served.post("/completion", **GREEDY, n_cmpl=3)
+    assert len(three) == 3
+    for wrong in ([], [[1, [2]]], {"prompt_string": "x", "multimodal_data": ["x"]}, [-1], 7):
+        reply = await served.post("/completion", 400, **GREEDY | {"prompt": wrong})
+        assert reply["error"]["type"] == "invalid_request_error"
+        assert reply["error"]["code"] == 400
+
+
+async def test_probabilities(served: Served) -> None:
+    reply = await served.post("/completion", **GREEDY, n_probs=4)
+    found = reply["completion_probabilities"]
+    assert "".join(token["token"] for token in found) == reply["content"]
+    for token in found:
+        assert bytes(token["bytes"]).decode() == token["token"]
+        assert token["logprob"] <= 0
+        assert token["top_logprobs"][0]["id"] == token["id"]
+        assert len(token["top_logprobs"]) == 4
+    *parts, _ = await events(served, "/completion", **GREEDY, n_probs=4)
+    assert [part["completion_probabilities"] for part in parts] == [[token] for token in found]
+    sampled = await served.post("/completion", **GREEDY, n_probs=4, post_sampling_probs=True)
+    for token in sampled["completion_probabilities"]:
+        assert [one["prob"] for one in token["top_probs"]] == [1, 0, 0, 0]
+    reply = await served.post(
+        "/completion", 400, **GREEDY | {"temperature": 1}, post_sampling_probs=True
+    )
+    assert reply["error"]["param"] == "post_sampling_probs"
+
+
+async def test_what_is_asked_of_sampling(served: Served) -> None:
+    for biases in ([[" Paris", False]], [[" Paris", -100], [7042, False]], {" Paris": -50}):
+        reply = await served.post("/completion", **GREEDY, logit_bias=biases)
+        assert "Paris" not in reply["content"]
+    body = GREEDY | {"n_predict": 60}
+    reply = await served.post("/completion", **body, json_schema={"enum": [{"a": 4}]})
+    assert json.loads(reply["content"]) == {"a": 4}
+    reply = await served.post("/completion", **body, grammar='root ::= "a"{5,5}')
+    assert (reply["content"], reply["stop_type"]) == ("aaaaa", "eos")
+    neutral = {"mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1, "dry_multiplier": 0.0,
+               "dry_sequence_breakers": ["\n"], "xtc_probability": 0, "xtc_threshold": 0.1,
+               "dynatemp_range": 0, "repeat_last_n": 64, "repeat_penalty": 1.0, "n_keep": 0,
+               "id_slot": -1}  # fmt: skip
+    plain = await served.post("/completion", **GREEDY)
+    assert (await served.post("/completion", **GREEDY, **neutral))["content"] == plain["content"]
+    for name, value in {"mirostat": 2, "dry_multiplier": 0.8, "samplers": ["top_k"], "lora": [{}],
+                        "t_max_predict_ms": 5}.items():  # fmt: skip
+        reply = await served.post("/completion", 400, **GREEDY, **{name: value})
+        assert reply["error"]["param"] == name
+    reply = await served.post("/completion", 400, **GREEDY, repeat_last_n=64, repeat_penalty=1.1)
+    assert reply["error"]["param"] == "repeat_last_n"
+
+
+async def test_an_end_that_never_comes(served: Served) -> None:
+    for ignores in (True, False):
+        reply = await served.post("/completion", **GREEDY, ignore_eos=ignores)
+        biases = reply["generation_settings"]["logit_bias"]
+        assert biases == ([{"token": 2, "bias": None}] if ignores else [])
+
+
+async def test_parts_of_a_reply(served: Served) -> None:
+    fields = ["content", "generation_settings/n_predict", "prompt"]
+    reply = await served.post("/completion", **GREEDY, response_fields=fields)
+    assert list(reply) == fields
+    assert reply["generation_settings/n_predict"] == 6
+
+
+async def test_tokens_and_texts(served: Served) -> None:
+    text = "What is the capital of 媽 and 🤗?"
+    tokens = (await served.post("/tokenize", content=text))["tokens"]
+    assert tokens == await served.frontend.encode(text, False)
+    pieces = (await served.post("/tokenize", content=text, with_pieces=True))["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens
+    whole = b"".join(
+        piece["piece"].encode() if isinstance(piece["piece"], str) else bytes(piece["piece"])
+        for piece in pieces
+    )
+    assert whole.decode() == text
+    assert (await served.post("/detokenize", tokens=tokens))["content"] == text
+    assert await served.post("/detokenize", tokens=tokens, model="smollm2") == {"prompt": text}
+    await served.post("/tokenize", 400, content=text, prompt=text)
+
+
+async def test_a_template(served: Served) -> None:
+    messages = [{"role": "system", "content": "Test."}, {"role": "user", "content": "Hi there"}]
+    prompt = (await served.post("/apply-template", messages=messages))["prompt"]
+    assert prompt.endswith("<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n")
+    ids = (await served.post("/tokenize", messages=messages))["tokens"]
+    assert (await served.post("/detokenize", tokens=ids))["content"] == prompt
+    body = {"messages": messages, "add_generation_prompt": False}
+    assert (await served.post("/apply-template", **body))["prompt"].endswith("there<|im_end|>\n")
+
+
+async def test_embeddings(served: Served) -> None:
+    reference = await served.post("/v1/embeddings", input=["a river", "a stream"])
+    found = await served.post("/embedding", content=["a river", "a stream"])
+    for one, item in zip(found, reference["data"], strict=True):
+        assert one["embedding"] == [pytest.approx(item["embedding"], abs=1e-4)]
+    raw = (await served.post("/embedding", input="a river", embd_normalize=-1))[0]["embedding"][0]
+    assert sum(x * x for x in raw) > 2
+    await served.post("/embedding", 400, content="x", embd_normalize=1)
+
+
+async def test_what_is_said_of_the_server(served: Served) -> None:
+    async with served.http.get("/props") as response:
+        props = await response.json()
+    assert props["model_path"].endswith(".gguf")
+    assert props["default_generation_settings"]["n_ctx"] == 512
+    async with served.http.get("/slots") as response:
+        slots = await response.json()
+    assert props["total_slots"] == len(slots) == 4
+    assert not any(slot["is_processing"] for slot in slots)
+    async with served.http.get("/models") as response:
+        assert (await response.json())["data"][0]["id"] == "smollm2"
+    messages = [{"role": "user", "content": "Hi"}]
+    reply = await served.post("/chat/completions", messages=messages, max_tokens=3)
+    assert reply["object"] == "chat.completion"
+    reply = await served.post("/responses", input="Hi", max_output_tokens=3)
+    assert reply["object"] == "response"
+
+
+async def test_times_of_a_chat(served: Served) -> None:
+    ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    options = {"stream_options": {"include_usage": True}, "timings_per_token": True}
+    *parts, last = await served.stream("/chat/completions", **ask, **options)
+    assert last["timings"]["predicted_n"] == last["usage"]["completion_tokens"]
+    assert last["timings"]["predicted_per_second"] > 0
+    assert not any("timings" in part for part in parts)
+
+
+async def test_errors(served: Served) -> None:
+    error = (await served.post("/completion", 400, prompt="word " * 900))["error"]
+    assert error["type"] == "exceed_context_size_error"
+    assert "exceeds the available context size" in error["message"]
+    error = (await served.post("/infill", 400, input_prefix="a", input_suffix="b"))["error"]
+    assert error["type"] == "not_supported_error"
+    error = (await served.post("/completions", 400, prompt="x", max_tokens=5))["error"]
+    assert error["param"] == "max_tokens"
+    assert "/v1/completions" in error["message"]
+    assert (await served.post("/completions", **GREEDY))["content"]
+    await served.post("/infill", 400, input_prefix="a", input_suffix="b", input_extra=[{}])
