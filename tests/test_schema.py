@@ -91,8 +91,8 @@ async def test_it_is_a_document_of_openapi_3_1() -> None:
 
 
 async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
-    """Random requests by schemathesis, for half a minute at most. By hand, for thousands of cases:
-    the same command with --max-examples 150 and the phases coverage,fuzzing."""
+    """Random requests by schemathesis, for half a minute at most. By hand, for thousands of cases
+    and with a model: `scripts/check_requests.py`."""
     settings: dict[str, Any] = {
         "server.files_folder": str(tmp_path),
         "server.admin_key": "admin",

@@ -55,7 +55,13 @@ def server(
         yield Server(url.rstrip("/"))
         return
     log = tmp_path_factory.mktemp("server") / "log"
-    settings = {"server.port": 0, "model.max_model_len": 2048, "server.tokenizer_info": "true"}
+    settings = {
+        "server.port": 0,
+        "model.max_model_len": 2048,
+        "server.tokenizer_info": "true",
+        # clients take a core of their own, and threads wait for one another at every layer
+        "parallel.cpu_threads": 1,
+    }
     options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     command = [request.config.getoption("--server-python"), "-m", "aioinfer"]
     with log.open("w") as output, subprocess.Popen(
