@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the server's Python and, for work on these tests, a server that runs already."""
     parser.addoption("--server-python", default=str(ROOT / ".venv/bin/python"))
     parser.addoption("--node-folder", default=str(ROOT / ".venv-clients/node"))
+    parser.addoption("--aiperf", default=str(ROOT / ".venv-clients/aiperf/bin/aiperf"))
     parser.addoption("--url", help="a server of the demo model, such as http://127.0.0.1:8000")
 
 

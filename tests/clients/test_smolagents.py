@@ -84,7 +84,9 @@ def test_an_agent(server: Server, streams: bool) -> None:
         verbosity_level=0,
     )
     agent.run(QUESTION)
-    called = [call for step in agent.memory.steps for call in getattr(step, "tool_calls", None) or ()]
+    called = [
+        call for step in agent.memory.steps for call in getattr(step, "tool_calls", None) or ()
+    ]
     assert called
     for call in called:
         if call.name == "get_weather":
