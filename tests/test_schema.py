@@ -66,6 +66,8 @@ async def test_bodies_are_those_that_check_the_requests() -> None:
     assert {"temperature", "logit_bias", "stop"} <= schema["properties"].keys()
     assert found["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
     assert "security" not in found["paths"]["/health"]["get"]
+    message = found["components"]["schemas"]["Message"]["properties"]
+    assert "assistant" in message["role"]["enum"]  # or random chats are never answered
     # every reference leads somewhere
     names = set(re.findall(r"#/components/schemas/(\w+)", str(found)))
     assert names <= found["components"]["schemas"].keys()

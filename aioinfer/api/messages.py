@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aioinfer.api.json_members import count_values
 from aioinfer.errors import RequestError
@@ -20,12 +20,15 @@ _SHORT_ARGUMENTS = 1024
 _FEW_PARTS = 16
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Described by their values in `/openapi.json`; `Message.check` tests them, with messages of its own.
+Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
 
 class ContentPart(Struct, kw_only=True):
     """A part of a message's content; only text is understood."""
 
-    type: str
+    type: PartType
     text: str | None = None
 
 
@@ -48,7 +51,7 @@ class ToolCall(Struct, kw_only=True):
 class Message(Struct, kw_only=True):
     """A message of a conversation."""
 
-    role: str
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
