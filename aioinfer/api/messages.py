@@ -20,7 +20,7 @@ _SHORT_ARGUMENTS = 1024
 _FEW_PARTS = 16
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Described by their values in `/openapi.json`; `Message.check` tests them, with messages of its own.
+#: Described by their values in `/openapi.json`; `Message.check` tests them, with its own messages.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
 PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
