@@ -1,6 +1,6 @@
-"""One server of the demo model for all clients. `make test-clients` runs this folder in environments
-of its own (`.venv-clients`, and one below it for `newer/`), so that clients and server do not share
-packages."""
+"""One server of the demo model for all clients. `make test-clients` runs this folder in an
+environment of its own (`.venv-clients`), and `newer/` in another, so that clients and server do not
+share packages."""
 
 from __future__ import annotations
 
