@@ -187,7 +187,8 @@ def _unsupported(block: ContentBlock, place: str) -> RequestError:
 
 
 def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Yields a message; results of tools become messages of their own, before its text."""
+    """Yields a message; results of tools become messages of their own, before its text. Content
+    without blocks is an empty text, as it is for chats."""
     if isinstance(message.content, str) or message.role == "system":
         yield {"role": message.role, "content": _text(message.content, f"{where}.content")}
         return
@@ -211,5 +212,5 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
                 yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             case _:
                 raise _unsupported(block, place)
-    if texts or extra or message.role == "assistant":
+    if texts or extra or message.role == "assistant" or not message.content:
         yield {"role": message.role, "content": "\n".join(texts), **extra}

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from aioinfer.api.json_members import count_values
 from aioinfer.errors import RequestError
@@ -23,12 +23,15 @@ _FEW_PARTS = 16
 _MAX_ROLE = 64
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Described by their values in `/openapi.json`; `Message.check` tests them, with its own messages.
+Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
 
 class ContentPart(Struct, kw_only=True):
     """A part of a message's content; only text is understood."""
 
-    type: str
+    type: PartType
     text: str | None = None
 
 
@@ -51,7 +54,7 @@ class ToolCall(Struct, kw_only=True):
 class Message(Struct, kw_only=True):
     """A message of a conversation."""
 
-    role: str
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None

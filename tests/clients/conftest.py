@@ -1,5 +1,6 @@
 """One server of the demo model for all clients. `make test-clients` runs this folder in an
-environment of its own (`.venv-clients`), so that clients and server do not share packages."""
+environment of its own (`.venv-clients`), and `newer/` in another, so that clients and server do not
+share packages."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the server's Python and, for work on these tests, a server that runs already."""
     parser.addoption("--server-python", default=str(ROOT / ".venv/bin/python"))
     parser.addoption("--node-folder", default=str(ROOT / ".venv-clients/node"))
+    parser.addoption("--aiperf", default=str(ROOT / ".venv-clients/aiperf/bin/aiperf"))
     parser.addoption("--url", help="a server of the demo model, such as http://127.0.0.1:8000")
 
 
@@ -55,7 +57,13 @@ def server(
         yield Server(url.rstrip("/"))
         return
     log = tmp_path_factory.mktemp("server") / "log"
-    settings = {"server.port": 0, "model.max_model_len": 2048, "server.tokenizer_info": "true"}
+    settings = {
+        "server.port": 0,
+        "model.max_model_len": 2048,
+        "server.tokenizer_info": "true",
+        # clients take a core of their own, and threads wait for one another at every layer
+        "parallel.cpu_threads": 1,
+    }
     options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     command = [request.config.getoption("--server-python"), "-m", "aioinfer"]
     with log.open("w") as output, subprocess.Popen(

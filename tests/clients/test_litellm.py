@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any, Literal
 
 import litellm
@@ -13,7 +14,10 @@ from pydantic import BaseModel, ConfigDict
 #: Each provider's name and the path of its base URL.
 PROVIDERS = {"openai": "/v1", "hosted_vllm": "/v1", "lm_studio": "/v1", "ollama_chat": ""}
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
+#: A copy, since litellm removes members of the schemas that it is given (`hosted_vllm`).
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": copy.deepcopy(WEATHER)}}
+]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 

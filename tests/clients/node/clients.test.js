@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { ChatOpenAI } from "@langchain/openai";
-import { generateObject, generateText, streamText, tool } from "ai";
+import { generateObject, generateText, streamObject, streamText, tool } from "ai";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -73,14 +73,20 @@ test("ai: text, calls, objects", async () => {
   assert.equal(streamed, whole.text);
   assert.equal((await stream.usage).outputTokens, whole.usage.outputTokens);
   const weather = tool({ inputSchema: Weather, execute: async ({ city }) => `sun in ${city}` });
-  const called = await generateText({
-    ...asked,
-    tools: { weather },
-    toolChoice: { type: "tool", toolName: "weather" },
-  });
+  const calls = { ...asked, tools: { weather }, toolChoice: { type: "tool", toolName: "weather" } };
+  const called = await generateText(calls);
   Weather.parse(called.toolCalls[0].input);
   assert.match(called.toolResults[0].output, /^sun in/);
-  Weather.parse((await generateObject({ ...asked, schema: Weather })).object);
+  const calling = streamText(calls);
+  Weather.parse((await calling.toolCalls)[0].input);
+  assert.match((await calling.toolResults)[0].output, /^sun in/);
+  assert.equal(await calling.finishReason, "tool-calls");
+  const { object } = await generateObject({ ...asked, schema: Weather });
+  Weather.parse(object);
+  const partial = streamObject({ ...asked, schema: Weather });
+  let last;
+  for await (const piece of partial.partialObjectStream) last = piece;
+  assert.deepEqual(last, object);
 });
 
 test("langchain: text, calls, objects", async () => {
@@ -100,6 +106,10 @@ test("langchain: text, calls, objects", async () => {
   const options = { tool_choice: "get_weather", parallel_tool_calls: false };
   const { tool_calls } = await chat.bindTools(tools, options).invoke(question);
   Weather.parse(tool_calls[0].args);
+  let joined;
+  for await (const chunk of await chat.bindTools(tools, options).stream(question))
+    joined = joined ? joined.concat(chunk) : chunk;
+  assert.deepEqual(joined.tool_calls[0].args, tool_calls[0].args);
   for (const method of ["jsonSchema", "functionCalling"]) {
     const structured = chat.withStructuredOutput(Weather, { name: "weather", method });
     Weather.parse(await structured.invoke(question));
