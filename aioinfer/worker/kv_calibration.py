@@ -9,9 +9,8 @@ stable.
 
 What keys are stored less (`KVScales.key_shifts`) is measured in the same way, once the scales fit:
 the mean key of a head before RoPE, from which follows its mean over all positions that are served.
-Channels that RoPE turns slowly keep theirs, those that it turns often have none. The first token's
-key lies apart, and in many models a third of all attention goes there: the mean is taken without
-it, and moved towards it by `_TOWARDS_FIRST` of the distance.
+Channels that RoPE turns slowly keep theirs, those that it turns often have none. The first token is
+left out, since models attend to it as to nothing else and its key lies apart.
 
 Random tokens are not what a model will read, hence the margin; what exceeds it saturates. The
 prompt is the same at each start, and the ranks agree on the heads that they share.
@@ -35,8 +34,6 @@ CALIBRATION_TOKENS = 128
 MARGIN = 4.0
 #: Times that the prompt is computed at most.
 _MAX_PASSES = 4
-#: How far towards the first token's key the mean key is moved.
-_TOWARDS_FIRST = 0.25
 #: By which a scale is multiplied where all that was seen is beyond the range, or divided where all
 #: of it was rounded to zero.
 _COARSE_STEP = 2.0**8
@@ -104,16 +101,14 @@ def _fit_scales(
 
 @torch.inference_mode()
 def _shift_keys(scales: KVScales, stored: torch.Tensor, max_len: int) -> None:
-    """Sets the shifts of a layer to the mean keys over `max_len` positions, moved towards the first
-    key, from the keys of a prompt as they are stored [tokens, num_kv_heads, head_size], not shifted
-    so far."""
+    """Sets the shifts of a layer to the mean keys over `max_len` positions, from those of a prompt
+    as they are stored [tokens, num_kv_heads, head_size], not shifted so far."""
     rotary, shifts = scales.rotary, scales.key_shifts
     if rotary is None or shifts is None:
         return
     keys = stored.float() * scales.keys[:, None]
     mean = apply_rope(_before_rope(keys, rotary)[1:].mean(0, keepdim=True), *rotary.mean(max_len))
-    shift = mean[0].lerp(keys[0], _TOWARDS_FIRST)
-    shifts.copy_(torch.where(torch.isfinite(shift), shift, 0))
+    shifts.copy_(torch.where(torch.isfinite(mean[0]), mean[0], 0))
 
 
 def _before_rope(keys: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
