@@ -167,6 +167,7 @@ class Projection:
             sines.
         q_weight, k_weight: [D] of the norms, both or neither.
         eps: of the norms.
+        key_shifts: float32 [Hkv, D], subtracted from keys that are written; None: nothing.
     """
 
     qkv: torch.Tensor
@@ -174,6 +175,7 @@ class Projection:
     q_weight: torch.Tensor | None = None
     k_weight: torch.Tensor | None = None
     eps: float = 1e-6
+    key_shifts: torch.Tensor | None = None
 
 
 @triton.jit
@@ -340,11 +342,11 @@ def _repeated(x, ROWS: tl.constexpr):
 @triton.jit
 def _begin_row(
     line, table, position, head, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
-    k_cache, v_cache, scales, k_strides, v_strides,
+    k_cache, v_cache, scales, key_shifts, k_strides, v_strides,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, SOFT_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Returns the queries of a row whose newest token's projection begins at `line`, and the state
     of the softmax.
@@ -367,15 +369,20 @@ def _begin_row(
     if HAS_SCALES:
         k_inverse = tl.load(scales + 2 * KV_HEADS + head)
         v_inverse = tl.load(scales + 3 * KV_HEADS + head)
+    if HAS_SHIFTS:
+        shift = tl.load(key_shifts + head * HEAD_SIZE + d, mask, 0.0)
     cos, sin = load_angles(angles, d, ROTARY)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     query = rotated_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(
         line.dtype.element_ty
     )
     if is_last:
-        key = rotated_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM) * k_inverse
+        key = rotated_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM)
+        if HAS_SHIFTS:
+            key -= shift
         offset = position % BLOCK_SIZE
-        key, cached = to_cache_dtype(key, k_cache), to_cache_dtype(value * v_inverse, v_cache)
+        key = to_cache_dtype(key * k_inverse, k_cache)
+        cached = to_cache_dtype(value * v_inverse, v_cache)
         tl.store(k_cache + cached_head(block, offset, head, k_strides) + d, key, (g == 0) & mask)
         tl.store(v_cache + cached_head(block, offset, head, v_strides) + d, cached, (g == 0) & mask)
         score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
@@ -390,7 +397,7 @@ def _begin_row(
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
-    soft_cap, scales,
+    soft_cap, scales, key_shifts,
     cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -399,7 +406,7 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, FP16_OPERANDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
@@ -440,9 +447,9 @@ def _decode_kernel(
                 line, table, cached, head, (end == tiles) & (seq_len > 0),
                 cos_sin + cached.to(tl.int64) * cos_sin_stride,
                 q_norm, k_norm, m, l, acc, eps, score_scale, soft_cap, k_cache, v_cache, scales,
-                k_strides, v_strides,
+                key_shifts, k_strides, v_strides,
                 KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM,
-                HAS_SCALES, SOFT_CAP,
+                HAS_SCALES, HAS_SHIFTS, SOFT_CAP,
             )  # fmt: skip
         else:
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
@@ -522,6 +529,7 @@ def launch_decode(
         source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
         workspace.partials, workspace.maxima, workspace.sums,
         workspace.counters, scale, soft_cap, workspace.plan if scales is None else scales,
+        source.cos_sin if source.key_shifts is None else source.key_shifts,
         source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
         source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -534,6 +542,7 @@ def launch_decode(
         PDL=pdl, PROJECTED=projection is not None,
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
         HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
+        HAS_SHIFTS=source.key_shifts is not None,
         FP16_OPERANDS=_uses_fp16(config, source.qkv, k_cache),
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,

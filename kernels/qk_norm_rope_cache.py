@@ -28,13 +28,13 @@ FLOAT8_MAX = _FLOAT8_MAX.value
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_cache_kernel(
     qkv, positions, cos_sin, q_weight, k_weight, slot_mapping, q_out, k_cache, v_cache, eps,
-    scales,
+    scales, key_shifts,
     qkv_stride, cos_sin_stride, q_stride, k_block_stride, k_token_stride, k_head_stride,
     v_block_stride, v_token_stride, v_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -96,6 +96,8 @@ def _qk_norm_rope_cache_kernel(
                 + head[:, None] * k_head_stride
                 + d[None, :]
             )
+            if HAS_SHIFTS:
+                x -= tl.load(key_shifts + head[:, None] * HEAD_SIZE + d[None, :], mask, 0.0)
             if HAS_SCALES:
                 x *= tl.load(scales + 2 * KV_HEADS + head, head < KV_HEADS, 1.0)[:, None]
             tl.store(place, to_cache_dtype(x, k_cache), mask & (slot >= 0))
@@ -114,6 +116,7 @@ def qk_norm_rope_cache(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     scales: torch.Tensor | None = None,
+    key_shifts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -135,6 +138,8 @@ def qk_norm_rope_cache(
         scales: float32 [4, Hkv], contiguous, of caches in float8: by KV head the factors by which
             what they hold is multiplied when it is read, of keys and of values, and the reciprocals
             of both. None: 1.
+        key_shifts: float32 [Hkv, D], contiguous, subtracted from keys before they are multiplied
+            with the reciprocal of their scale; None: nothing.
         out: [T, Hq, D] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
@@ -174,12 +179,14 @@ def qk_norm_rope_cache(
         qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin,
         k_weight if k_weight is not None else cos_sin,
         slot_mapping, out, k_cache, v_cache, eps, cos_sin if scales is None else scales,
+        cos_sin if key_shifts is None else key_shifts,
         qkv.stride(0), cos_sin.stride(0), out.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HEAD_SIZE=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), ROTARY=rotary,
         BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None,
-        HAS_SCALES=scales is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        HAS_SCALES=scales is not None, HAS_SHIFTS=key_shifts is not None,
+        PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -197,6 +204,7 @@ def qk_norm_rope_cache_reference(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     scales: torch.Tensor | None = None,
+    key_shifts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_cache` in plain torch, in the inputs' dtype; writes to the caches and returns
     q [T, Hq, D]. The caches have that dtype, too: with scales, what is read from caches in float8
@@ -215,7 +223,8 @@ def qk_norm_rope_cache_reference(
 
     is_written = slot_mapping >= 0
     slots = slot_mapping[is_written].long()
-    for number, (cache, new) in enumerate(((k_cache, apply_rope(k)), (v_cache, v))):
+    keys = apply_rope(k) if key_shifts is None else apply_rope(k) - key_shifts
+    for number, (cache, new) in enumerate(((k_cache, keys), (v_cache, v))):
         if scales is not None:
             scale, inverse = (scales[row, :, None].to(new.dtype) for row in (number, 2 + number))
             stored = (new * inverse).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)

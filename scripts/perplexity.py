@@ -12,7 +12,10 @@ ships (`pydoc_data.topics`; Python Software Foundation License), from its beginn
 of it, in windows of `--window` tokens, each of which begins with nothing before it. The perplexity
 is exp of the mean negative log-probability of all tokens but the first of each window, given those
 before them in the window (Jelinek et al. 1977); "ratio" is to the first row, and "+-" is two
-standard errors of it, from the differences between the two rows' tokens.
+standard errors of it, from the differences between the two rows' tokens. "expected" is what the
+ratio would be on text that the first row's model had written itself: exp of the Kullback-Leibler
+divergence, which for small differences is half the mean of their squares. Any rounding makes that
+worse, whereas it may move the perplexity of a given text either way.
 """
 
 from __future__ import annotations
@@ -113,13 +116,15 @@ def show(names: Sequence[str], found: Sequence[npt.NDArray[np.float64]]) -> None
     """Prints the table."""
     digest = hashlib.sha256(reference_text().encode()).hexdigest()[:12]
     title = f"{len(found[0])} tokens, Python {platform.python_version()}, text {digest}"
-    table = Table("configuration", "perplexity", "ratio", "+-", title=title)
+    table = Table("configuration", "perplexity", "ratio", "+-", "expected", title=title)
     for name, logprobs in zip(names, found, strict=True):
         difference = found[0] - logprobs
         error = 2 * difference.std() / math.sqrt(len(difference))
         ratio = math.exp(difference.mean())
         perplexity = math.exp(-logprobs.mean())
-        table.add_row(name, f"{perplexity:.4f}", f"{ratio:.5f}", f"{error:.5f}")
+        expected = math.exp(np.square(difference).mean() / 2)
+        figures = f"{perplexity:.4f}", f"{ratio:.5f}", f"{error:.5f}", f"{expected:.5f}"
+        table.add_row(name, *figures)
     Console().print(table)
 
 

@@ -25,11 +25,13 @@ def rounding_model(
     folder: Path,
     scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     device: str = "cpu",
+    shifts: Mapping[int, torch.Tensor] | None = None,
 ) -> Any:
     """Returns the model of a folder in float32.
 
     Args:
         scales: of the keys and of the values of each layer, each [num_kv_heads].
+        shifts: what keys of each layer are stored less, [num_kv_heads, head_size]; None: nothing.
     """
 
     def attend(
@@ -45,7 +47,8 @@ def rounding_model(
     ) -> tuple[torch.Tensor, None]:
         of_keys, of_values = scales[module.layer_idx]
         group = query.shape[1] // key.shape[1]
-        key = rounded(key, of_keys).repeat_interleave(group, dim=1)
+        shift = 0.0 if shifts is None else shifts[module.layer_idx][:, None].to(key.device)
+        key = (rounded(key - shift, of_keys) + shift).repeat_interleave(group, dim=1)
         value = rounded(value, of_values).repeat_interleave(group, dim=1)
         scores = query @ key.transpose(2, 3) * scaling
         if softcap is not None:

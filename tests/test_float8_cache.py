@@ -19,6 +19,7 @@ from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8, AttentionShape, KVCache, KVScales
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope
 from aioinfer.layers.shards import Shard
 from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.kv_scales import has_float8_cache, load_kv_scales
@@ -50,9 +51,13 @@ def make_scales(heads: int = KV_HEADS, module: str = "") -> KVScales:
 class Float8Batch(Batch):
     """A batch over a cache in float8; its reference attends to what such a cache holds."""
 
-    def __init__(self, rows: list[tuple[int, int]], block_size: int):
+    def __init__(self, rows: list[tuple[int, int]], block_size: int, *, is_shifted: bool):
         super().__init__(rows, block_size)
         scales = make_scales()
+        head_size = self.cache.keys.shape[-1]
+        shift = torch.zeros(KV_HEADS, head_size)
+        if is_shifted:
+            shift = scales.key_shifts = torch.randn(KV_HEADS, head_size)
         shape = self.cache.keys.shape
         whole = torch.full((2, *shape), torch.nan).to(FLOAT8)
         cache = KVCache.of_layer(whole, scales)
@@ -65,18 +70,21 @@ class Float8Batch(Batch):
         self.cache = cache
         self.written = self.keys, self.values
         # what is read back of all that was and will be written
-        for parts, scale in ((self.keys, scales.keys), (self.values, scales.values)):
+        of_values = self.values, scales.values, torch.zeros_like(shift)
+        for parts, scale, less in ((self.keys, scales.keys, shift), of_values):
             for number, part in enumerate(parts):
-                stored = (part / scale[:, None]).clamp(-448, 448).to(FLOAT8)
-                parts[number] = stored.float() * scale[:, None]
+                stored = ((part - less) / scale[:, None]).clamp(-448, 448).to(FLOAT8)
+                parts[number] = stored.float() * scale[:, None] + less
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "is_shifted"), [(None, False), (None, True), (5, True)])
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
-def test_attention_reads_what_the_cache_holds(rows: list[tuple[int, int]], window: int | None):
-    """Rounding what is rounded changes nothing, so the step's own keys are those of the
-    reference."""
-    batch = Float8Batch(rows, 4)
+def test_attention_reads_what_the_cache_holds(
+    rows: list[tuple[int, int]], window: int | None, is_shifted: bool
+) -> None:
+    """Rounding what is rounded changes nothing, so the step's own keys are those of the reference;
+    and what keys are stored less need not be added when they are read."""
+    batch = Float8Batch(rows, 4, is_shifted=is_shifted)
     expected = batch.reference(window)
     torch.testing.assert_close(batch.attend(window).double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -142,14 +150,22 @@ def test_a_needle_among_32k_keys() -> None:
 # ------------------------------------------------------------------------ models
 
 
-def check_model(model: Any, folder: Path) -> None:
+def check_model(model: Any, folder: Path, *, is_shifted: bool) -> None:
     """Logits of all positions, however texts are cut and batched, are those of a model that rounds
     keys and values alike, and not those of one that does not."""
     for number, scales in enumerate(model.kv_scales):
         heads = scales.table.shape[1]
         scales.set(0.003 * (number + 1) * torch.arange(1.0, heads + 1), torch.full((heads,), 0.002))
     of_layers = {n: (s.keys.clone(), s.values.clone()) for n, s in enumerate(model.kv_scales)}
-    reference = rounding_model(folder, of_layers)
+    shifts = {}
+    for number, scales in enumerate(model.kv_scales):
+        heads, size = scales.table.shape[1], model.kv_specs[number].head_size
+        scales.allow_key_shifts(size)
+        shifts[number] = torch.zeros(heads, size)
+        if scales.key_shifts is not None:
+            shifts[number] = scales.key_shifts.normal_(0, 0.3).clone()
+    assert any(bool(shift.any()) for shift in shifts.values()) == is_shifted
+    reference = rounding_model(folder, of_layers, shifts=shifts)
     logits = PagedModel(model, 4, FLOAT8).run_at_random(TEXTS, 9, seed=1)
     unrounded = PagedModel(model, 4).run_at_random(TEXTS, 9, seed=1)
     errors, distances = [], []
@@ -163,15 +179,16 @@ def check_model(model: Any, folder: Path) -> None:
     assert max(errors) < 0.25 * min(distances), (errors, distances)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_family(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "is_shifted"), [("llama", True), ("gemma2", False)])
+def test_a_family(family: str, is_shifted: bool, tmp_path: Path) -> None:
+    """Keys of Gemma 2 are not shifted, as its scores have a soft cap."""
     tiny_model(family, tmp_path)
-    check_model(load_model(tmp_path, ParallelGroup.single()), tmp_path)
+    check_model(load_model(tmp_path, ParallelGroup.single()), tmp_path, is_shifted=is_shifted)
 
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     save_fallback("starcoder2", tmp_path)
-    check_model(load_fallback(tmp_path), tmp_path)
+    check_model(load_fallback(tmp_path), tmp_path, is_shifted=False)
 
 
 # ------------------------------------------------------------------------ scales of checkpoints
@@ -373,14 +390,49 @@ def test_calibration_finds_scales_of_every_size(size: float) -> None:
     def compute_prompt() -> None:
         cache.write(torch.arange(6), new, -new)
 
-    calibrate([scales], groups, [kv], 2, compute_prompt, ParallelGroup.single())
+    calibrate([scales], groups, [kv], 6, 6, compute_prompt, ParallelGroup.single())
     expected = 2.0 ** np.ceil(np.log2(size * MARGIN / 448))
     assert scales.keys.tolist() == scales.values.tolist() == pytest.approx([expected, 1.0])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> None:
+    """Of a key that is the same at each position before RoPE, and another at the first; with a
+    variant that scales cosines and sines, too. Channels beyond the rotated ones keep their mean."""
+    heads, size, tokens, max_len = 2, 20, 30, 400
+    rotary = RotaryTable(RopeConfig(theta=1e3, rotary_size=16), size, max_len + 9, CPU)
+    rotary.cos_sin *= factor
+    scales = KVScales("", Shard.whole(heads), CPU, rotary)
+    scales.allow_key_shifts(size)
+    key = torch.randn(heads, size)
+    kv = torch.zeros(2, 1, 8, 4, heads, size).to(FLOAT8)
+    cache = KVCache.of_layer(kv[:, 0], scales)
+    stored = []
+
+    def compute_prompt() -> None:
+        keys = key.repeat(tokens, 1, 1)
+        keys[0] += 3
+        rotated = apply_rope(keys, *rotary.at(torch.arange(tokens)))
+        stored[:] = cache.write(torch.arange(tokens), rotated, torch.ones_like(keys))
+
+    calibrate(
+        [scales], group_layers([AttentionShape(2, heads, size, 1.0).kv_spec]), [kv], tokens,
+        max_len, compute_prompt, ParallelGroup.single(),
+    )  # fmt: skip
+    everywhere = apply_rope(key.repeat(max_len, 1, 1), *rotary.at(torch.arange(max_len)))
+    expected = everywhere.mean(0)
+    assert expected.norm() > 0.5 * key.norm()
+    assert scales.key_shifts is not None
+    # channels that are not rotated are rounded alike at all positions, by up to 1 / 16
+    assert (scales.key_shifts - expected).norm() < 0.05 * expected.norm()
+    # the scales fit what is stored now
+    largest = stored[0].float().abs().amax((0, 2)) * MARGIN
+    assert ((largest <= 448) & (largest > 448 / 2.1)).all()
 
 
 def test_nan_leaves_the_scales() -> None:
     scales = KVScales("", Shard.whole(1), CPU)
     groups = group_layers([AttentionShape(1, 1, 8, 1.0).kv_spec])
     kv = torch.full((2, 1, 1, 4, 1, 8), torch.nan).to(FLOAT8)
-    calibrate([scales], groups, [kv], 1, lambda: None, ParallelGroup.single())
+    calibrate([scales], groups, [kv], 4, 4, lambda: None, ParallelGroup.single())
     assert (scales.table == 1).all()

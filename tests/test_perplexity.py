@@ -44,3 +44,4 @@ def test_windows_are_scored_as_in_transformers(
     shown = capsys.readouterr().out
     assert f"{math.exp(-found.mean()):.4f}" in shown
     assert f"{math.exp(0.5):.5f}" in shown
+    assert f"{math.exp(0.5**2 / 2):.5f}" in shown

@@ -125,7 +125,7 @@ class KernelAttention:
         queries = self._queries(qkv)
         projection = None
         if step.num_decodes is not None:
-            projection = Projection(qkv, self._cos_sin, **self._norms)
+            projection = self._projection(qkv)
         # decode attention caches its own keys, if the host knows how many rows it has
         first = step.num_decodes or 0
         if first < len(qkv):
@@ -156,8 +156,7 @@ class KernelAttention:
             queries, self._cache.keys, self._cache.values, tables,
             step.inputs.query_starts[: rows + 1], sampled.seq_lens, num_decodes=rows,
             workspace=self._workspace, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=self._cache.scales, projection=Projection(qkv, self._cos_sin, **self._norms),
-            pdl=self._pdl,
+            scales=self._cache.scales, projection=self._projection(qkv), pdl=self._pdl,
         )  # fmt: skip
 
     def attend_rotated(
@@ -174,6 +173,9 @@ class KernelAttention:
             scales=cache.scales,
         )  # fmt: skip
 
+    def _projection(self, qkv: torch.Tensor) -> Projection:
+        return Projection(qkv, self._cos_sin, key_shifts=self._cache.key_shifts, **self._norms)
+
     def _queries(self, qkv: torch.Tensor) -> torch.Tensor:
         heads, size = self._shape.num_heads, self._shape.head_size
         return qkv[:, : heads * size].view(-1, heads, size)
@@ -186,6 +188,6 @@ class KernelAttention:
         qk_norm_rope_cache(
             qkv[first:], inputs.positions[first:], self._cos_sin, group.slot_mapping[first:],
             cache.keys, cache.values, num_q_heads=self._shape.num_heads, scales=cache.scales,
-            out=out[first:], pdl=self._pdl, **self._norms,
+            key_shifts=cache.key_shifts, out=out[first:], pdl=self._pdl, **self._norms,
         )  # fmt: skip
         return out

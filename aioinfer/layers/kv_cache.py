@@ -4,6 +4,11 @@ A cache in float8 (e4m3) holds `stored = round(x / scale)`, x being a key or a v
 the arithmetic, and `scale` a number for each KV head. The quotient is rounded once, to the nearest
 (ties to even); what is beyond the range becomes the largest finite number, and NaN stays NaN. What
 is read is `stored * scale`. Queries and probabilities keep their dtype.
+
+Keys may be stored less a constant vector of their head (`KVScales.key_shifts`), near their mean, as
+SageAttention (Zhang et al. 2024) smooths keys: float8 rounds to a part of a number, so what lies
+near zero is rounded finely. The vector changes all scores of a query alike and the softmax not at
+all, so that nothing is added when keys are read. A soft cap of the scores would see it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
+from aioinfer.layers.rotary import RotaryTable
 from aioinfer.layers.shards import Shard
 
 FLOAT8 = torch.float8_e4m3fn
@@ -29,11 +35,18 @@ class KVScales:
         heads: which of the model's KV heads this rank has.
         table: float32 [4, num_kv_heads]: the scales of keys, those of values, and the reciprocals
             of both.
+        rotary: of the keys; None where scores must not be shifted, or the rotation is not known.
+        key_shifts: float32 [num_kv_heads, head_size], subtracted from keys before they are
+            divided by the scale; None for nothing.
     """
 
-    def __init__(self, module: str, heads: Shard, device: torch.device):
+    def __init__(
+        self, module: str, heads: Shard, device: torch.device, rotary: RotaryTable | None = None
+    ):
         self.module = module
         self.heads = heads
+        self.rotary = rotary
+        self.key_shifts: torch.Tensor | None = None
         self.table = torch.ones(4, heads.size, dtype=torch.float32, device=device)
 
     @property
@@ -52,6 +65,12 @@ class KVScales:
         scales = torch.stack((keys, values)).float()
         self.table.copy_(torch.cat((scales, 1 / scales)))
 
+    def allow_key_shifts(self, head_size: int) -> None:
+        """Makes `key_shifts`, zero at first, if keys may be shifted at all. Caches that are bound
+        before have none."""
+        if self.rotary is not None:
+            self.key_shifts = torch.zeros(self.heads.size, head_size, device=self.table.device)
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -61,17 +80,21 @@ class KVCache:
         keys, values: [num_blocks, block_size, num_kv_heads, head_size] in the cache's dtype.
         scales: float32 [4, num_kv_heads] of a cache in float8 (see `KVScales.table`); None
             otherwise, where keys and values have the dtype of the arithmetic.
+        key_shifts: float32 [num_kv_heads, head_size], what keys in float8 are less; see `KVScales`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     scales: torch.Tensor | None = None
+    key_shifts: torch.Tensor | None = None
 
     @classmethod
     def of_layer(cls, kv: torch.Tensor, scales: KVScales) -> KVCache:
         """Returns the cache of a layer: `kv` is [2, num_blocks, block_size, num_kv_heads,
         head_size]."""
-        return cls(kv[0], kv[1], scales.table if kv.dtype == FLOAT8 else None)
+        if kv.dtype != FLOAT8:
+            return cls(kv[0], kv[1])
+        return cls(kv[0], kv[1], scales.table, scales.key_shifts)
 
     def write(
         self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -79,6 +102,8 @@ class KVCache:
         """Writes keys and values [T, num_kv_heads, head_size] to the slots (int64 [T]); returns
         them as they are stored."""
         if self.scales is not None:
+            if self.key_shifts is not None:
+                keys = keys.float() - self.key_shifts
             keys, values = (
                 to_float8(new, inverse)
                 for new, inverse in zip((keys, values), self.scales[2:], strict=True)
@@ -91,7 +116,7 @@ class KVCache:
         self, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns stored keys and values [..., num_kv_heads, head_size] as numbers in `dtype`, that
-        of the arithmetic."""
+        of the arithmetic; keys less their shifts."""
         if self.scales is None:
             return keys, values
         key_scales, value_scales = self.scales[0, :, None], self.scales[1, :, None]
@@ -127,6 +152,11 @@ class AttentionShape:
     scale: float
     window: int | None = None
     soft_cap: float = 0.0
+
+    @property
+    def is_shift_invariant(self) -> bool:
+        """Whether a number that is added to all scores of a query changes nothing."""
+        return not self.soft_cap
 
     @property
     def kv_spec(self) -> AttentionSpec:

@@ -218,9 +218,11 @@ class LayerMaker:
         copies = max(1, group.size // num_kv_heads)
         whole = self._projection_norms(name, shards, copies) if projection_norms else None
         kv_heads = Shard(keys.start, len(keys), num_kv_heads)
-        scales = KVScales(name, kv_heads, self.backend.device)
+        rotary = self._rotary(rope, head_size)
+        shiftable = rotary if shape.is_shift_invariant else None
+        scales = KVScales(name, kv_heads, self.backend.device, shiftable)
         attention = Attention(
-            shape, qkv, output, self._rotary(rope, head_size), scales, head_norms=by_head,
+            shape, qkv, output, rotary, scales, head_norms=by_head,
             projection_norms=whole, norm=norm, post_norm=post_norm,
             residual_scale=residual_scale, backend=self.backend,
         )  # fmt: skip

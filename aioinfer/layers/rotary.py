@@ -100,8 +100,18 @@ class RotaryTable:
         Both channels of a pair are rotated by the same angle; the sines of the first half are
         negative, so that `apply_rope` only adds.
         """
-        cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return _of_both(self.cos_sin[positions])
+
+    def mean(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the means of cosines and sines over the first `length` positions, each [1, 1, R]
+        as `apply_rope` takes them: it gives the mean of a vector rotated to all of them."""
+        return _of_both(self.cos_sin[:length].mean(0, keepdim=True))
+
+
+def _of_both(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns lines of the table [T, R] as cosines and sines of all channels, each [T, 1, R]."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,11 @@ numbers the margin costs nothing either but the smallest of them (e4m3 has full 
 factor of 2 ** 14.8). Scales change what later layers compute, so it is done again until they are
 stable.
 
+What keys are stored less (`KVScales.key_shifts`) is measured in the same way, once the scales fit:
+the mean key of a head before RoPE, from which follows its mean over all positions that are served.
+Channels that RoPE turns slowly keep theirs, those that it turns often have none. The first token is
+left out, since models attend to it as to nothing else and its key lies apart.
+
 Random tokens are not what a model will read, hence the margin; what exceeds it saturates. The
 prompt is the same at each start, and the ranks agree on the heads that they share.
 """
@@ -14,12 +19,14 @@ prompt is the same at each start, and the ranks agree on the heads that they sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.layers.kv_cache import FLOAT8_MAX, KVScales
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.rotary import RotaryTable, apply_rope
 
 #: Tokens of the prompt.
 CALIBRATION_TOKENS = 128
@@ -36,21 +43,45 @@ def calibrate(
     layers: Sequence[KVScales],
     groups: Sequence[KVGroup],
     kv: Sequence[torch.Tensor],
-    num_blocks: int,
+    num_tokens: int,
+    max_len: int,
     compute_prompt: Callable[[], None],
     group: ParallelGroup,
 ) -> None:
-    """Sets the scales of all layers. All ranks of a model do it at the same time.
+    """Sets the scales of all layers, and what keys are stored less where that was allowed. All
+    ranks of a model do it at the same time.
 
     Args:
         layers: the scales of each layer.
         groups: the layers that share block tables.
         kv: the cache of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size],
             in float8, zero where the prompt does not write.
-        num_blocks: the blocks that the prompt takes in each group, from the first on.
+        num_tokens: of the prompt, which lies in the first blocks of each group.
+        max_len: how many positions are served.
         compute_prompt: computes it.
         group: the ranks that share the model.
     """
+    num_blocks = -(-num_tokens // kv[0].shape[3])
+    fit = partial(_fit_scales, layers, groups, kv, num_blocks, compute_prompt, group)
+    fit()
+    if num_tokens > 1 and any(scales.key_shifts is not None for scales in layers):
+        for kv_group, tensors in zip(groups, kv, strict=True):
+            for index, layer in enumerate(kv_group.layers):
+                stored = tensors[0, index, :num_blocks].flatten(0, 1)[:num_tokens]
+                _shift_keys(layers[layer], stored, max_len)
+        fit()
+
+
+def _fit_scales(
+    layers: Sequence[KVScales],
+    groups: Sequence[KVGroup],
+    kv: Sequence[torch.Tensor],
+    num_blocks: int,
+    compute_prompt: Callable[[], None],
+    group: ParallelGroup,
+) -> None:
+    """Computes the prompt, which takes `num_blocks` blocks, and sets the scales until they are
+    stable."""
     for passes in range(1, _MAX_PASSES + 1):
         compute_prompt()
         largest = [torch.empty(0)] * len(layers)
@@ -66,6 +97,25 @@ def calibrate(
             scales.set(keys, values)
         if not group.all_gather_last(torch.tensor([float(changed)], device=kv[0].device)).any():
             return
+
+
+@torch.inference_mode()
+def _shift_keys(scales: KVScales, stored: torch.Tensor, max_len: int) -> None:
+    """Sets the shifts of a layer to the mean keys over `max_len` positions, from those of a prompt
+    as they are stored [tokens, num_kv_heads, head_size], not shifted so far."""
+    rotary, shifts = scales.rotary, scales.key_shifts
+    if rotary is None or shifts is None:
+        return
+    keys = stored.float() * scales.keys[:, None]
+    mean = apply_rope(_before_rope(keys, rotary)[1:].mean(0, keepdim=True), *rotary.mean(max_len))
+    shifts.copy_(torch.where(torch.isfinite(mean[0]), mean[0], 0))
+
+
+def _before_rope(keys: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
+    """Returns the keys of the first positions [T, heads, head_size] as they were before RoPE."""
+    cos, sin = rotary.at(torch.arange(len(keys), device=keys.device))
+    factors = cos.square() + sin.square()  # not 1 where the variant scales cosines and sines
+    return apply_rope(keys, cos / factors, -sin / factors)
 
 
 def _rescaled(scales: KVScales, largest: torch.Tensor, is_last: bool) -> torch.Tensor:

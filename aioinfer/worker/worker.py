@@ -18,7 +18,7 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import KVGroup, group_layers
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
 from aioinfer.ipc.masks import mask_words
 from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
@@ -198,6 +198,9 @@ class Worker:
         if scales == "auto" and is_stored and load_kv_scales(self._folder, self._model.kv_scales):
             return "float8 (e4m3; scales: the checkpoint's)"
         self._is_calibrated = True
+        for layer, spec in zip(self._model.kv_scales, self._model.kv_specs, strict=True):
+            if isinstance(spec, AttentionSpec):
+                layer.allow_key_shifts(spec.head_size)
         return "float8 (e4m3; scales: calibrated)"
 
     def _growth_bytes(self) -> int:
@@ -299,8 +302,8 @@ class Worker:
 
         blocks = -(-count // size)
         calibrate(
-            self._model.kv_scales, self._groups, runner.kv.tensors, blocks, compute_prompt,
-            self._group,
+            self._model.kv_scales, self._groups, runner.kv.tensors, count, slots.max_model_len,
+            compute_prompt, self._group,
         )  # fmt: skip
         runner.kv.zero(blocks)
 

@@ -21,7 +21,7 @@ HEAD_SIZE, KV_HEADS = 128, 8
 TYPES = {
     "*bf16": ("q", "out", "q_weight", "k_weight"),
     "*i32": ("block_tables", "seq_lens", "plan", "counters"),
-    "*fp32": ("partials", "maxima", "sums", "cos_sin", "scales"),
+    "*fp32": ("partials", "maxima", "sums", "cos_sin", "scales", "key_shifts"),
     "fp32": ("scale", "soft_cap", "eps"),
 }
 
@@ -39,7 +39,8 @@ def compiled(
         "FIELDS": PLAN_FIELDS,
         "SPLITS": merged_splits(group, HEAD_SIZE), "PDL": True,
         "PROJECTED": projected, "ROTARY": HEAD_SIZE if projected else 0, "HAS_NORM": projected,
-        "HAS_SCALES": is_float8, "FP16_OPERANDS": fp16_operands,
+        "HAS_SCALES": is_float8, "HAS_SHIFTS": is_float8 and projected,
+        "FP16_OPERANDS": fp16_operands,
     }  # fmt: skip
     types = {name: kind for kind, those in TYPES.items() for name in those}
     types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")

@@ -9,6 +9,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
 from aioinfer.models.loader import load_weights
@@ -38,6 +39,9 @@ class Bound:
         self.kv = kv.tensors
         for tensor in self.kv:
             tensor.fill_(fill)
+        if cache_dtype == FLOAT8:
+            for scales, spec in zip(self.model.kv_scales, self.model.kv_specs, strict=True):
+                scales.allow_key_shifts(spec.head_size)
         programs = {"programs": 3} if kernels else {}
         self.model.bind(groups, self.kv, 8, 80, **programs)
 

@@ -148,6 +148,7 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
     shape = (len(blocks), case.block_size, case.kv_heads, case.head_size)
     before = [normal(*shape, dtype=torch.float32, device=device) for _ in range(2)]
     *caches, scales, wide = cached(*before, case.cache_dtype or dtype)
+    shifts = None if scales is None else torch.randn(case.kv_heads, case.head_size, device=device)
     qkv = normal(len(lens), heads * case.head_size, dtype=dtype, device=device)
     angles = torch.rand(int(lens.max()), rotary // 2, device=device) * 6.3
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -165,7 +166,7 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
         *caches, tables, starts, lens,
         num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
-        projection=Projection(qkv, cos_sin, *weights), scales=scales,
+        projection=Projection(qkv, cos_sin, *weights, key_shifts=shifts), scales=scales,
     )  # fmt: skip
     assert not workspace.counters.any()
     last = (lens - 1).clamp(min=0).long()
@@ -186,6 +187,7 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         q_weight=norms[0],
         k_weight=norms[1],
         scales=scales,
+        key_shifts=shifts,
     )
     reference = paged_attention_reference(
         q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
@@ -255,9 +257,10 @@ def qk_norm_rope(
     )
     before = torch.full((blocks, block_size, kv_heads, head_size), 1.75, device=device)
     *caches, scales, wide_caches = cached(before, before.clone(), cache_dtype or dtype)
+    shifts = None if scales is None else torch.randn(kv_heads, head_size, device=device)
     q = qk_norm_rope_cache(
         qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0],
-        k_weight=weights[1], scales=scales,
+        k_weight=weights[1], scales=scales, key_shifts=shifts,
         out=poisoned(tokens, q_heads, head_size, dtype=dtype, device=device),
     )  # fmt: skip
     wide = [None if w is None else w.double() for w in weights]
@@ -271,6 +274,7 @@ def qk_norm_rope(
         q_weight=wide[0],
         k_weight=wide[1],
         scales=scales,
+        key_shifts=shifts,
     )
     return [(q, reference), *zip(readable(caches, scales), wide_caches, strict=True)]
 

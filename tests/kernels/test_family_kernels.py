@@ -49,7 +49,8 @@ def test_a_prefill_and_decodes(name: str, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_a_float8_cache(tmp_path: Path) -> None:
-    """A prefill and decodes, the last layer for sampled rows alone; scales of two heads."""
+    """A prefill and decodes, the last layer for sampled rows alone; scales and shifts of two
+    heads."""
     tiny_model("qwen3", tmp_path, **{**SIZES, "num_attention_heads": 4})
     over_kernels, plain = (
         Bound(tmp_path, kernels=use, fill=torch.nan, cache_dtype=FLOAT8) for use in (True, False)
@@ -57,6 +58,8 @@ def test_a_float8_cache(tmp_path: Path) -> None:
     for bound in (over_kernels, plain):
         for scales in bound.model.kv_scales:
             scales.set(torch.tensor([0.02, 0.1]), torch.tensor([0.05, 0.004]))
+            assert scales.key_shifts is not None
+            scales.key_shifts.copy_(torch.linspace(-1, 1, scales.key_shifts.numel()).view(2, -1))
     for starts, lengths in (([0, 0, 0], [20, 5, 33]), ([20, 5, 33], [1, 1, 5])):
         ids = random_ids(lengths)
         expected = plain.run(plain.step(starts, lengths, ids))
