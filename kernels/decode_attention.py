@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import (
+    add_sinks,
     cached_head,
     capped_scores,
     load_angles,
@@ -239,12 +240,12 @@ def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
 
 @triton.jit
 def _merge(
-    partials, maxima, sums, out, first, count, v_scale,
+    partials, maxima, sums, out, first, count, v_scale, sinks,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merges the partial results of the programs first .. first + count - 1 for one (row, head),
-    and writes the output."""
+    and writes the output. A sink joins the merged sum: no part has it."""
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_PAD)
     m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -266,6 +267,8 @@ def _merge(
         l = l * old + tl.sum(part_l * weight, axis=0)
         acc = acc * old[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         m = new_m
+    if HAS_SINKS:
+        l = add_sinks(m, l, sinks, g, g < GROUP)
     value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
     tl.store(
         out + g[:, None] * HEAD_SIZE + d[None, :],
@@ -277,8 +280,9 @@ def _merge(
 @triton.jit
 def _store_part(
     m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, span, v_scale,
+    sinks,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
     part of it merges them.
@@ -309,11 +313,13 @@ def _store_part(
             first_program,
             parts,
             v_scale,
+            sinks,
             GROUP,
             GROUP_PAD,
             HEAD_SIZE,
             HEAD_PAD,
             SPLITS,
+            HAS_SINKS,
         )
 
 
@@ -385,7 +391,7 @@ def _begin_row(
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
     soft_cap, scales,
-    cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
+    sinks, cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -393,7 +399,7 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
@@ -466,6 +472,8 @@ def _decode_kernel(
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
+            if HAS_SINKS:
+                l = add_sinks(m, l, sinks, heads, g < GROUP)
             tl.store(
                 place,
                 (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty),
@@ -475,8 +483,8 @@ def _decode_kernel(
             _store_part(
                 m, l, acc, partials, maxima, sums, counters,
                 out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
-                program, tile, tiles, at, span, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
-                SPLITS,
+                program, tile, tiles, at, span, v_scale, sinks + head * GROUP,
+                GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS, HAS_SINKS,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile
@@ -500,6 +508,7 @@ def launch_decode(
     scale: float,
     soft_cap: float,
     scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
@@ -516,6 +525,7 @@ def launch_decode(
         source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
         workspace.partials, workspace.maxima, workspace.sums,
         workspace.counters, scale, soft_cap, workspace.plan if scales is None else scales,
+        workspace.sums if sinks is None else sinks,
         source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
         source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -529,6 +539,7 @@ def launch_decode(
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
         HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
         FP16_OPERANDS=config.fp16_operands and k_cache.dtype == torch.float8_e4m3fn,
+        HAS_SINKS=sinks is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

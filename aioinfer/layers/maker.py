@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from aioinfer.layers.attention import Attention, heads_of_rank
+from aioinfer.layers.attention import Attention, AttentionSinks, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, SharedExpert
@@ -171,6 +171,7 @@ class LayerMaker:
         window: int | None = None,
         scale: float | None = None,
         soft_cap: float = 0.0,
+        sinks: bool = False,
         merged: str | None = None,
     ) -> Attention:
         """Returns the attention of the checkpoint module `name`.
@@ -186,6 +187,7 @@ class LayerMaker:
             window: the sliding window in tokens, or None.
             scale: of the scores; by default head_size ** -0.5.
             soft_cap: of the scores; 0 for none.
+            sinks: whether heads have sinks; see `AttentionSinks`.
             merged: the module that holds queries, keys and values together in the checkpoint, if
                 one does.
         """
@@ -207,9 +209,11 @@ class LayerMaker:
         whole = self._projection_norms(name, shards, copies) if projection_norms else None
         kv_heads = Shard(keys.start, len(keys), num_kv_heads)
         scales = KVScales(name, kv_heads, self.backend.device)
+        heads = Shard(queries.start, len(queries), num_heads)
+        by_query = self._keep(AttentionSinks(name, heads, self.backend.device)) if sinks else None
         attention = Attention(
             shape, qkv, output, self._rotary(rope, head_size), scales, head_norms=by_head,
-            projection_norms=whole, norm=norm, post_norm=post_norm,
+            projection_norms=whole, sinks=by_query, norm=norm, post_norm=post_norm,
             residual_scale=residual_scale, backend=self.backend,
         )  # fmt: skip
         self._to_prepare.append(attention)
