@@ -92,8 +92,8 @@ def paged_attention(
         scale: of the scores; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
         scales: of caches in float8, see `qk_norm_rope_cache`; None: 1.
-        sinks: float32 [Hq], a logit of each query head that takes part in the sum of its softmax and
-            has no value, neither scaled nor capped; None for none.
+        sinks: float32 [Hq], a logit of each query head that takes part in the sum of its softmax
+            and has no value, neither scaled nor capped; None for none.
         projection: the projected queries, keys and values of the decodes, one line a row.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel

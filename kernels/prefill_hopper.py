@@ -430,7 +430,8 @@ def launch_prefill_hopper(
     _prefill_kernel[(programs,)](
         q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens,
         plan.tiles,
-        scale, soft_cap, v_scale, plan.tiles if sinks is None else sinks, q.stride(0), out.stride(0), block_tables.stride(0),
+        scale, soft_cap, v_scale, plan.tiles if sinks is None else sinks,
+        q.stride(0), out.stride(0), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window,
         SOFT_CAP=soft_cap > 0, HAS_SINKS=sinks is not None,
         TILE=block_size, ROWS=ROWS, STAGES=pipeline_stages(head_size, block_size), num_warps=4,

@@ -22,7 +22,8 @@ from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
-from aioinfer.layers.shards import NamedShards, Shard, Source
+from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
+from aioinfer.layers.stacked_experts import ClampedSwiGLU, StackedExpert, StackedPlaces
 
 
 class Loadable(Protocol):
@@ -112,6 +113,9 @@ class LayerMaker:
         if self.quantization.has_affine:
             is_half = has_half_products(self.backend)
             text += ", multiplied as float16" if is_half else ", dequantized when they are loaded"
+        if self.quantization.has_mxfp4:
+            dtype = str(self.backend.dtype).removeprefix("torch.")
+            text += f", dequantized to {dtype} when they are loaded"
         return text
 
     # ---------------------------------------------------------------- layers
@@ -314,6 +318,30 @@ class LayerMaker:
             whole_expert = expert(shared, shape.shared_size)
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
         return self._keep(MixtureMLP(router, experts, of_all, norm, self.backend))
+
+    def stacked_mixture(
+        self, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
+    ) -> MixtureMLP:
+        """Returns the mixture of experts of the checkpoint module `name`, in which one tensor holds
+        a projection of all experts; see `stacked_experts`.
+
+        Args:
+            shape: of all ranks together; without an expert that all tokens take.
+            swiglu: the activation.
+            norm: of the residual stream before it.
+        """
+        channels, routing = row_shard(shape.expert_size, self.backend), shape.routing
+        router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
+
+        def expert(number: int) -> StackedExpert:
+            index = StackIndex(number, routing.num_experts)
+            places = StackedPlaces(f"{name}.experts", index, channels, self.hidden_size)
+            gate_up = self._weight([places.gate_up], Shard.whole(self.hidden_size))
+            down = self._weight([places.down], channels)
+            return StackedExpert(places, gate_up, down, swiglu, self.backend)
+
+        experts = [expert(number) for number in range(routing.num_experts)]
+        return self._keep(MixtureMLP(router, experts, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
 

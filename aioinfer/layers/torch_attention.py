@@ -196,7 +196,7 @@ class TorchAttention:
         elif mask is not None:
             scores += mask
         weights = scores.softmax(-1)
-        if self._sinks is not None:  # by head of a row's tokens, or by head of those that share keys
+        if self._sinks is not None:  # decodes have the heads that share keys in the place of Q
             sinks = self._sinks.view(queries.shape[1], -1, 1)
             weights *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
         return weights.to(values.dtype) @ values
