@@ -82,9 +82,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
-        "intermediate_size": 32,
         "sliding_window": 9,
         "swiglu_limit": 1.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "glm4_moe": {
         "n_routed_experts": 8,

@@ -182,7 +182,10 @@ class Frontend:
             chat.reasoning_format,
         )
         self.defaults = GenerationDefaults.load(
-            folder, self.tokenizer, self.config.sampling.given()
+            folder,
+            self.tokenizer,
+            self.config.sampling.given(),
+            self.message_format.end_ids,
         )
         model = load_model_config(
             folder,

@@ -116,7 +116,7 @@ def _load_safetensors(
     total: int,
     is_unused: Callable[[str], bool],
 ) -> None:
-    missing = [name for name, _ in shards if name not in file_of]
+    missing = list(dict.fromkeys(name for name, _ in shards if name not in file_of))
     wanted = {name for name, _ in shards}
     unknown = [
         name
