@@ -74,6 +74,7 @@ EXTENDED = frozenset(
         "functional/test_equality.py::test_block_sizes",
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
+        "functional/test_gpt_oss.py::test_two_ranks",
         "functional/test_kept_gguf.py",
         "functional/test_masks.py",
         "functional/test_ollama.py",
