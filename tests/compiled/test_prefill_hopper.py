@@ -34,7 +34,6 @@ NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks")
     NAMES,
     [
         (64, 64, 0, False, False),
-        (64, 128, 0, False, True),
         (64, 128, 128, False, True),
         (128, 64, 0, False, False),
         (128, 128, 0, False, False),
