@@ -240,9 +240,9 @@ def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
 
 @triton.jit
 def _merge(
-    partials, maxima, sums, out, first, count, v_scale, sinks,
+    partials, maxima, sums, out, first, count, v_scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
 ):  # fmt: skip
     """Merges the partial results of the programs first .. first + count - 1 for one (row, head),
     and writes the output. A sink joins the merged sum: no part has it."""
@@ -280,9 +280,8 @@ def _merge(
 @triton.jit
 def _store_part(
     m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, span, v_scale,
-    sinks,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
     part of it merges them.
@@ -313,12 +312,12 @@ def _store_part(
             first_program,
             parts,
             v_scale,
-            sinks,
             GROUP,
             GROUP_PAD,
             HEAD_SIZE,
             HEAD_PAD,
             SPLITS,
+            sinks,
             HAS_SINKS,
         )
 
@@ -483,8 +482,8 @@ def _decode_kernel(
             _store_part(
                 m, l, acc, partials, maxima, sums, counters,
                 out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
-                program, tile, tiles, at, span, v_scale, sinks + head * GROUP,
-                GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, SPLITS, HAS_SINKS,
+                program, tile, tiles, at, span, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
+                SPLITS, sinks + head * GROUP, HAS_SINKS,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile

@@ -11,6 +11,7 @@ import torch
 
 from aioinfer.layers.attention import Attention, AttentionSinks, heads_of_rank
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.biased_experts import BiasedExpert, ClampedSwiGLU, ExpertPlaces
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, SharedExpert
 from aioinfer.layers.formats.base import WeightFormat
@@ -23,7 +24,6 @@ from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
 from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
-from aioinfer.layers.stacked_experts import ClampedSwiGLU, StackedExpert, StackedPlaces
 
 
 class Loadable(Protocol):
@@ -319,11 +319,11 @@ class LayerMaker:
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
         return self._keep(MixtureMLP(router, experts, of_all, norm, self.backend))
 
-    def stacked_mixture(
+    def biased_mixture(
         self, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
     ) -> MixtureMLP:
         """Returns the mixture of experts of the checkpoint module `name`, in which one tensor holds
-        a projection of all experts; see `stacked_experts`.
+        a projection of all experts; see `biased_experts`.
 
         Args:
             shape: of all ranks together; without an expert that all tokens take.
@@ -333,12 +333,12 @@ class LayerMaker:
         channels, routing = row_shard(shape.expert_size, self.backend), shape.routing
         router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
 
-        def expert(number: int) -> StackedExpert:
+        def expert(number: int) -> BiasedExpert:
             index = StackIndex(number, routing.num_experts)
-            places = StackedPlaces(f"{name}.experts", index, channels, self.hidden_size)
+            places = ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
             gate_up = self._weight([places.gate_up], Shard.whole(self.hidden_size))
             down = self._weight([places.down], channels)
-            return StackedExpert(places, gate_up, down, swiglu, self.backend)
+            return BiasedExpert(places, gate_up, down, swiglu, self.backend)
 
         experts = [expert(number) for number in range(routing.num_experts)]
         return self._keep(MixtureMLP(router, experts, None, norm, self.backend))

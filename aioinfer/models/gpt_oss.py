@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aioinfer.layers.biased_experts import ClampedSwiGLU
 from aioinfer.layers.experts import MixtureShape, Routing
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.stacked_experts import ClampedSwiGLU
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_windows
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
@@ -63,7 +63,7 @@ class GptOssModel(DecoderModel):
                 output_bias=config.attention_bias,
                 sinks=True,
             )
-            mixture = make.stacked_mixture(
+            mixture = make.biased_mixture(
                 f"{prefix}.mlp",
                 config.mixture,
                 config.swiglu,

@@ -29,7 +29,7 @@ class ClampedSwiGLU:
 
 
 @dataclass(frozen=True, slots=True)
-class StackedPlaces:
+class ExpertPlaces:
     """Where the tensors of an expert are in the checkpoint.
 
     Attributes:
@@ -57,7 +57,7 @@ class StackedPlaces:
         return Source(f"{self.name}.down_proj", Shard.whole(self.hidden_size), self.index)
 
 
-class StackedExpert(Expert):
+class BiasedExpert(Expert):
     """This rank's channels of one expert.
 
     Args:
@@ -69,7 +69,7 @@ class StackedExpert(Expert):
 
     def __init__(
         self,
-        places: StackedPlaces,
+        places: ExpertPlaces,
         gate_up: WeightFormat,
         down: WeightFormat,
         swiglu: ClampedSwiGLU,
