@@ -14,6 +14,8 @@ The kernel can take the output of the fused qkv projection as it is (`Projection
 applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
 with the row's newest key as well, starts its softmax with it, and writes it to the cache. That
 saves a launch and a round trip through memory in every layer of a decode step.
+
+Sinks join the sum of a (row, head) where its output is written: once, however it was split.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 

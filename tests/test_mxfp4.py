@@ -43,19 +43,18 @@ def build(folder: Path, load_format: str = "auto", quantization: str = "auto") -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_code_at_every_scale_is_that_of_transformers(dtype: torch.dtype) -> None:
-    """Bit for bit, also the smallest numbers, infinities and NaN."""
+    """Bit for bit, also the smallest numbers and infinities. The last code is NaN, where
+    transformers reads it as 2 ** 128."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)  # every pair of codes
-    blocks = codes.expand(256, 16, 16).contiguous()
-    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).contiguous()
+    blocks = codes.expand(255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 16).contiguous()
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].t()
     found = dequantize(blocks, scales).to(dtype)
-    assert found.shape == (256, 512)
-    nan = expected.isnan()
-    assert torch.equal(found.isnan(), nan)
-    assert not nan[:255].any()
+    assert found.shape == (255, 512)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(found.view(bits)[~nan], expected.contiguous().view(bits)[~nan])
+    assert torch.equal(found.view(bits), expected.contiguous().view(bits))
     assert len(found[120].unique()) == 15
+    assert dequantize(blocks, torch.full_like(scales, 255)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

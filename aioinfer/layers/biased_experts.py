@@ -75,7 +75,7 @@ class BiasedExpert(Expert):
         swiglu: ClampedSwiGLU,
         backend: Backend,
     ):
-        super().__init__(gate_up, down, "silu")
+        super().__init__(gate_up, down, "silu")  # in the place of which `swiglu` is computed
         self._places, self._swiglu, self._backend = places, swiglu, backend
         self._gate_up_bias, self._down_bias = (
             torch.zeros(source.rows.size, dtype=backend.dtype, device=backend.device)

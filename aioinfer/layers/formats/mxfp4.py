@@ -6,6 +6,7 @@ e8m0 are a block of 32 inputs of an output feature.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ _EXPONENT_BIAS = 127
 #: By the codes of e2m1: a bit of sign, two of exponent, one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+#: By the codes of e8m0, the last of which is NaN. A table is exact on every device, which `ldexp`
+#: need not be.
+_POWERS = (*(2.0 ** (code - _EXPONENT_BIAS) for code in range(255)), math.nan)
 #: With random codes (of a deviation of 2.9) weights have one of 0.023, about that of dense models
 #: with random weights.
 _DUMMY_SCALE = _EXPONENT_BIAS - 7
@@ -81,9 +85,7 @@ class MXFP4Weight(QuantizedWeight):
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns the numbers of blocks (uint8 [..., blocks, 16]) with scales (uint8 [..., blocks]) in
-    float32 [..., blocks * 32]; all of them are exact there and in bfloat16. The scale that stands
-    for NaN gives what 2 ** 128 does: infinities, and NaN for 0."""
-    values = torch.tensor(_VALUES, device=blocks.device)
+    float32 [..., blocks * 32]; all of them are exact there and in bfloat16."""
+    values, powers = (torch.tensor(table, device=blocks.device) for table in (_VALUES, _POWERS))
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).int()
-    exponents = scales.int() - _EXPONENT_BIAS
-    return torch.ldexp(values[codes].flatten(-2), exponents[..., None]).flatten(-2)
+    return (values[codes].flatten(-2) * powers[scales.int()][..., None]).flatten(-2)
