@@ -28,20 +28,21 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_experts(
-    folder: Path, out: Path, *, dense: Path | None = None, layers: tuple[int, ...] = (0, 1)
+    folder: Path, out: Path, *, dense: Path | None = None, left_out: tuple[int, ...] = ()
 ) -> Path:
-    """Writes a small gpt-oss of `folder` with the experts of some layers in MXFP4 to `out`; to
-    `dense`, with the weights that transformers reads there, in bfloat16. Returns `out`."""
+    """Writes a small gpt-oss of `folder` with the experts of all layers but `left_out` in MXFP4
+    to `out`; to `dense`, with the weights that transformers reads there, in bfloat16. Returns
+    `out`."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     tensors = load_file(folder / "model.safetensors")
     expanded = dict(tensors)
-    for layer in layers:
+    for layer in set(range(config["num_hidden_layers"])) - set(left_out):
         for projection in ("gate_up_proj", "down_proj"):
             name = f"model.layers.{layer}.mlp.experts.{projection}"
             blocks, scales = quantize(tensors.pop(name))
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             expanded[name] = convert_moe_packed_tensors(blocks, scales)
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    others = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1) if layer not in layers]
+    others = [f"model.layers.{layer}.mlp.experts" for layer in left_out]
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": [*IGNORED, *others]}
     _write(out, tensors, config | {"quantization_config": quantization})
     if dense is not None:

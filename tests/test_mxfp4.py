@@ -83,7 +83,9 @@ def test_the_logits_are_those_of_transformers(folders: tuple[Path, Path]) -> Non
 
 def test_experts_that_are_left_out(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Those of layer 0 in MXFP4, those of layer 1 in bfloat16."""
-    mixed = quantize_experts(folders[1], tmp_path / "mixed", dense=tmp_path / "dense", layers=(0,))
+    mixed = quantize_experts(
+        folders[1], tmp_path / "mixed", dense=tmp_path / "dense", left_out=(1,)
+    )
     found, expected = (
         PagedModel(load_model(folder, SINGLE), 16).step(TEXTS)[0]
         for folder in (mixed, tmp_path / "dense")

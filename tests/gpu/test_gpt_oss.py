@@ -19,7 +19,7 @@ SIZES = {
     "intermediate_size": 256,
     "num_hidden_layers": 4,
     "head_dim": 64,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "sliding_window": 50,
     "initializer_range": 0.05,
     "eos_token_id": 2,
