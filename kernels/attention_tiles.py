@@ -1,5 +1,5 @@
 """Device functions of the attention kernels: loading heads, norm and RoPE of a head, loading a tile
-of the paged cache, a step of the online softmax.
+of the paged cache, a step of the online softmax, sinks.
 
 Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2
 throughout: they are scaled by log2(e).
@@ -129,3 +129,16 @@ def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CA
     )
     l = l * old[:, None] + p if len(l.shape) == 2 else l * old + tl.sum(p, axis=1)
     return new_m, l, acc
+
+
+@triton.jit
+def add_sinks(m, l, sinks, heads, mask):
+    """Returns the sums of the online softmax, all keys seen, with the weights of sinks: learned
+    logits, one a query head, that take part in the sum and have no value (gpt-oss, OpenAI 2025).
+
+    Args:
+        m, l: [rows], maxima and sums.
+        sinks: float32, natural logits. heads: [rows], which of them. mask: [rows], or False for 0.
+    """
+    sink = tl.load(sinks + heads, mask, float("-inf")) * LOG2_E
+    return l + tl.exp2(sink - tl.where(m == float("-inf"), 0.0, m))

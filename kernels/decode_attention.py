@@ -14,6 +14,8 @@ The kernel can take the output of the fused qkv projection as it is (`Projection
 applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
 with the row's newest key as well, starts its softmax with it, and writes it to the cache. That
 saves a launch and a round trip through memory in every layer of a decode step.
+
+Sinks join the sum of a (row, head) where its output is written: once, however it was split.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -25,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import (
+    add_sinks,
     cached_head,
     capped_scores,
     load_angles,
@@ -249,10 +252,10 @@ def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
 def _merge(
     partials, maxima, sums, out, first, count, v_scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
 ):  # fmt: skip
     """Merges the partial results of the programs first .. first + count - 1 for one (row, head),
-    and writes the output."""
+    and writes the output. A sink joins the merged sum: no part has it."""
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_PAD)
     m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -274,6 +277,8 @@ def _merge(
         l = l * old + tl.sum(part_l * weight, axis=0)
         acc = acc * old[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         m = new_m
+    if HAS_SINKS:
+        l = add_sinks(m, l, sinks, g, g < GROUP)
     value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
     tl.store(
         out + g[:, None] * HEAD_SIZE + d[None, :],
@@ -286,7 +291,7 @@ def _merge(
 def _store_part(
     m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, span, v_scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
     part of it merges them.
@@ -322,6 +327,8 @@ def _store_part(
             HEAD_SIZE,
             HEAD_PAD,
             SPLITS,
+            sinks,
+            HAS_SINKS,
         )
 
 
@@ -397,7 +404,7 @@ def _begin_row(
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
-    soft_cap, scales, key_shifts,
+    soft_cap, scales, key_shifts, sinks,
     cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -407,6 +414,7 @@ def _decode_kernel(
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, FP16_OPERANDS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
@@ -479,6 +487,8 @@ def _decode_kernel(
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
+            if HAS_SINKS:
+                l = add_sinks(m, l, sinks, heads, g < GROUP)
             tl.store(
                 place,
                 (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty),
@@ -489,7 +499,7 @@ def _decode_kernel(
                 m, l, acc, partials, maxima, sums, counters,
                 out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
                 program, tile, tiles, at, span, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
-                SPLITS,
+                SPLITS, sinks + head * GROUP, HAS_SINKS,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile
@@ -513,6 +523,7 @@ def launch_decode(
     scale: float,
     soft_cap: float,
     scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
@@ -530,6 +541,7 @@ def launch_decode(
         workspace.partials, workspace.maxima, workspace.sums,
         workspace.counters, scale, soft_cap, workspace.plan if scales is None else scales,
         source.cos_sin if source.key_shifts is None else source.key_shifts,
+        workspace.sums if sinks is None else sinks,
         source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
         source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -543,7 +555,7 @@ def launch_decode(
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
         HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
         HAS_SHIFTS=source.key_shifts is not None,
-        FP16_OPERANDS=_uses_fp16(config, source.qkv, k_cache),
+        FP16_OPERANDS=_uses_fp16(config, source.qkv, k_cache), HAS_SINKS=sinks is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

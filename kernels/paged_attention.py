@@ -10,6 +10,7 @@ GPU, so a call can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, launch_decode
@@ -62,6 +63,7 @@ def paged_attention(
     scale: float | None = None,
     soft_cap: float = 0.0,
     scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     projection: Projection | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -90,6 +92,8 @@ def paged_attention(
         scale: of the scores; by default 1 / sqrt(D).
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for none.
         scales: of caches in float8, see `qk_norm_rope_cache`; None: 1.
+        sinks: float32 [Hq], a logit of each query head that takes part in the sum of its softmax
+            and has no value, neither scaled nor capped; None for none.
         projection: the projected queries, keys and values of the decodes, one line a row.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel
@@ -120,13 +124,19 @@ def paged_attention(
     if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
-            scale=log2_scale, soft_cap=soft_cap, scales=scales, projection=projection, pdl=pdl,
+            scale=log2_scale, soft_cap=soft_cap, scales=scales, sinks=sinks, projection=projection,
+            pdl=pdl,
         )  # fmt: skip
     if num_decodes is None or num_decodes < seq_lens.shape[0]:
         if prefill_plan is None:
             raise ValueError("rows of several tokens need a plan")
         arguments = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, prefill_plan)
-        options = {"scale": log2_scale, "window": workspace.window, "soft_cap": soft_cap}
+        options: dict[str, Any] = {
+            "scale": log2_scale,
+            "window": workspace.window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+        }
         if prefill_plan.hopper:
             launch_prefill_hopper(*arguments, **options)
         else:
@@ -145,6 +155,7 @@ def paged_attention_reference(
     scale: float | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in plain torch, row by row, in the inputs' dtype (pass float64 for a
     reference)."""
@@ -176,5 +187,10 @@ def paged_attention_reference(
         if window:
             visible = visible & (key_position > position - window)
         scores = scores.masked_fill(~visible, float("-inf"))
-        out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        if sinks is not None:  # a key of its own, whose weight is dropped
+            column = sinks.to(scores)[:, None, None].expand(-1, end - begin, 1)
+            weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values)
     return out

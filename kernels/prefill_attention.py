@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import load_tile, softmax_step
+from aioinfer.kernels.attention_tiles import add_sinks, load_tile, softmax_step
 from aioinfer.kernels.prefill_plan import PrefillPlan
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -40,11 +40,11 @@ def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
     q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, scales,
-    q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride,
+    sinks, q_stride, out_stride, table_stride, k_block_stride, k_token_stride, k_head_stride,
     v_block_stride, v_token_stride, v_head_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr, PDL: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     if PDL:
@@ -104,6 +104,8 @@ def _prefill_kernel(
         if WINDOW > 0:
             visible = visible & (position[None, :] > context + token[:, None] - WINDOW)
         m, l, acc = softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP)
+    if HAS_SINKS:
+        l = add_sinks(m, l, sinks, heads, token < length)
     place = out + line[:, None] * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
     tl.store(
         place, (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty), own
@@ -124,6 +126,7 @@ def launch_prefill(
     window: int,
     soft_cap: float,
     scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     pdl: bool = False,
     config: PrefillConfig | None = None,
 ) -> None:
@@ -133,11 +136,11 @@ def launch_prefill(
     config = config or prefill_config(head_size, q.element_size())
     _prefill_kernel[(plan.capacity, kv_heads)](
         q, k_cache, v_cache, out, block_tables, query_starts, seq_lens, plan.tiles, scale, soft_cap,
-        plan.tiles if scales is None else scales,
+        plan.tiles if scales is None else scales, plan.tiles if sinks is None else sinks,
         q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         GROUP=plan.group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),
         BLOCK_SIZE=block_size, ROWS=config.rows, TILE=config.tile, WINDOW=window,
-        SOFT_CAP=soft_cap > 0, HAS_SCALES=scales is not None, PDL=pdl,
+        SOFT_CAP=soft_cap > 0, HAS_SCALES=scales is not None, HAS_SINKS=sinks is not None, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -239,15 +239,29 @@ def _first_step(
 
 
 @gluon.jit
+def _add_sinks(
+    m, l, sinks, first, scale, SOFT_CAP: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
+):
+    """Returns the sums of the softmax with the weights of sinks, as `attention_tiles.add_sinks`;
+    maxima are not scaled yet, but where scores are capped."""
+    if not SOFT_CAP:
+        m = m * scale
+    packed = first + gl.arange(0, m.shape[0], gl.SliceLayout(1, layout))
+    sink = gl.load(sinks + packed % GROUP) * LOG2_E
+    return l + gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
+
+
+@gluon.jit
 def _attend(
     q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole, limit,
-    seq_end, scale, soft_cap, v_scale,
+    seq_end, scale, soft_cap, v_scale, sinks, first,
     HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, HAS_SINKS: gl.constexpr,
     s_layout: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
     """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin.
-    The blocks from `whole` on contain masked keys."""
+    The blocks from `whole` on contain masked keys. The packed queries begin with number `first` of
+    their row, and `sinks` are those of their KV head."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows: gl.constexpr = q_smem.shape[0]
@@ -276,17 +290,20 @@ def _attend(
     acc = warpgroup_mma(operand, v_smem.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(v_empty.index(stage))
+    if HAS_SINKS:
+        l = _add_sinks(m, l, sinks, first, scale, SOFT_CAP, GROUP, s_layout)
     inverse = v_scale / gl.where(l == 0.0, 1.0, l)
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
 
 
 @gluon.jit
 def _consume(
-    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, q_stride, out_stride,
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, sinks, q_stride,
+    out_stride, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
     WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Computes half of the packed query rows of every work item, in one warpgroup."""
     HALF: gl.constexpr = ROWS // 2
@@ -317,7 +334,8 @@ def _consume(
         result = _attend(
             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole,
             limit, context + length,
-            scale, soft_cap, v_scale, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, s_layout, wide,
+            scale, soft_cap, v_scale, sinks + item % KV_HEADS * GROUP, first,
+            HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, GROUP, HAS_SINKS, s_layout, wide,
         )  # fmt: skip
         used += end - begin
         place = out + (start + token).to(gl.int64)[:, None] * out_stride + column
@@ -327,9 +345,9 @@ def _consume(
 @gluon.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
     q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
-    q_stride, out_stride, table_stride,
+    sinks, q_stride, out_stride, table_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr,
+    SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
     TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
@@ -352,13 +370,15 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                        q_stride, out_stride,
+                        sinks, q_stride, out_stride,
                         q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
+                        0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE, ROWS,
+                        STAGES)),
             (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                        q_stride, out_stride,
+                        sinks, q_stride, out_stride,
                         q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, TILE, ROWS, STAGES)),
+                        1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE, ROWS,
+                        STAGES)),
             (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
                         table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                         KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
@@ -388,6 +408,7 @@ def launch_prefill_hopper(
     window: int,
     soft_cap: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Launches the kernel; arguments as checked by `paged_attention`. `scale` includes log2(e) and
     the scale of the keys."""
@@ -409,8 +430,9 @@ def launch_prefill_hopper(
     _prefill_kernel[(programs,)](
         q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens,
         plan.tiles,
-        scale, soft_cap, v_scale, q.stride(0), out.stride(0), block_tables.stride(0),
+        scale, soft_cap, v_scale, plan.tiles if sinks is None else sinks,
+        q.stride(0), out.stride(0), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window,
-        SOFT_CAP=soft_cap > 0,
+        SOFT_CAP=soft_cap > 0, HAS_SINKS=sinks is not None,
         TILE=block_size, ROWS=ROWS, STAGES=pipeline_stages(head_size, block_size), num_warps=4,
     )  # fmt: skip

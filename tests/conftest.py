@@ -64,6 +64,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
+        "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",
         "functional/test_api_page.py",
@@ -74,6 +75,7 @@ EXTENDED = frozenset(
         "functional/test_equality.py::test_block_sizes",
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
+        "functional/test_gpt_oss.py::test_two_ranks",
         "functional/test_kept_gguf.py",
         "functional/test_llama_cpp.py",
         "functional/test_masks.py",
@@ -90,6 +92,10 @@ EXTENDED = frozenset(
         "functional/test_tools.py",
         "functional/test_tracing.py",
         "functional/test_vllm.py",
+        "kernels/test_attention.py::test_a_sink_counts_once_however_a_row_is_split",
+        "kernels/test_attention.py::test_sinks_over_a_float8_cache",
+        "kernels/test_attention.py::test_sinks_that_weigh_nothing_and_all",
+        "kernels/test_attention.py::test_sinks_with_windows_and_soft_caps",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "test_bench_gpu.py::test_http",

@@ -325,6 +325,17 @@ def test_tokens_of_thoughts_are_counted(
     assert found == number
 
 
+def test_harmony_is_chosen_by_its_channels_and_its_turns_end() -> None:
+    """The words are those of the template that gpt-oss's checkpoints bring."""
+    special = {"<|return|>": 200002, "<|call|>": 200012, "<|end|>": 200007, "<|channel|>": 200005}
+    template = '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking }}'
+    format = message_format(template, special)
+    assert format.name == "harmony"
+    assert format.end_ids == (200002, 200012)
+    assert message_format(template, {}).end_ids == ()
+    assert message_format("", special).end_ids == ()
+
+
 def test_a_model_without_thoughts() -> None:
     format = make("hermes")
     assert not format.has_thoughts

@@ -75,6 +75,8 @@ def test_end_tokens_from_where_they_are_named(tmp_path: Path, tokenizer_cache: P
     assert GenerationDefaults.load(
         write(tmp_path, generation_config={"eos_token_id": 0}), tokenizer
     ).eos_token_ids == (0,)
+    folder = write(tmp_path, generation_config={"eos_token_id": [7, 9]})
+    assert GenerationDefaults.load(folder, end_ids=(9, 3)).eos_token_ids == (7, 9, 3)
 
 
 @pytest.mark.parametrize(

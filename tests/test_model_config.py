@@ -319,3 +319,50 @@ def test_ranks_have_the_kv_heads_of_their_queries(heads: int, kv_heads: int, siz
         assert {head // group for head in mine} == set(kv)
         assert len(mine) % len(kv) == 0
     assert queries == list(range(heads))
+
+
+GPT_OSS_YARN = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+    "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+}  # fmt: skip
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path):
+    """The fields of the 20B model that are read; with heads, windows and experts of a family whose
+    defaults are not those of others."""
+    fields = {
+        "attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "rms_norm_eps": 1e-5, "rope_scaling": GPT_OSS_YARN,
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+    }  # fmt: skip
+    config: Any = read(tmp_path, "GptOss", **fields)
+    assert config.windows == (128, None) * 12
+    assert (config.rope.theta, config.rope.kind) == (150_000.0, "yarn")
+    assert config.rope.scaling == {
+        name: value for name, value in GPT_OSS_YARN.items() if name != "rope_type"
+    }
+    assert (config.max_len, config.head_size, config.attention_bias) == (131_072, 64, True)
+    assert (config.swiglu.alpha, config.swiglu.limit) == (1.702, 7.0)
+    routing = config.mixture.routing
+    assert (routing.num_experts, routing.top_k, routing.has_logit_bias) == (32, 4, True)
+    assert config.mixture.expert_size == 2880
+    for size in (1, 2, 4, 8):
+        config.check_tensor_parallel(size)
+    for name in ("layer_types", "head_dim", "rope_theta", "sliding_window"):
+        left_out: Any = read(tmp_path, "GptOss", without=name, **fields)
+        assert left_out == config
+    with pytest.raises(ConfigError, match="swiglu_limit must be above 0, not 0"):
+        read(tmp_path, "GptOss", **{**fields, "swiglu_limit": 0})
+    with pytest.raises(ConfigError, match="num_experts_per_tok = 33 exceeds the 32 experts"):
+        read(tmp_path, "GptOss", **{**fields, "num_experts_per_tok": 33})

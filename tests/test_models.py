@@ -102,6 +102,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope": ("phi3", longrope(original=16)),
     "olmo2": ("olmo2", {}),
     "olmo2 biases, no groups": ("olmo2", {"attention_bias": True, "num_key_value_heads": 8}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss yarn": (
+        "gpt_oss",
+        {
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention"],
+            **rope("yarn", original_max_position_embeddings=16, truncate=False),
+        },
+    ),
     "granite": ("granite", {}),
     "granite tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True}),
     "glm4": ("glm4", {}),

@@ -31,6 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {"tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss mxfp4": ("gpt_oss", {"num_key_value_heads": 1}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"sliding_window": 6}),
@@ -58,11 +60,15 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny_models import tiny_model  # imports transformers, which each rank would do anew
+    # these import transformers, which each rank would do anew
+    from tests.mxfp4_models import quantize_experts
+    from tests.tiny_models import tiny_model
 
     root = tmp_path_factory.mktemp("models")
     for name, (family, fields) in MODELS.items():
         tiny_model(family, root / name, vocab_size=VOCAB, **fields)
+    # of 96 channels: ranks begin and end within blocks
+    quantize_experts(root / "gpt_oss mxfp4", root / "gpt_oss mxfp4")
     return root
 
 

@@ -58,20 +58,29 @@ class Batch:
                 ]
 
     def attend(
-        self, window: int | None = None, group: int = 0, soft_cap: float = 0.0
+        self,
+        window: int | None = None,
+        group: int = 0,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         new = [
             torch.cat([part[past:] for part, (past, _) in zip(parts, self.rows, strict=True)])
             for parts in (self.keys, self.values)
         ]
         shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window, soft_cap)
-        return TorchAttention(shape, group)(self.queries, *new, self.cache, self.step)
+        return TorchAttention(shape, group, sinks)(self.queries, *new, self.cache, self.step)
 
     def plan(self, window: int | None) -> list[Gather]:
         assert self.step.host is not None
         return plan_gathers(self.step.host, self.inputs.block_tables, self.cache.keys, window)
 
-    def reference(self, window: int | None = None, soft_cap: float = 0.0) -> torch.Tensor:
+    def reference(
+        self,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Each token and head by itself, float64 [T, HEADS, SIZE]."""
         outputs, token = [], 0
         for (before, count), keys, values in zip(self.rows, self.keys, self.values, strict=True):
@@ -86,9 +95,9 @@ class Batch:
                     )
                     if soft_cap:
                         scores = soft_cap * torch.tanh(scores / soft_cap)
-                    outputs.append(
-                        scores.softmax(0) @ values[first : position + 1, shared].double()
-                    )
+                    weights = scores.exp()
+                    total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+                    outputs.append(weights / total @ values[first : position + 1, shared].double())
                 token += 1
         return torch.stack(outputs).view(-1, HEADS, SIZE)
 
@@ -184,6 +193,18 @@ def test_soft_caps(window: int | None):
     expected = batch.reference(window, soft_cap=0.7)
     assert not torch.allclose(expected, batch.reference(window), rtol=1e-3)
     torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("name", ["all together", "decodes of unlike length", "whole prompts"])
+def test_sinks(name: str, window: int | None, soft_cap: float):
+    batch = Batch(BATCHES[name], 4)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, -0.5])
+    attended = batch.attend(window, soft_cap=soft_cap, sinks=sinks)
+    expected = batch.reference(window, soft_cap, sinks)
+    torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, batch.reference(window, soft_cap), rtol=1e-2)
 
 
 def test_blocks_before_the_window_are_not_gathered():

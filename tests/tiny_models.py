@@ -15,6 +15,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -44,6 +46,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -75,6 +78,13 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
         "attention_multiplier": 0.15,
         "logits_scaling": 4.0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 9,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "glm4_moe": {
         "n_routed_experts": 8,
@@ -141,8 +151,11 @@ def tiny_model(
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zeros here, and ones below, would hide that they are left out
-            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+        if name.endswith(
+            ("bias", "sinks")
+        ):  # zeros here, and ones below, would hide that they are left out
+            bound = 3.0 if name.endswith("sinks") else 0.5
+            torch.nn.init.uniform_(parameter, -bound, bound)
         elif "norm" in name:
             offset = 1.0 if family in _UNIT_OFFSET else 0.0
             torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)

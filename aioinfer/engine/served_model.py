@@ -48,15 +48,17 @@ class ServedModel:
             trust_remote_code=config.model.trust_remote_code,
             quantization=config.model.quantization,
         )
+        form = message_format(
+            tokenizer.chat_template_text if tokenizer is not None else "",
+            tokenizer.marker_ids if tokenizer is not None else {},
+            config.chat.tool_format,
+            config.chat.reasoning_format,
+        )
+        given = config.sampling.given()
         return cls(
             tokenizer=tokenizer,
-            message_format=message_format(
-                tokenizer.chat_template_text if tokenizer is not None else "",
-                tokenizer.marker_ids if tokenizer is not None else {},
-                config.chat.tool_format,
-                config.chat.reasoning_format,
-            ),
-            defaults=GenerationDefaults.load(folder, tokenizer, config.sampling.given()),
+            message_format=form,
+            defaults=GenerationDefaults.load(folder, tokenizer, given, form.end_ids),
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
             pooling=Pooling.load(folder, config.pooling),

@@ -19,11 +19,39 @@ from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm, norm_in_place
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
+from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans, KernelAttention
+
+
+class AttentionSinks:
+    """A learned logit for each query head, which takes part in the sum of its softmax and has no
+    value, so that a head may attend to nothing (gpt-oss, OpenAI 2025; after "attention sinks", Xiao
+    et al. 2023).
+
+    Args:
+        name: of the attention module in the checkpoint.
+        heads: which of the query heads this rank has.
+        device: of the parameter.
+
+    Attributes:
+        logits: float32 [num_heads].
+    """
+
+    def __init__(self, name: str, heads: Shard, device: torch.device):
+        self._name, self._heads = name, heads
+        self.logits = torch.zeros(heads.size, dtype=torch.float32, device=device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's part of the checkpoint's tensor goes."""
+        heads = self._heads
+        yield f"{self._name}.sinks", WeightShard(self.logits, 0, heads.start, heads.total)
+
+    def finalize(self) -> None:
+        """Leaves the logits as they are."""
 
 
 class Attention:
@@ -37,6 +65,7 @@ class Attention:
         scales: of keys and values, where the KV cache is in float8.
         head_norms: of queries and keys, by head, or none.
         projection_norms: of queries and keys over all heads of all ranks, or none.
+        sinks: of the query heads, or none.
         norm: of the residual stream before the projection, or none.
         post_norm: of what is added to the stream, or none.
         residual_scale: multiplied with what is added to the stream.
@@ -53,6 +82,7 @@ class Attention:
         *,
         head_norms: tuple[RMSNorm, RMSNorm] | None = None,
         projection_norms: tuple[SplitRMSNorm, SplitRMSNorm] | None = None,
+        sinks: AttentionSinks | None = None,
         norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
         residual_scale: float = 1.0,
@@ -63,6 +93,7 @@ class Attention:
         self.qkv, self.output = qkv, output
         self._rotary = rotary
         self._head_norms, self._projection_norms = head_norms, projection_norms
+        self._sinks = None if sinks is None else sinks.logits
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
         self._backend = backend
@@ -103,7 +134,7 @@ class Attention:
         """Gives the layer its KV cache, of the KV group `group`; with plans, for the kernels."""
         self._cache = cache
         if plans is None:
-            self._torch, self._kernel = TorchAttention(self.shape, group), None
+            self._torch, self._kernel = TorchAttention(self.shape, group, self._sinks), None
             return
         from aioinfer.layers.kernel_attention import KernelAttention
 
@@ -114,6 +145,7 @@ class Attention:
             plans,
             self._rotary.cos_sin,
             self._head_norms,
+            sinks=self._sinks,
             pdl=self._backend.pdl,
         )
 

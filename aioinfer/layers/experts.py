@@ -35,6 +35,7 @@ class Routing:
         scores: "softmax" over all experts, or "sigmoid" of each.
         is_normalized: whether the scores of a token's experts are divided by their sum.
         scale: multiplied with the scores that remain.
+        has_logit_bias: the router's product has a bias (gpt-oss).
         has_bias: a bias is added to the scores for the selection alone (DeepSeek-V3, DeepSeek-AI
             2024), and experts are taken from the best groups alone.
         num_groups, top_groups: how many groups of experts there are, and how many of them a token's
@@ -46,6 +47,7 @@ class Routing:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     is_normalized: bool = True
     scale: float = 1.0
+    has_logit_bias: bool = False
     has_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
@@ -93,17 +95,22 @@ class Router:
         self.bias: torch.Tensor | None = None
         if routing.has_bias:
             self.bias = torch.zeros(routing.num_experts, device=backend.device)
+        self.logit_bias: torch.Tensor | None = None
+        if routing.has_logit_bias:
+            self.logit_bias = torch.zeros(routing.num_experts, device=backend.device)
 
     def weight_shards(self) -> NamedShards:
         """Yields where the checkpoint's tensors go."""
         yield f"{self._name}.weight", WeightShard(self.weight)
         if self.bias is not None:
             yield f"{self._name}.e_score_correction_bias", WeightShard(self.bias)
+        if self.logit_bias is not None:
+            yield f"{self._name}.bias", WeightShard(self.logit_bias)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (weights float32 [T, top_k], experts int64 [T, top_k]) for x [T, hidden_size]."""
         routing = self.routing
-        logits = F.linear(x.float(), self.weight)
+        logits = F.linear(x.float(), self.weight, self.logit_bias)
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         preferred = scores if self.bias is None else scores + self.bias
         if routing.top_groups < routing.num_groups:

@@ -82,6 +82,7 @@ class KernelAttention:
         plans: of the model.
         cos_sin: see `Projection`.
         norms: of queries and keys by head, or none.
+        sinks: as in `paged_attention`, or none.
         pdl: launch as programmatic dependents.
     """
 
@@ -94,11 +95,12 @@ class KernelAttention:
         cos_sin: torch.Tensor,
         norms: tuple[RMSNorm, RMSNorm] | None,
         *,
+        sinks: torch.Tensor | None = None,
         pdl: bool,
     ):
         self._shape, self._group, self._cache = shape, group, cache
         self._workspace, self._prefill = plans.of_layer(shape, group, cache)
-        self._cos_sin = cos_sin
+        self._cos_sin, self._sinks = cos_sin, sinks
         self._pdl = pdl
         self._norms: dict[str, Any] = {}
         if norms is not None:
@@ -134,7 +136,7 @@ class KernelAttention:
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
             prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=self._cache.scales, projection=projection, pdl=self._pdl,
+            scales=self._cache.scales, sinks=self._sinks, projection=projection, pdl=self._pdl,
         )  # fmt: skip
 
     def attend_sampled(self, qkv: torch.Tensor, step: Step, sampled: SampledRows) -> torch.Tensor:
@@ -156,7 +158,8 @@ class KernelAttention:
             queries, self._cache.keys, self._cache.values, tables,
             step.inputs.query_starts[: rows + 1], sampled.seq_lens, num_decodes=rows,
             workspace=self._workspace, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=self._cache.scales, projection=self._projection(qkv), pdl=self._pdl,
+            scales=self._cache.scales, sinks=self._sinks, projection=self._projection(qkv),
+            pdl=self._pdl,
         )  # fmt: skip
 
     def attend_rotated(
@@ -170,7 +173,7 @@ class KernelAttention:
             queries, cache.keys, cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
             prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=cache.scales,
+            scales=cache.scales, sinks=self._sinks,
         )  # fmt: skip
 
     def _projection(self, qkv: torch.Tensor) -> Projection:

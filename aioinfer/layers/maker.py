@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from aioinfer.layers.attention import Attention, heads_of_rank
+from aioinfer.layers.attention import Attention, AttentionSinks, heads_of_rank
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.biased_experts import BiasedExpert, ClampedSwiGLU, ExpertPlaces
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, SharedExpert
 from aioinfer.layers.formats.base import WeightFormat
@@ -23,7 +24,7 @@ from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
-from aioinfer.layers.shards import NamedShards, Shard, Source
+from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
 
 #: What may be held in another form than it is stored; who uses it may drop it.
 _Converted = weakref.ref[WeightFormat] | weakref.ref[LMHead]
@@ -123,6 +124,9 @@ class LayerMaker:
         if self.quantization.has_affine:
             is_half = has_half_products(self.backend)
             text += ", multiplied as float16" if is_half else ", dequantized when they are loaded"
+        if self.quantization.has_mxfp4:
+            dtype = str(self.backend.dtype).removeprefix("torch.")
+            text += f", dequantized to {dtype} when they are loaded"
         return text
 
     # ---------------------------------------------------------------- layers
@@ -183,6 +187,7 @@ class LayerMaker:
         window: int | None = None,
         scale: float | None = None,
         soft_cap: float = 0.0,
+        sinks: bool = False,
         merged: str | None = None,
     ) -> Attention:
         """Returns the attention of the checkpoint module `name`.
@@ -198,6 +203,7 @@ class LayerMaker:
             window: the sliding window in tokens, or None.
             scale: of the scores; by default head_size ** -0.5.
             soft_cap: of the scores; 0 for none.
+            sinks: whether heads have sinks; see `AttentionSinks`.
             merged: the module that holds queries, keys and values together in the checkpoint, if
                 one does.
         """
@@ -219,11 +225,14 @@ class LayerMaker:
         whole = self._projection_norms(name, shards, copies) if projection_norms else None
         kv_heads = Shard(keys.start, len(keys), num_kv_heads)
         rotary = self._rotary(rope, head_size)
-        shiftable = rotary if shape.is_shift_invariant else None
+        # a sink's score is not shifted with the others
+        shiftable = rotary if shape.is_shift_invariant and not sinks else None
         scales = KVScales(name, kv_heads, self.backend.device, shiftable)
+        heads = Shard(queries.start, len(queries), num_heads)
+        by_query = self._keep(AttentionSinks(name, heads, self.backend.device)) if sinks else None
         attention = Attention(
-            shape, qkv, output, rotary, scales, head_norms=by_head,
-            projection_norms=whole, norm=norm, post_norm=post_norm,
+            shape, qkv, output, rotary, scales, head_norms=by_head, projection_norms=whole,
+            sinks=by_query, norm=norm, post_norm=post_norm,
             residual_scale=residual_scale, backend=self.backend,
         )  # fmt: skip
         self._to_prepare.append(attention)
@@ -324,6 +333,30 @@ class LayerMaker:
             whole_expert = expert(shared, shape.shared_size)
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
         return self._keep(MixtureMLP(router, experts, of_all, norm, self.backend))
+
+    def biased_mixture(
+        self, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
+    ) -> MixtureMLP:
+        """Returns the mixture of experts of the checkpoint module `name`, in which one tensor holds
+        a projection of all experts; see `biased_experts`.
+
+        Args:
+            shape: of all ranks together; without an expert that all tokens take.
+            swiglu: the activation.
+            norm: of the residual stream before it.
+        """
+        channels, routing = row_shard(shape.expert_size, self.backend), shape.routing
+        router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
+
+        def expert(number: int) -> BiasedExpert:
+            index = StackIndex(number, routing.num_experts)
+            places = ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
+            gate_up = self._weight([places.gate_up], Shard.whole(self.hidden_size))
+            down = self._weight([places.down], channels)
+            return BiasedExpert(places, gate_up, down, swiglu, self.backend)
+
+        experts = [expert(number) for number in range(routing.num_experts)]
+        return self._keep(MixtureMLP(router, experts, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
 

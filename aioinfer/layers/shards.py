@@ -37,16 +37,34 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class StackIndex:
+    """A place in the first dimension of checkpoint tensors that hold the weights of several
+    modules, such as all experts of a layer.
+
+    Attributes:
+        number: the place.
+        total: the length of the dimension.
+    """
+
+    number: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """The rows (output features) of a checkpoint module that a rank has.
 
     Attributes:
         name: of the module, such as "model.layers.0.self_attn.q_proj".
         rows: which of its output features.
+        stack: where in a stack of modules this one is, None for a module with tensors of its own. A
+            dense stack is the tensor `name` [modules, in, out], as transformers writes it for
+            gpt-oss.
     """
 
     name: str
     rows: Shard
+    stack: StackIndex | None = None
 
 
 def sharded_part(rows: Shard, columns: Shard) -> tuple[int, Shard]:
@@ -69,6 +87,8 @@ class WeightShard:
             than to copy it; the part has the destination's shape.
         is_scale: the tensor holds scales of quantized weights: it may have dimensions of length 1
             more or fewer than the destination, and one number alone stands for all.
+        stack: which element of the checkpoint tensor's first dimension all of this is about; the
+            other attributes are about the dimensions behind it.
         dummy: what each element is in a model with random weights; by default random.
     """
 
@@ -79,6 +99,7 @@ class WeightShard:
     store: Callable[[torch.Tensor], None] | None = None
     is_scale: bool = False
     dummy: float | None = None
+    stack: StackIndex | None = None
 
     @property
     def checkpoint_shape(self) -> list[int]:
@@ -86,7 +107,7 @@ class WeightShard:
         shape = list(self.destination.shape)
         if self.total is not None:
             shape[self.dim] = self.total
-        return shape
+        return shape if self.stack is None else [self.stack.total, *shape]
 
 
 #: Pairs of a checkpoint tensor's name and where a part of it goes. A name may occur several times.

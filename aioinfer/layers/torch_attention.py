@@ -45,11 +45,14 @@ class TorchAttention:
     Args:
         shape: of the layer.
         group: the number of its KV group.
+        sinks: float32 [num_heads], a logit of each query head that takes part in the sum of its
+            softmax and has no value; or none.
     """
 
-    def __init__(self, shape: AttentionShape, group: int):
+    def __init__(self, shape: AttentionShape, group: int, sinks: torch.Tensor | None = None):
         self._shape = shape
         self._group = group
+        self._sinks = None if sinks is None else sinks.view(shape.num_kv_heads, -1)
 
     def __call__(
         self,
@@ -166,9 +169,10 @@ class TorchAttention:
         is_causal: bool,
     ) -> torch.Tensor:
         """Returns attention [B, Hq, Q, D] of queries [B, Hq, Q, D] to keys and values [B, Hkv, K,
-        D]."""
+        D]. torch's own attention knows no soft caps and no sinks: with them all scores are
+        written."""
         shape, is_grouped = self._shape, queries.shape[1] != keys.shape[1]
-        if not shape.soft_cap:
+        if not shape.soft_cap and self._sinks is None:
             return F.scaled_dot_product_attention(
                 queries,
                 keys,
@@ -184,13 +188,18 @@ class TorchAttention:
                 for kv in (keys, values)
             )
         scores = queries.float() @ keys.float().transpose(-1, -2) * shape.scale
-        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+        if shape.soft_cap:
+            scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
         if is_causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores.masked_fill_(later, -torch.inf)
         elif mask is not None:
             scores += mask
-        return scores.softmax(-1).to(values.dtype) @ values
+        weights = scores.softmax(-1)
+        if self._sinks is not None:  # decodes have the heads that share keys in the place of Q
+            sinks = self._sinks.view(queries.shape[1], -1, 1)
+            weights *= torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
+        return weights.to(values.dtype) @ values
 
 
 def plan_gathers(

@@ -68,6 +68,8 @@ _FLOATS = {
     "attention_multiplier": _Number(-math.inf),
     "logits_scaling": _Number(0, is_open=True),
     "routed_scaling_factor": _Number(0, is_open=True),
+    "swiglu_alpha": _Number(-math.inf),
+    "swiglu_limit": _Number(0, is_open=True),
 }
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",

@@ -116,7 +116,7 @@ def _load_safetensors(
     total: int,
     is_unused: Callable[[str], bool],
 ) -> None:
-    missing = [name for name, _ in shards if name not in file_of]
+    missing = list(dict.fromkeys(name for name, _ in shards if name not in file_of))
     wanted = {name for name, _ in shards}
     unknown = [
         name
@@ -180,7 +180,12 @@ def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
         whole = stored[:] if shape else stored[...]
         stored = whole.reshape(()).expand(expected) if whole.numel() == 1 else whole.view(expected)
     part = slice(shard.start, shard.start + shard.destination.shape[shard.dim])
-    found = stored[part] if shard.dim == 0 else stored[:, part]
+    place = (part,) if shard.dim == 0 else (slice(None), part)
+    if shard.stack is None:
+        found = stored[place]
+    else:
+        number = shard.stack.number
+        found = stored[(slice(number, number + 1), *place)][0]
     if shard.store is None:
         shard.destination.copy_(found)
     else:

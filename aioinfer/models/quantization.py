@@ -1,5 +1,6 @@
 """Reads how a checkpoint is quantized: `quantization_config` of `config.json`, as the field's
-quantizers write it (compressed-tensors, transformers' and vLLM's fp8, GPTQ, AWQ)."""
+quantizers write it (compressed-tensors, transformers' and vLLM's fp8, GPTQ, AWQ, gpt-oss's
+MXFP4)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.formats.schemes import (
     AffineScheme,
     GroupScheme,
+    MXFP4Scheme,
     Quantization,
     ScaledScheme,
     Scheme,
@@ -183,6 +185,16 @@ def _read_affine(found: Mapping[str, Any]) -> Quantization:
     return Quantization("gguf", groups)
 
 
+def _read_mxfp4(found: Mapping[str, Any]) -> Quantization:
+    """transformers' `Mxfp4Config`: the experts of gpt-oss. A "*" in a name stands for any text."""
+    given = _read_names(found.get("modules_to_not_convert") or ())
+    ignored = [
+        f"re:{'.*'.join(map(re.escape, name.split('*')))}(\\.|$)" if "*" in name else name
+        for name in given
+    ]
+    return Quantization("mxfp4", [(["experts"], MXFP4Scheme())], ignored)
+
+
 def _check_static(block: tuple[int, int] | None, inputs: str) -> None:
     if block is not None and inputs == "static":
         raise ConfigError("quantization_config: static activation scales go with no blocks")
@@ -240,4 +252,5 @@ _READERS: dict[Any, Callable[[Mapping[str, Any]], Quantization]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "gguf_groups": _read_affine,
+    "mxfp4": _read_mxfp4,
 }

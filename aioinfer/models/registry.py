@@ -32,6 +32,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family("gemma3", "Gemma3Config", "Gemma3Model"),
     "Glm4ForCausalLM": Family("glm4", "Glm4Config", "Glm4Model"),
     "Glm4MoeForCausalLM": Family("glm4_moe", "Glm4MoeConfig", "Glm4MoeModel"),
+    "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssModel"),
     "GraniteForCausalLM": Family("granite", "GraniteConfig", "GraniteModel"),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaModel"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaModel"),

@@ -9,7 +9,7 @@ it sets `do_sample`: a request is greedy when its temperature is 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,17 +59,19 @@ class GenerationDefaults:
         folder: Path,
         tokenizer: Tokenizer | None = None,
         configured: Mapping[str, float | int] | None = None,
+        end_ids: Sequence[int] = (),
     ) -> GenerationDefaults:
         """Reads a model's folder.
 
         The end tokens are those of `generation_config.json`, else of `config.json`, else of
-        `tokenizer`: the first that names any, as with transformers' `generate`.
+        `tokenizer`: the first that names any, as with transformers' `generate`; and `end_ids`.
 
         Args:
             folder: holds the model's `config.json`, and often `generation_config.json`.
             tokenizer: the model's tokenizer; None where it is not loaded.
             configured: sampling parameters of the configuration, which take precedence over the
                 model's.
+            end_ids: end tokens of the format in which the model writes messages.
 
         Raises:
             ConfigError: a file cannot be read, or holds a value that a request could not have.
@@ -92,7 +94,7 @@ class GenerationDefaults:
             raise ConfigError(f"{folder / 'generation_config.json'}: {error}") from error
         sampling |= configured or {}
         max_tokens = sampling.pop("max_tokens", None)
-        return cls(eos, sampling, max_tokens)
+        return cls(tuple(dict.fromkeys((*eos, *end_ids))), sampling, max_tokens)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """Returns the parameters of a request that brings these fields.

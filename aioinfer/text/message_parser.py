@@ -85,11 +85,13 @@ class MessageFormat(Protocol):
         name: the name of its way of writing calls.
         markers: the special tokens that its parsers have to see: what follows from them is hidden
             from clients, and so are all other special tokens.
+        end_ids: tokens that end a text, whether or not the model's files name them.
         knows_tools: whether the chat template shows tools to the model.
     """
 
     name: str
     markers: frozenset[str]
+    end_ids: tuple[int, ...]
     knows_tools: bool
 
     def parses(self, use: ToolUse) -> bool:

@@ -21,13 +21,18 @@ HEAD_SIZE, KV_HEADS = 128, 8
 TYPES = {
     "*bf16": ("q", "out", "q_weight", "k_weight"),
     "*i32": ("block_tables", "seq_lens", "plan", "counters"),
-    "*fp32": ("partials", "maxima", "sums", "cos_sin", "scales", "key_shifts"),
+    "*fp32": ("partials", "maxima", "sums", "cos_sin", "scales", "key_shifts", "sinks"),
     "fp32": ("scale", "soft_cap", "eps"),
 }
 
 
 def compiled(
-    group: int, *, projected: bool, is_float8: bool = False, fp16_operands: bool = False
+    group: int,
+    *,
+    projected: bool,
+    is_float8: bool = False,
+    fp16_operands: bool = False,
+    has_sinks: bool = False,
 ) -> str:
     """Returns the PTX of the kernel that `launch_decode` launches for Qwen3's heads and queries in
     bf16."""
@@ -40,7 +45,7 @@ def compiled(
         "SPLITS": merged_splits(group, HEAD_SIZE), "PDL": True,
         "PROJECTED": projected, "ROTARY": HEAD_SIZE if projected else 0, "HAS_NORM": projected,
         "HAS_SCALES": is_float8, "HAS_SHIFTS": is_float8 and projected,
-        "FP16_OPERANDS": fp16_operands,
+        "FP16_OPERANDS": fp16_operands, "HAS_SINKS": has_sinks,
     }  # fmt: skip
     types = {name: kind for kind, those in TYPES.items() for name in those}
     types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")
@@ -60,10 +65,10 @@ def compiled(
     return ptx
 
 
-def barriers(group: int, *, projected: bool) -> int:
+def barriers(group: int, *, projected: bool, has_sinks: bool = False) -> int:
     """Returns the number of barriers in the kernel over a cache in bf16, those of the merge
     included."""
-    return compiled(group, projected=projected).count("bar.sync")
+    return compiled(group, projected=projected, has_sinks=has_sinks).count("bar.sync")
 
 
 @pytest.mark.parametrize("group", [2, 4])
@@ -72,6 +77,12 @@ def test_norm_and_rope_in_the_kernel_take_few_barriers(group: int) -> None:
     layout of its own."""
     extra = barriers(group, projected=True) - barriers(group, projected=False)
     assert 0 < extra <= 12
+
+
+def test_sinks_take_few_barriers() -> None:
+    """They are loaded in the layout of the sums that they join."""
+    with_sinks = barriers(4, projected=True, has_sinks=True)
+    assert with_sinks - barriers(4, projected=True) <= 4
 
 
 @pytest.mark.parametrize("projected", [True, False])

@@ -24,29 +24,32 @@ POINTERS = {
     "query_starts": "*i32",
     "seq_lens": "*i32",
     "plan": "*i32",
+    "sinks": "*fp32",
 }
 NUMBERS = dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
+NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks")
 
 
 @pytest.mark.parametrize(
-    ("head_size", "block_size", "window", "soft_cap"),
+    NAMES,
     [
-        (64, 64, 0, False),
-        (64, 128, 0, False),
-        (128, 64, 0, False),
-        (128, 128, 0, False),
-        (128, 128, 100, True),
-        (256, 64, 0, False),
+        (64, 64, 0, False, False),
+        (64, 128, 128, False, True),
+        (128, 64, 0, False, False),
+        (128, 128, 0, False, False),
+        (128, 128, 100, True, True),
+        (256, 64, 0, False, False),
     ],
 )
 def test_every_supported_shape_compiles(
-    head_size: int, block_size: int, window: int, soft_cap: bool
+    head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool
 ) -> None:
     block = [block_size, head_size]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     descriptor = f"tensordesc<bf16{block},{layout!r}>"
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_SIZE": head_size, "WINDOW": window, "SOFT_CAP": soft_cap,
+        "HAS_SINKS": has_sinks,
         "TILE": block_size, "ROWS": ROWS, "STAGES": pipeline_stages(head_size, block_size),
     }  # fmt: skip
     types = POINTERS | NUMBERS | {"keys": descriptor, "values": descriptor}

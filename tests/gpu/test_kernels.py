@@ -211,6 +211,39 @@ def test_a_needle_among_32k_keys_in_float8() -> None:
         assert error((out[-1, 0], expected)) < 0.05
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_sinks(dtype: torch.dtype) -> None:
+    """The heads of gpt-oss, in the plain kernels; decodes that are split, too."""
+    rng = random.Random(6)
+    for window, block_size in ((0, 16), (128, 64), (128, 128), (1, 32)):
+        rows = [(1, 9000), (1, 0), *random_rows(20, 1500, 400, rng)]
+        options = {"window": window, "has_sinks": True}
+        check_attention(rows, 64, 8, 64, block_size, dtype=dtype, **options)
+
+
+def test_sinks_of_decodes_from_a_projection_and_over_a_float8_cache() -> None:
+    rows = [(1, keys) for keys in (5, 130, 0, 1, 900, 4000)]
+    for window in (0, 128):
+        case = AttentionCase(
+            rows, 64, 8, 64, 64, torch.bfloat16, DEVICE, window=window, has_sinks=True
+        )
+        assert max(map(error, projected_attention(case, 64, False))) < 1e-2
+    options = {"cache_dtype": torch.float8_e4m3fn, "has_sinks": True, "window": 128}
+    mixed = [*rows, (200, 700), (64, 64)]
+    check_attention(mixed, 64, 8, 64, 64, dtype=torch.bfloat16, **options)
+
+
+@needs_hopper
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_hopper_prefill_with_sinks(block_size: int) -> None:
+    rng = random.Random(7)
+    for window, soft_cap in ((0, 0.0), (128, 0.0), (1, 0.0), (333, 5.0)):
+        rows = [(2, 2), (1100, 1100), *random_rows(20, 1200, 400, rng)]
+        options = {"window": window, "soft_cap": soft_cap, "has_sinks": True, "hopper": True}
+        check_attention(rows, 64, 8, 64, block_size, dtype=torch.bfloat16, **options)
+        check_attention(rows, 10, 2, 128, block_size, dtype=torch.float16, **options)
+
+
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

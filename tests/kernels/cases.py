@@ -68,6 +68,11 @@ class AttentionCase:
     config: DecodeConfig | None = None
     programs: int | None = None
     hopper: bool = False
+    has_sinks: bool = False
+
+    def sinks(self) -> torch.Tensor | None:
+        """Returns a logit for each query head, of about the size of the largest scores, or None."""
+        return 3.0 * torch.randn(self.q_heads, device=self.device) if self.has_sinks else None
 
 
 def attention(case: AttentionCase) -> Pair:
@@ -109,16 +114,18 @@ def attention(case: AttentionCase) -> Pair:
     )
     prefill_plan.tiles.fill_(-1)
     plan_prefill(prefill_plan, starts, lens, decodes, len(q))
+    sinks = case.sinks()
     out = paged_attention(
         q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace,
         prefill_plan=prefill_plan,
-        soft_cap=case.soft_cap, scales=scales,
+        soft_cap=case.soft_cap, scales=scales, sinks=sinks,
         out=poisoned(*q.shape, dtype=q.dtype, device=device),
     )  # fmt: skip
     assert not workspace.counters.any()
     return out, paged_attention_reference(
-        q.double(), *read, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
-    )
+        q.double(), *read, tables, starts, lens,
+        window=case.window, soft_cap=case.soft_cap, sinks=sinks,
+    )  # fmt: skip
 
 
 def cached(
@@ -162,11 +169,13 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
     )
     plan_decode(workspace, lens)
     starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
+    sinks = case.sinks()
     out = paged_attention(
         qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
         *caches, tables, starts, lens,
         num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
         projection=Projection(qkv, cos_sin, *weights, key_shifts=shifts), scales=scales,
+        sinks=sinks,
     )  # fmt: skip
     assert not workspace.counters.any()
     last = (lens - 1).clamp(min=0).long()
@@ -190,7 +199,7 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         key_shifts=shifts,
     )
     reference = paged_attention_reference(
-        q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap
+        q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap, sinks=sinks
     )
     pairs = zip(readable(caches, scales), wide, strict=True)
     return [(out, reference), *pairs]

@@ -118,6 +118,58 @@ def test_unsupported_shapes_are_rejected() -> None:
         attention_error([(1, 5)], 3, 2, 64, 16)
 
 
+SINK_ROWS = [(1, 5), (1, 40), (1, 0), (1, 130), (1, 1), (7, 33), (40, 40), (20, 65)]
+
+
+def test_sinks() -> None:
+    """Rows that one program computes, rows that several share, and prompts."""
+    rows = [(1, 5), (1, 70), (1, 0), (7, 33)]
+    assert attention_error(rows, 6, 2, 64, 16, has_sinks=True) < 1e-5
+    assert attention_error(rows, 6, 2, 64, 16, window=20, has_sinks=True) < 1e-5
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (1, 0.0), (20, 5.0)])
+def test_sinks_with_windows_and_soft_caps(window: int, soft_cap: float) -> None:
+    options = {"window": window, "soft_cap": soft_cap, "has_sinks": True}
+    assert attention_error(SINK_ROWS, 6, 2, 64, 16, **options) < 1e-5
+
+
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_a_sink_counts_once_however_a_row_is_split(programs: int) -> None:
+    rows = [(1, 300), (1, 20)]
+    assert attention_error(rows, 8, 1, 64, 16, programs=programs, has_sinks=True) < 1e-5
+
+
+def test_sinks_of_decodes_from_a_projection() -> None:
+    rows = [(1, 5), (1, 130), (1, 0), (1, 1)]
+    case = AttentionCase(
+        rows, 6, 2, 64, 16, torch.float32, "cpu",
+        config=SMALL, programs=5, window=20, has_sinks=True,
+    )  # fmt: skip
+    assert max(map(error, projected_attention(case, 64, False))) < 1e-5
+
+
+def test_sinks_over_a_float8_cache() -> None:
+    options = {"cache_dtype": torch.float8_e4m3fn, "has_sinks": True}
+    assert attention_error(SINK_ROWS, 6, 2, 64, 16, **options) < 1e-5
+
+
+@pytest.mark.parametrize("logit", [-200.0, 200.0])
+def test_sinks_that_weigh_nothing_and_all(logit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far below and far above every score: as without sinks, and zeros."""
+    monkeypatch.setattr(AttentionCase, "sinks", lambda case: torch.full((case.q_heads,), logit))
+    rows = [(1, 40), (1, 130), (7, 33)]
+    case = AttentionCase(
+        rows, 6, 2, 64, 16, torch.float32, "cpu", config=SMALL, programs=5, has_sinks=True
+    )
+    out, reference = attention(case)
+    if logit < 0:
+        assert error((out, reference)) < 1e-5
+        assert out.abs().max() > 0.1
+    else:
+        assert out.abs().max() < 1e-30
+
+
 FLOAT8_ROWS = [(1, 5), (1, 40), (1, 130), (1, 0), (1, 1), (7, 33), (40, 40), (20, 65)]
 
 

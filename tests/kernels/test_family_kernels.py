@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "glm4": ("glm4", {}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 

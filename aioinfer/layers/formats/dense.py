@@ -74,7 +74,13 @@ class DenseWeight:
             part = self.weight[first : first + source.rows.size]
             first += source.rows.size
             dim, shard = sharded_part(source.rows, self._columns)
-            yield f"{source.name}.weight", WeightShard(part, dim, shard.start, shard.total)
+            if source.stack is None:
+                yield f"{source.name}.weight", WeightShard(part, dim, shard.start, shard.total)
+            else:
+                yield (
+                    source.name,
+                    WeightShard(part.t(), 1 - dim, shard.start, shard.total, stack=source.stack),
+                )
 
     def reorder_rows(self, order: torch.Tensor) -> None:
         """See `WeightFormat.reorder_rows`."""

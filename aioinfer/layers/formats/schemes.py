@@ -77,7 +77,14 @@ class AffineScheme:
     has_offsets: bool
 
 
-Scheme = ScaledScheme | GroupScheme | AffineScheme
+@dataclass(frozen=True, slots=True)
+class MXFP4Scheme:
+    """Weights in 4-bit floating point (e2m1), of which 32 neighbouring inputs share a scale that is
+    a power of two (e8m0): MXFP4 of the OCP Microscaling Formats 1.0, as gpt-oss stores the experts
+    of a layer in one tensor."""
+
+
+Scheme = ScaledScheme | GroupScheme | AffineScheme | MXFP4Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,11 @@ class Quantization:
     def has_affine(self) -> bool:
         """Whether some modules have an `AffineScheme`."""
         return any(isinstance(scheme, AffineScheme) for _, scheme in self.groups)
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether some modules have an `MXFP4Scheme`."""
+        return any(isinstance(scheme, MXFP4Scheme) for _, scheme in self.groups)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Returns the scheme of a linear layer, by its name in the checkpoint, such as

@@ -68,6 +68,8 @@ class FamilyFormat:
         self._thought = thought
         self._special_ids = special_ids
         self.markers = frozenset(self.all_markers()) & special_ids.keys()
+        ends = calls.ends if isinstance(calls, HarmonyCalls) else ()
+        self.end_ids = tuple(special_ids[text] for text in ends if text in special_ids)
 
     def all_markers(self) -> tuple[str, ...]:
         """Returns the texts that are special tokens in some tokenizers of the family."""

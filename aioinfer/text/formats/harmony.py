@@ -24,6 +24,8 @@ class HarmonyCalls:
 
     name = "harmony"
     markers: tuple[str, ...] = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN)
+    #: A call ends the model's turn as an answer does; checkpoints may name the latter alone.
+    ends: tuple[str, ...] = (_RETURN, _CALL)
     trigger = ""
     bare = ""
     _header_end = Markers(_MESSAGE)

@@ -1,0 +1,91 @@
+"""Weights in MXFP4 (OCP Microscaling Formats 1.0), dequantized when they are loaded.
+
+A byte holds two numbers in e2m1, that of the lower input in its low bits; 16 bytes and a scale in
+e8m0 are a block of 32 inputs of an output feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.quantized import QuantizedWeight
+from aioinfer.layers.formats.schemes import MXFP4Scheme
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
+
+#: Inputs that share a scale, and the bytes of their numbers.
+BLOCK, BLOCK_BYTES = 32, 16
+#: What is added to the exponents of scales in e8m0.
+_EXPONENT_BIAS = 127
+#: By the codes of e2m1: a bit of sign, two of exponent, one of mantissa.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+#: By the codes of e8m0, the last of which is NaN. A table is exact on every device, which `ldexp`
+#: need not be.
+_POWERS = (*(2.0 ** (code - _EXPONENT_BIAS) for code in range(255)), math.nan)
+#: With random codes (of a deviation of 2.9) weights have one of 0.023, about that of dense models
+#: with random weights.
+_DUMMY_SCALE = _EXPONENT_BIAS - 7
+
+
+class _Part(NamedTuple):
+    """The tensors of one source: uint8 [out, blocks, 16] and [out, blocks]."""
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+
+class MXFP4Weight(QuantizedWeight):
+    """A weight of a stack of modules, in MXFP4. Arguments as in `QuantizedWeight`.
+
+    A rank whose inputs begin or end within a block reads all of the block.
+    """
+
+    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+        super().__init__(sources, columns, backend)
+        self._scheme = MXFP4Scheme()
+        start, end = columns.start // BLOCK, -(-(columns.start + columns.size) // BLOCK)
+        self._blocks = Shard(start, end - start, -(-columns.total // BLOCK))
+        self._parts = [self._make_part(source.rows.size) for source in sources]
+
+    def _make_part(self, rows: int) -> _Part:
+        shape, device = (rows, self._blocks.size), self._backend.device
+        blocks = torch.zeros(*shape, BLOCK_BYTES, dtype=torch.uint8, device=device)
+        return _Part(blocks, torch.zeros(shape, dtype=torch.uint8, device=device))
+
+    def weight_shards(self) -> NamedShards:
+        """See `WeightFormat.weight_shards`."""
+        for source, (blocks, scales) in zip(self._sources, self._parts, strict=True):
+            dim, part = sharded_part(source.rows, self._blocks)
+            place = dim, part.start, part.total
+            yield f"{source.name}_blocks", WeightShard(blocks, *place, stack=source.stack)
+            yield (
+                f"{source.name}_scales",
+                WeightShard(scales, *place, stack=source.stack, dummy=_DUMMY_SCALE),
+            )
+
+    def dequantized(self) -> torch.Tensor:
+        """See `QuantizedWeight.dequantized`."""
+        first = self._columns.start - self._blocks.start * BLOCK
+        return torch.cat(
+            [
+                dequantize(part.blocks, part.scales)[:, first : first + self._columns.size]
+                for part in self._parts
+            ]
+        )
+
+    def release(self) -> None:
+        """See `QuantizedWeight.release`."""
+        self._parts = []
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of blocks (uint8 [..., blocks, 16]) with scales (uint8 [..., blocks]) in
+    float32 [..., blocks * 32]; all of them are exact there and in bfloat16."""
+    values, powers = (torch.tensor(table, device=blocks.device) for table in (_VALUES, _POWERS))
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).int()
+    return (values[codes].flatten(-2) * powers[scales.int()][..., None]).flatten(-2)

@@ -1,0 +1,51 @@
+"""gpt-oss on GPUs: greedy tokens in float32 equal to those of transformers, with the head size and
+the window of the published models, and rounding errors in bfloat16 (Hopper's prefill kernel) no
+worse than its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_families import Case as Prompts
+from test_families import check_rounding
+
+from tests.functional.test_gpt_oss import Case, check_greedy, make_case
+
+#: A window that is shorter than most prompts.
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "sliding_window": 50,
+    "initializer_range": 0.05,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bfloat16", "mxfp4"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    return make_case(folder, "cuda", is_mxfp4=request.param, **SIZES)
+
+
+@pytest.mark.timeout(300)  # kernels are compiled
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_greedy_tokens_are_those_of_transformers(case: Case, block_size: int) -> None:
+    check_greedy(case, cache__block_size=block_size)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_two_ranks(case: Case) -> None:
+    settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
+    check_greedy(case, **settings)
+
+
+@pytest.mark.timeout(300)
+def test_rounding_errors_in_bfloat16(tmp_path: Path) -> None:
+    case = make_case(tmp_path, "cuda", is_mxfp4=False, **SIZES)
+    check_rounding(Prompts(*case), "cuda")
