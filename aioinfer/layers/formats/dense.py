@@ -69,6 +69,11 @@ class DenseWeight:
             dim, shard = sharded_part(source.rows, self._columns)
             yield f"{source.name}.weight", WeightShard(part, dim, shard.start, shard.total)
 
+    def dequantized(self) -> torch.Tensor:
+        """See `WeightFormat.dequantized`."""
+        assert self.weight is not None
+        return self.weight
+
     def reorder_rows(self, order: torch.Tensor) -> None:
         """See `WeightFormat.reorder_rows`."""
         assert self.weight is not None
