@@ -129,14 +129,28 @@ class DecodeWorkspace:
             programs: P, instead of one number for each multiprocessor (for tests and tuning).
         """
         _, _, kv_heads, head_size = k_cache.shape
-        device = k_cache.device
         config = config or decode_config(head_size, k_cache.element_size())
+        group = num_q_heads // kv_heads
+        return cls.empty(config, kv_heads, group, head_size, window, k_cache.device, programs)
+
+    @classmethod
+    def empty(
+        cls,
+        config: DecodeConfig,
+        kv_heads: int,
+        group: int,
+        head_size: int,
+        window: int,
+        device: torch.device,
+        programs: int | None = None,
+    ) -> DecodeWorkspace:
+        """Returns a workspace for `kv_heads` groups of `group` query heads whose outputs have
+        `head_size` channels; see `create`."""
         if programs is None:
             programs = (
                 torch.cuda.get_device_properties(device).multi_processor_count
                 * config.programs_per_sm
             )
-        group = num_q_heads // kv_heads
         floats = torch.empty(
             programs * 2 * group * (triton.next_power_of_2(head_size) + 2),
             dtype=torch.float32,

@@ -153,14 +153,18 @@ class LatentExpansion:
         torch.bmm(queries.transpose(0, 1), weight, out=absorbed.transpose(0, 1))
         return absorbed
 
-    def values_of(self, attended: torch.Tensor) -> torch.Tensor:
+    def values_of(self, sums: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns outputs [T, num_heads, value_size] for sums of latents [T, num_heads,
-        latent_size]."""
+        latent_size].
+
+        Args:
+            out: to write to; by default a new tensor.
+        """
         _, weight = self._parts
-        shape = len(attended), self._shape.num_heads, self._shape.value_size
-        values = attended.new_empty(shape)
-        torch.bmm(attended.transpose(0, 1), weight.transpose(1, 2), out=values.transpose(0, 1))
-        return values
+        if out is None:
+            out = sums.new_empty(len(sums), self._shape.num_heads, self._shape.value_size)
+        torch.bmm(sums.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
 
 class LatentAttention:

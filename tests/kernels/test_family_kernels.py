@@ -22,6 +22,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "glm4": ("glm4", {}),
+    # both projections of the queries, and one; without experts
+    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
+    "deepseek_v2": ("deepseek_v2", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
 }
 
 
