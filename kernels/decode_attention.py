@@ -295,7 +295,7 @@ def _store_part(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
-    part of it merges them.
+    part of it merges them, GROUP_PAD query heads at a time.
 
     The part begins with the row's tile `tile`, which is tile `at` in the sequence of all tiles.
     """
@@ -315,20 +315,21 @@ def _store_part(
     tl.debug_barrier()
     if tl.atomic_add(counters + first_program, 1, sem="acq_rel") == parts - 1:
         tl.store(counters + first_program, 0)
-        _merge(
-            partials,
-            maxima,
-            sums,
-            out,
-            first_program,
-            parts,
-            v_scale,
-            GROUP,
-            GROUP_PAD,
-            HEAD_SIZE,
-            HEAD_PAD,
-            SPLITS,
-        )
+        for head in tl.static_range(0, GROUP, GROUP_PAD):
+            _merge(
+                partials + head * HEAD_PAD,
+                maxima + head,
+                sums + head,
+                out + head * HEAD_SIZE,
+                first_program,
+                parts,
+                v_scale,
+                GROUP,
+                GROUP_PAD,
+                HEAD_SIZE,
+                HEAD_PAD,
+                SPLITS,
+            )
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from aioinfer.kernels.decode_attention import (
     _load_plan,
     _store_part,
     _tile_range,
+    merged_splits,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -33,22 +34,26 @@ LOG2_E = 1.4426950408889634
 WIDE_ROWS = 64
 
 
-def head_group(num_heads: int) -> int:
-    """Returns how many heads a program computes: 64 where that divides them, else at most 16."""
-    if num_heads % WIDE_ROWS == 0:
+def head_group(num_heads: int, element_size: int) -> int:
+    """Returns how many heads a program computes: 64 of 16 bits where that divides them, else at
+    most 16."""
+    if num_heads % WIDE_ROWS == 0 and element_size == 2:
         return WIDE_ROWS
     return max(size for size in range(1, QUERY_ROWS + 1) if num_heads % size == 0)
 
 
 def latent_config(num_heads: int, element_size: int) -> DecodeConfig:
-    """Returns the configuration for so many heads and bytes an element. Estimated from registers
-    and shared memory, not measured: the queries of 16 heads take 128 registers of each thread, and
-    a tile of 32 tokens 36 KiB."""
+    """Returns the configuration for so many heads and bytes an element.
+
+    Chosen by what the compiler makes of it for Hopper, not measured: with 5 stages two tiles of 36
+    KiB are in flight, since the pipeliner spends the others on the block table; the queries of 16
+    heads take 128 registers of each thread, so that two programs fill a multiprocessor.
+    """
     if element_size == 4:
         return DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=1)
-    if head_group(num_heads) == WIDE_ROWS:
-        return DecodeConfig(tile=32, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=2)
-    return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_sm=2, min_tiles=1)
+    if head_group(num_heads, element_size) == WIDE_ROWS:
+        return DecodeConfig(tile=32, num_warps=8, num_stages=5, programs_per_sm=1, min_tiles=1)
+    return DecodeConfig(tile=32, num_warps=4, num_stages=5, programs_per_sm=2, min_tiles=1)
 
 
 def make_latent_workspace(
@@ -67,7 +72,7 @@ def make_latent_workspace(
         config: instead of `latent_config`'s (for tests and tuning).
         programs: instead of what fits the GPU (for tests and tuning).
     """
-    group = head_group(num_heads)
+    group = head_group(num_heads, cache.element_size())
     config = config or latent_config(num_heads, cache.element_size())
     return DecodeWorkspace.empty(
         config, num_heads // group, group, _padded(latent_size), 0, cache.device, programs
@@ -211,7 +216,7 @@ def latent_decode(
     if not absorbed.is_contiguous() or rotated.stride(2) != 1 or len(rotated) != rows:
         raise ValueError("the queries must be of as many rows, with contiguous heads")
     out = torch.empty_like(absorbed) if out is None else out
-    group = head_group(num_heads)
+    group = head_group(num_heads, cache.element_size())
     config = workspace.config
     latent_pad = _padded(latent)
     _latent_decode_kernel[(workspace.plan.shape[0],)](
@@ -219,20 +224,15 @@ def latent_decode(
         workspace.maxima, workspace.sums, workspace.counters, scale * LOG2_E,
         absorbed.stride(0), *rotated.stride()[:2], out.stride(0), block_tables.stride(0),
         *cache.stride()[:2],
-        HEAD_BLOCKS=num_heads // group, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
+        HEAD_BLOCKS=num_heads // group, GROUP=group,
+        GROUP_PAD=min(QUERY_ROWS, triton.next_power_of_2(group)),
         ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
         LATENT=latent, LATENT_PAD=latent_pad, ROTARY=rotary, ROTARY_PAD=_padded(rotary),
         BLOCK_SIZE=cache.shape[1], TILE=config.tile, FIELDS=PLAN_FIELDS,
-        SPLITS=_merged_splits(group, latent_pad), PDL=pdl,
+        SPLITS=merged_splits(min(QUERY_ROWS, group), latent_pad), PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def _merged_splits(group: int, latent_pad: int) -> int:
-    """Returns how many partial results are merged at a time: few, since one of 64 heads fills half
-    of the registers."""
-    return max(1, min(32, 8192 // (triton.next_power_of_2(group) * latent_pad)))
 
 
 def latent_decode_reference(

@@ -37,24 +37,24 @@ def _latent_cache_kernel(
     if part == 0:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         source = latents + token * latent_stride
-        x = tl.load(source + d, d < LATENT, 0.0).to(tl.float32)
+        latent = tl.load(source + d, d < LATENT, 0.0).to(tl.float32)
         w = tl.load(weight + d, d < LATENT, 0.0).to(tl.float32)
-        normed = x * tl.rsqrt(tl.sum(x * x) / LATENT + eps) * w
-        key, other = load_with_pairs(source + LATENT, r, pair, r < ROTARY)
+        normed = latent * tl.rsqrt(tl.sum(latent * latent) / LATENT + eps) * w
+        key, key_pair = load_with_pairs(source + LATENT, r, pair, r < ROTARY)
         line = cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
         stored: tl.constexpr = cache.dtype.element_ty
         tl.store(line + d, normed.to(stored), (d < LATENT) & (slot >= 0))
-        rotated = (key * cos + other * sin).to(stored)
-        tl.store(line + LATENT + r, rotated, (r < ROTARY) & (slot >= 0))
+        turned_key = (key * cos + key_pair * sin).to(stored)
+        tl.store(line + LATENT + r, turned_key, (r < ROTARY) & (slot >= 0))
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         place = queries + token * query_stride + head[:, None] * query_head_stride
         mask = (head < NUM_HEADS)[:, None] & (r < ROTARY)[None, :]
-        x, other = load_with_pairs(place, r[None, :], pair[None, :], mask)
+        query, query_pair = load_with_pairs(place, r[None, :], pair[None, :], mask)
         # a channel is written in place when every thread has read its pair
         tl.debug_barrier()
-        rotated = x * cos[None, :] + other * sin[None, :]
-        tl.store(place + r[None, :], rotated.to(queries.dtype.element_ty), mask)
+        turned = query * cos[None, :] + query_pair * sin[None, :]
+        tl.store(place + r[None, :], turned.to(queries.dtype.element_ty), mask)
 
 
 def latent_cache(

@@ -64,6 +64,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
+        "compiled/test_latent_attention.py",
         "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",
         "functional/test_api_page.py",
@@ -75,6 +76,7 @@ EXTENDED = frozenset(
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
         "functional/test_kept_gguf.py",
+        "functional/test_latent_cache.py",
         "functional/test_masks.py",
         "functional/test_ollama.py",
         "functional/test_page.py::test_a_round_with_a_tool",
@@ -90,6 +92,7 @@ EXTENDED = frozenset(
         "functional/test_tracing.py",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
+        "kernels/test_latent_attention.py",
         "test_bench_gpu.py::test_http",
         "test_bench_large_bodies.py::test_a_short_run",
         "test_gguf.py::test_smollm2_is_as_transformers_reads_it",
@@ -109,6 +112,7 @@ KEPT = frozenset(
         "functional/test_api_page.py::test_every_field_is_named",
         "functional/test_batches.py::test_a_batch_is_answered_in_order",
         "functional/test_beam_search.py::test_a_small_model_under_preemption",
+        "functional/test_latent_cache.py::test_chunks_and_preemption_change_nothing",
         "functional/test_masks.py::test_tokens_are_the_same_however_they_are_planned",
         "functional/test_page_parts.py::test_a_call_streams_and_its_result_goes_on",
         "functional/test_page_parts.py::test_json_is_indented_while_it_comes",
@@ -118,6 +122,9 @@ KEPT = frozenset(
         "functional/test_structured_output.py::test_a_schema",
         "functional/test_structured_output.py::test_the_openai_client_parses",
         "functional/test_tools.py::test_an_answer_by_a_schema_or_a_call",
+        "kernels/test_latent_attention.py::test_decodes_in_float16",
+        "kernels/test_latent_attention.py::test_norm_rotation_and_cache_write",
+        "kernels/test_latent_attention.py::test_prefill_in_float16",
     ]
 )
 

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True},
     ),
     "deepseek_v2": ("deepseek_v2", {}),
-    "deepseek_v2 groups, biases": (
+    "deepseek_v2 groups, biases, yarn": (
         "deepseek_v2",
         {
             "q_lora_rank": 40,
@@ -127,11 +127,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "routed_scaling_factor": 2.0,
             "attention_bias": True,
+            **rope("yarn", original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.9),
         },
-    ),
-    "deepseek_v2 yarn": (
-        "deepseek_v2",
-        rope("yarn", original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.9),
     ),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3 yarn, pairs of halves": (
