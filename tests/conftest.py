@@ -93,6 +93,7 @@ EXTENDED = frozenset(
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "kernels/test_latent_attention.py",
+        "kernels/test_scaled_models.py::test_latent_attention",
         "test_bench_gpu.py::test_http",
         "test_bench_large_bodies.py::test_a_short_run",
         "test_gguf.py::test_smollm2_is_as_transformers_reads_it",

@@ -4,12 +4,12 @@ configurations that are refused. Its equality with transformers is in `test_mode
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import LatentSpec, group_layers
@@ -21,6 +21,7 @@ from aioinfer.layers.shards import Shard, Source
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.paged_model import CPU, PagedModel, load_model
+from tests.scaled_models import layouts, write, write_dequantized
 from tests.test_worker import load as load_worker
 from tests.test_worker import make_worker
 from tests.tiny_models import tiny_model
@@ -58,42 +59,16 @@ def test_what_a_token_costs(layers: int, nbytes: int) -> None:
     assert tensor.nbytes == 3 * 16 * nbytes
 
 
-def to_blocks(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a weight in float8 and the scales of its blocks of `size` rows and columns."""
-    rows, columns = (-(-length // size) for length in weight.shape)
-    scales = torch.rand(rows, columns) * 1e-3 + 1e-3
-    spread = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)
-    spread = spread[: weight.shape[0], : weight.shape[1]]
-    return (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn), scales
-
-
 @pytest.mark.parametrize("query_rank", [None, 40])
 def test_float8_in_blocks(query_rank: int | None, tmp_path: Path) -> None:
     """As DeepSeek-V3's checkpoints are stored: the model is that of the dequantized weights, also
     where blocks end within the rows of a module that is merged with another."""
-    folders = [
-        tiny_model("deepseek_v3", tmp_path / name, q_lora_rank=query_rank) for name in ("f8", "f32")
-    ]
-    tensors = load_file(folders[0] / "model.safetensors")
-    stored, dequantized, size = dict(tensors), dict(tensors), 16
-    for name, tensor in tensors.items():
-        if name.endswith(("proj.weight", "with_mqa.weight")):
-            values, scales = to_blocks(tensor, size)
-            stored[name], stored[f"{name}_scale_inv"] = values, scales
-            spread = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)
-            dequantized[name] = values.float() * spread[: tensor.shape[0], : tensor.shape[1]]
-    save_file(stored, folders[0] / "model.safetensors")
-    save_file(dequantized, folders[1] / "model.safetensors")
-    file = folders[0] / "config.json"
-    scheme = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [size, size],
-        "activation_scheme": "dynamic",
-    }
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": scheme}))
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    tiny_model("deepseek_v3", folder, q_lora_rank=query_rank)
+    shutil.copytree(folder, plain)
+    write_dequantized(plain, write(folder, layouts((16, 16))["fp8 block"]))
     texts = {0: list(range(3, 40)), 1: [7]}
-    found, expected = (PagedModel(load_model(f, SINGLE), 16).step(texts) for f in folders)
+    found, expected = (PagedModel(load_model(f, SINGLE), 16).step(texts) for f in (folder, plain))
     for name in texts:
         assert (found[name] - expected[name]).abs().max() < 1e-4 * expected[name].std()
 
