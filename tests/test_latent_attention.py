@@ -4,6 +4,7 @@ configurations that are refused. Its equality with transformers is in `test_mode
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,25 @@ def test_a_cache_in_float8_is_refused(tmp_path: Path) -> None:
     worker = make_worker(tiny_model("deepseek_v2", tmp_path), dtype="fp8")
     with pytest.raises(ConfigError, match=r"not supported for latent vectors: set cache\.dtype"):
         load_worker(worker)
+
+
+def test_what_transformers_writes(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 1.0}
+    rope["original_max_position_embeddings"] = 128
+    config: Any = load_model_config(tiny_model("deepseek_v3", tmp_path, rope_parameters=rope))
+    shape = config.latent
+    assert (shape.num_heads, shape.latent_size, shape.rotary_size) == (8, 24, 8)
+    assert (shape.plain_size, shape.value_size, config.query_rank) == (16, 12, 40)
+    assert shape.scale == pytest.approx(24**-0.5 * (0.1 * math.log(4) + 1) ** 2)
+    assert config.rope.interleaved
+    assert config.mixture.dense_layers == {0}
+    assert config.mixture.shared_size == 2 * 32
+
+
+@pytest.mark.parametrize("name", ["kv_lora_rank", "v_head_dim", "moe_intermediate_size"])
+def test_a_field_that_is_null_is_missing(name: str, tmp_path: Path) -> None:
+    folder = tiny_model("deepseek_v2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: None}))
+    with pytest.raises(ConfigError, match=f"lacks '{name}'"):
+        load_model_config(folder)

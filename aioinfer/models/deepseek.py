@@ -70,6 +70,7 @@ class DeepseekV3Config(DeepseekConfig):
 
 def _read_attention(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of attention. `head_size` is that of what is rotated."""
+    config = _without_nulls(config)
     rotary_size, plain_size = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
     rope = read_rope({**config, "head_dim": rotary_size})
     bias, query_rank = bool(config.get("attention_bias", False)), config.get("q_lora_rank")
@@ -79,7 +80,7 @@ def _read_attention(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_kv_heads": heads,
         "head_size": rotary_size,
-        "rope": replace(rope, interleaved=config.get("rope_interleave", True) is not False),
+        "rope": replace(rope, interleaved=config.get("rope_interleave", True)),
         "query_rank": query_rank,
         "attention_bias": bias,
         "latent": LatentShape(
@@ -105,7 +106,8 @@ def _score_factor(rope: RopeConfig) -> float:
 
 def _read_v2_mixture(config: Mapping[str, Any]) -> MixtureShape:
     """Returns experts that are routed as in DeepSeek-V2: a group's score is that of its best."""
-    method = config.get("topk_method") or "greedy"
+    config = _without_nulls(config)
+    method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
             f"topk_method = {method!r} is not supported; these are: greedy, group_limited_greedy"
@@ -117,9 +119,9 @@ def _read_v2_mixture(config: Mapping[str, Any]) -> MixtureShape:
         read_num_experts(config),
         config["num_experts_per_tok"],
         is_normalized=is_normalized,
-        scale=1.0 if is_normalized else config.get("routed_scaling_factor") or 1.0,
-        num_groups=(config.get("n_group") or 1) if has_groups else 1,
-        top_groups=(config.get("topk_group") or 1) if has_groups else 1,
+        scale=1.0 if is_normalized else config.get("routed_scaling_factor", 1.0),
+        num_groups=config.get("n_group", 1) if has_groups else 1,
+        top_groups=config.get("topk_group", 1) if has_groups else 1,
         group_best=1,
     )
     _check_scores(config, "softmax")
@@ -129,33 +131,39 @@ def _read_v2_mixture(config: Mapping[str, Any]) -> MixtureShape:
 def read_v3_mixture(config: Mapping[str, Any]) -> MixtureShape:
     """Returns experts that are routed as in DeepSeek-V3: sigmoid scores with a bias for the
     selection; a group's score is the sum of its two best."""
+    config = _without_nulls(config)
     routing = Routing(
         read_num_experts(config),
         config["num_experts_per_tok"],
         scores="sigmoid",
         is_normalized=bool(config.get("norm_topk_prob", True)),
-        scale=config.get("routed_scaling_factor") or 1.0,
+        scale=config.get("routed_scaling_factor", 1.0),
         has_bias=True,
-        num_groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
+        num_groups=config.get("n_group", 1),
+        top_groups=config.get("topk_group", 1),
     )
     _check_scores(config, "sigmoid")
     return _with_shared(config, routing)
+
+
+def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are not null, which means the same as left out."""
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def _with_shared(config: Mapping[str, Any], routing: Routing) -> MixtureShape:
     """Returns the mixture with its shared experts, which are computed as one, and the layers that
     have no experts: the first ones, and where `moe_layer_freq` leaves layers out."""
     _check_groups(routing)
-    size, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
-    first, every = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
+    size, shared = config["moe_intermediate_size"], config.get("n_shared_experts", 0)
+    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
     layers = range(config["num_hidden_layers"])
     dense = frozenset(number for number in layers if number < first or number % every)
     return MixtureShape(routing, size, size * shared, dense_layers=dense)
 
 
 def _check_scores(config: Mapping[str, Any], expected: str) -> None:
-    scores = config.get("scoring_func") or expected
+    scores = config.get("scoring_func", expected)
     if scores != expected:
         raise ConfigError(f"scoring_func must be {expected!r}, not {scores!r}")
 
