@@ -23,7 +23,7 @@ from aioinfer.kernels.latent_prefill import (
 )
 from aioinfer.kernels.paged_attention import BLOCK_SIZES
 from aioinfer.layers.kernel_attention import AttentionPlans
-from aioinfer.layers.latent_attention import LatentExpansion, LatentShape
+from aioinfer.layers.latents import LatentExpansion, LatentShape
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.step import SampledRows, Step
 

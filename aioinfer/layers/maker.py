@@ -19,7 +19,8 @@ from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.schemes import AffineScheme, Quantization
 from aioinfer.layers.kv_cache import AttentionShape, KVScales
-from aioinfer.layers.latent_attention import LatentAttention, LatentExpansion, LatentShape
+from aioinfer.layers.latent_attention import LatentAttention
+from aioinfer.layers.latents import LatentExpansion, LatentShape
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm

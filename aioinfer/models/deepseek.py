@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.experts import MixtureShape, Routing
-from aioinfer.layers.latent_attention import LatentShape
+from aioinfer.layers.latents import LatentShape
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
