@@ -138,14 +138,28 @@ class DecodeWorkspace:
             programs: P, instead of one number for each multiprocessor (for tests and tuning).
         """
         _, _, kv_heads, head_size = k_cache.shape
-        device = k_cache.device
         config = config or decode_config(head_size, k_cache.element_size())
+        group = num_q_heads // kv_heads
+        return cls.empty(config, kv_heads, group, head_size, window, k_cache.device, programs)
+
+    @classmethod
+    def empty(
+        cls,
+        config: DecodeConfig,
+        kv_heads: int,
+        group: int,
+        head_size: int,
+        window: int,
+        device: torch.device,
+        programs: int | None = None,
+    ) -> DecodeWorkspace:
+        """Returns a workspace for `kv_heads` groups of `group` query heads whose outputs have
+        `head_size` channels; see `create`."""
         if programs is None:
             programs = (
                 torch.cuda.get_device_properties(device).multi_processor_count
                 * config.programs_per_sm
             )
-        group = num_q_heads // kv_heads
         floats = torch.empty(
             programs * 2 * group * (triton.next_power_of_2(head_size) + 2),
             dtype=torch.float32,
@@ -294,7 +308,7 @@ def _store_part(
     SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
-    part of it merges them.
+    part of it merges them, GROUP_PAD query heads at a time.
 
     The part begins with the row's tile `tile`, which is tile `at` in the sequence of all tiles.
     """
@@ -314,22 +328,23 @@ def _store_part(
     tl.debug_barrier()
     if tl.atomic_add(counters + first_program, 1, sem="acq_rel") == parts - 1:
         tl.store(counters + first_program, 0)
-        _merge(
-            partials,
-            maxima,
-            sums,
-            out,
-            first_program,
-            parts,
-            v_scale,
-            GROUP,
-            GROUP_PAD,
-            HEAD_SIZE,
-            HEAD_PAD,
-            SPLITS,
-            sinks,
-            HAS_SINKS,
-        )
+        for head in tl.static_range(0, GROUP, GROUP_PAD):
+            _merge(
+                partials + head * HEAD_PAD,
+                maxima + head,
+                sums + head,
+                out + head * HEAD_SIZE,
+                first_program,
+                parts,
+                v_scale,
+                GROUP,
+                GROUP_PAD,
+                HEAD_SIZE,
+                HEAD_PAD,
+                SPLITS,
+                sinks + head if HAS_SINKS else sinks,
+                HAS_SINKS,
+            )
 
 
 @triton.jit

@@ -29,11 +29,13 @@ from benchlib.float8_cases import float8_cases
 from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
 from benchlib.kernel_cases import FAMILIES as OTHER_FAMILIES
+from benchlib.latent_cases import latent_cases
 from benchlib.scaled_cases import scaled_cases
 
 FAMILIES = OTHER_FAMILIES | {
     "float8": float8_cases,
     "grouped": grouped_cases,
+    "latent": latent_cases,
     "scaled": scaled_cases,
 }
 

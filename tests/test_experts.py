@@ -110,6 +110,17 @@ def test_experts_come_from_the_best_groups() -> None:
     assert 4 in chosen[0].tolist()
 
 
+def test_a_groups_score_is_that_of_its_best_expert() -> None:
+    """As in DeepSeek-V2: the groups of the best experts are taken, whatever is beside them."""
+    logits = torch.tensor([[3.0, 0.0, 2.0, 2.0, 2.5, 0.0, 0.0, 0.0]])
+    routing = Routing(
+        8, 3, is_normalized=False, scale=2.0, num_groups=4, top_groups=2, group_best=1
+    )
+    scores, chosen = router(routing, torch.eye(8))(logits)
+    assert {0, 4} < set(chosen[0].tolist()) <= {0, 1, 4, 5}
+    torch.testing.assert_close(scores[0], 2.0 * logits.softmax(-1)[0, chosen[0]])
+
+
 def test_quantized_experts(tmp_path: Path) -> None:
     """Experts in float8 are those of a model with their dequantized weights."""
     folder = tiny_model("qwen3_moe", tmp_path / "model")

@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {"sliding_window": 6}),
+    "deepseek_v2": ("deepseek_v2", {"q_lora_rank": 40}),
+    "deepseek_v3": ("deepseek_v3", {"attention_bias": True}),
     "glm4_moe": ("glm4_moe", {}),
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),
@@ -53,7 +55,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     for name in MODELS:
         model = load_model(folder / name, group)
         logits[name] = PagedModel(model, 4).run_at_random(TEXTS, longest=9, seed=1)
-        shapes[name] = model.kv_specs[0].num_kv_heads, model.weights_bytes
+        shapes[name] = model.kv_specs[0].token_shape, model.weights_bytes
     torch.save((logits, shapes), folder / f"rank-{rank}-of-{size}")
     dist.destroy_process_group()
 
@@ -93,9 +95,13 @@ def test_together_the_ranks_have_the_logits_of_one_process(
 
 def test_ranks_beyond_the_kv_heads_share_them(ranks: list[Any]):
     for _, shapes in ranks:
-        assert shapes["llama"][0] == max(1, 2 // len(ranks))
-        assert shapes["a kv head each"][0] == 4 // len(ranks)
-        assert shapes["one kv head"][0] == 1
+        assert shapes["llama"][0][1] == max(1, 2 // len(ranks))
+        assert shapes["a kv head each"][0][1] == 4 // len(ranks)
+        assert shapes["one kv head"][0][1] == 1
+
+
+def test_each_rank_has_all_of_the_latents(ranks: list[Any]):
+    assert all(shapes["deepseek_v3"][0] == (1, 1, 24 + 8) for _, shapes in ranks)
 
 
 def test_weights_are_divided(folder: Path, ranks: list[Any]):

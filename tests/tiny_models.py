@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -42,6 +46,8 @@ from transformers import (
 )
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
@@ -61,7 +67,28 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
 }
 FAMILIES = tuple(_CLASSES)
 #: Fields of families whose defaults would leave what they are for without effect on small models.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 _FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None},
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 40,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "gemma2": {
         "query_pre_attn_scalar": 24,
         "sliding_window": 9,

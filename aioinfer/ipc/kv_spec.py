@@ -8,6 +8,7 @@ plans with them; so they are plain data that crosses processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,9 +28,15 @@ class AttentionSpec:
     head_size: int
     window: int | None = None
 
+    @property
+    def token_shape(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token: two tensors, keys and values, of so many heads and
+        channels."""
+        return 2, self.num_kv_heads, self.head_size
+
     def bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes that a layer keeps of a token, with `itemsize` bytes an element."""
-        return 2 * self.num_kv_heads * self.head_size * itemsize
+        return math.prod(self.token_shape) * itemsize
 
     def __str__(self) -> str:
         heads = f"{self.num_kv_heads} head{'s' if self.num_kv_heads > 1 else ''}"
@@ -40,7 +47,7 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """One latent vector of every token, of which keys and values are projections (multi-head latent
-    attention, DeepSeek-V2, 2024).
+    attention, DeepSeek-V2, 2024). Every rank has it whole.
 
     Attributes:
         size: channels of the vector, the rotated part included.
@@ -49,13 +56,18 @@ class LatentSpec:
     size: int
 
     @property
+    def token_shape(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token: one tensor, of one head and so many channels."""
+        return 1, 1, self.size
+
+    @property
     def window(self) -> None:
         """None: a token attends to all before it."""
         return None
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes that a layer keeps of a token, with `itemsize` bytes an element."""
-        return self.size * itemsize
+        return math.prod(self.token_shape) * itemsize
 
     def __str__(self) -> str:
         return f"latent vectors of size {self.size}"

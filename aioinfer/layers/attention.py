@@ -57,6 +57,9 @@ class AttentionSinks:
 class Attention:
     """Attention of one layer on one rank. Made by `LayerMaker.attention`.
 
+    Attributes:
+        supports_prefill_graphs: whether a CUDA graph can hold it in a step with prompts.
+
     Args:
         shape: of this rank.
         qkv: the merged projection: queries' heads, then keys', then values'.
@@ -71,6 +74,8 @@ class Attention:
         residual_scale: multiplied with what is added to the stream.
         backend: of the rank.
     """
+
+    supports_prefill_graphs = True
 
     def __init__(
         self,
@@ -130,9 +135,17 @@ class Attention:
         """Those of its weights."""
         return self.qkv.weight.kind, self.output.weight.kind
 
-    def bind(self, cache: KVCache, group: int, plans: AttentionPlans | None) -> None:
-        """Gives the layer its KV cache, of the KV group `group`; with plans, for the kernels."""
-        self._cache = cache
+    def unsupported_head_size(self, block_size: int) -> int | None:
+        """Returns the head size if the kernels lack it with blocks of `block_size` tokens, else
+        None."""
+        from aioinfer.layers.kernel_attention import supports
+
+        return None if supports(self.shape, block_size) else self.shape.head_size
+
+    def bind(self, kv: torch.Tensor, group: int, plans: AttentionPlans | None) -> None:
+        """Gives the layer its KV cache [2, num_blocks, block_size, num_kv_heads, head_size], of the
+        KV group `group`; with plans, for the kernels."""
+        cache = self._cache = KVCache.of_layer(kv, self.scales)
         if plans is None:
             self._torch, self._kernel = TorchAttention(self.shape, group, self._sinks), None
             return
@@ -196,17 +209,10 @@ class Attention:
             query_norm, key_norm = self._head_norms
             queries, keys = rotated[:, :heads], rotated[:, heads:]
             rotated = torch.cat((query_norm(queries), key_norm(keys)), dim=1)
-        rotated = apply_rope(rotated, *self._angles(step))
+        rotated = apply_rope(rotated, *self._rotary.at_step(step))
         assert self._torch is not None
         assert self._cache is not None
         return self._torch(rotated[:, :heads], rotated[:, heads:], values, self._cache, step)
-
-    def _angles(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cosines and sines of a step's positions, computed once for all layers."""
-        angles = step.memo.get(self._rotary)
-        if angles is None:
-            angles = step.memo[self._rotary] = self._rotary.at(step.inputs.positions)
-        return angles
 
 
 def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:

@@ -37,9 +37,11 @@ class Routing:
         scale: multiplied with the scores that remain.
         has_logit_bias: the router's product has a bias (gpt-oss).
         has_bias: a bias is added to the scores for the selection alone (DeepSeek-V3, DeepSeek-AI
-            2024), and experts are taken from the best groups alone.
+            2024).
         num_groups, top_groups: how many groups of experts there are, and how many of them a token's
-            experts may come from; a group's score is the sum of its two best.
+            experts may come from.
+        group_best: a group's score is the sum of so many of its best experts': 2 in DeepSeek-V3, 1
+            in V2.
     """
 
     num_experts: int
@@ -51,6 +53,7 @@ class Routing:
     has_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,8 @@ class Router:
     def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """Returns scores [T, num_experts] with those of experts out of the best groups -inf."""
         groups = scores.unflatten(1, (self.routing.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.routing.top_groups, dim=-1).indices
+        of_groups = groups.topk(self.routing.group_best, dim=-1).values.sum(-1)
+        best = of_groups.topk(self.routing.top_groups, dim=-1).indices
         is_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
         is_out.scatter_(1, best, False)
         return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(1)

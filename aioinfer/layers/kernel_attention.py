@@ -8,7 +8,8 @@ graph may hold them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,18 +32,30 @@ def supports(shape: AttentionShape, block_size: int) -> bool:
     return shape.head_size in HEAD_SIZES and block_size in BLOCK_SIZES
 
 
+class StepPlan(Protocol):
+    """What layers of another kind of attention share of a step."""
+
+    def fill(self, step: Step) -> None:
+        """Plans a step whose inputs are prepared; `step.num_decodes` is given."""
+        ...
+
+
+_Plan = TypeVar("_Plan", bound=StepPlan)
+
+
 class AttentionPlans:
     """The plans of a step, for all attention layers of a model.
 
-    Args:
+    Attributes:
         rows, tokens: the maximum of a step.
-        dtype: of queries.
         programs: of decode attention, instead of what fits the GPU (for tests).
     """
 
     def __init__(self, rows: int, tokens: int, dtype: torch.dtype, programs: int | None = None):
-        self._rows, self._tokens, self._dtype = rows, tokens, dtype
-        self._programs = programs
+        """`dtype`: of queries; the others as above."""
+        self.rows, self.tokens, self._dtype = rows, tokens, dtype
+        self.programs = programs
+        self._shared: dict[Hashable, Any] = {}
         self._workspaces: dict[tuple[int, AttentionShape], DecodeWorkspace] = {}
         self._prefills: dict[tuple[int, int, bool], PrefillPlan] = {}
 
@@ -53,16 +66,25 @@ class AttentionPlans:
         key = group, shape
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.create(
-                shape.num_heads, cache.keys, window=shape.window or 0, programs=self._programs
+                shape.num_heads, cache.keys, window=shape.window or 0, programs=self.programs
             )
         prefill = make_prefill_plan(
-            self._rows, self._tokens, shape.num_heads, self._dtype, cache.keys, cache.values
+            self.rows, self.tokens, shape.num_heads, self._dtype, cache.keys, cache.values
         )
         kind = prefill.group, prefill.tile_rows, prefill.hopper
         return self._workspaces[key], self._prefills.setdefault(kind, prefill)
 
+    def share(self, key: Hashable, make: Callable[[], _Plan]) -> _Plan:
+        """Returns the plan that layers with an equal `key` share; the first of them makes it."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        plan: _Plan = self._shared[key]
+        return plan
+
     def fill(self, step: Step) -> None:
         """Plans a step whose inputs are prepared; `step.num_decodes` is given."""
+        for plan in self._shared.values():
+            plan.fill(step)
         inputs, num_decodes = step.inputs, step.num_decodes
         assert num_decodes is not None
         for workspace in self._workspaces.values():

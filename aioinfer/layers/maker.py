@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.schemes import AffineScheme, Quantization
 from aioinfer.layers.kv_cache import AttentionShape, KVScales
+from aioinfer.layers.latent_attention import LatentAttention
+from aioinfer.layers.latents import LatentExpansion, LatentShape
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
@@ -162,10 +165,18 @@ class LayerMaker:
         self._converted.append(weakref.ref(head))
         return self._keep(head)
 
-    def norm(self, name: str, size: int | None = None, *, unit_offset: bool = False) -> RMSNorm:
-        """Returns an RMSNorm, by default of the residual stream."""
+    def norm(
+        self,
+        name: str,
+        size: int | None = None,
+        *,
+        unit_offset: bool = False,
+        eps: float | None = None,
+    ) -> RMSNorm:
+        """Returns an RMSNorm, by default of the residual stream; `eps`: if not the model's."""
         size = self.hidden_size if size is None else size
-        norm = RMSNorm(name, size, self._norm_eps, self.backend, unit_offset=unit_offset)
+        eps = self._norm_eps if eps is None else eps
+        norm = RMSNorm(name, size, eps, self.backend, unit_offset=unit_offset)
         return self._keep(norm)
 
     def attention(
@@ -234,6 +245,59 @@ class LayerMaker:
             shape, qkv, output, rotary, scales, head_norms=by_head, projection_norms=whole,
             sinks=by_query, norm=norm, post_norm=post_norm,
             residual_scale=residual_scale, backend=self.backend,
+        )  # fmt: skip
+        self._to_prepare.append(attention)
+        return attention
+
+    def latent_attention(
+        self,
+        name: str,
+        *,
+        shape: LatentShape,
+        query_rank: int | None,
+        rope: RopeConfig,
+        norm: RMSNorm,
+        norm_eps: float,
+        bias: bool = False,
+    ) -> LatentAttention:
+        """Returns the latent attention of the checkpoint module `name`.
+
+        Args:
+            shape: of all ranks together.
+            query_rank: channels between the two projections of the queries; None for one
+                projection.
+            rope: of the rotated channels.
+            norm: as in `Attention`.
+            norm_eps: of the norms within.
+            bias: of the first projections, for which there have to be two of the queries, and of
+                the output's.
+        """
+        heads = row_shard(shape.num_heads, self.backend)
+        local, backend = replace(shape, num_heads=heads.size), self.backend
+
+        def by_head(channels: int) -> Shard:
+            return Shard(heads.start * channels, heads.size * channels, heads.total * channels)
+
+        latents = Source(f"{name}.kv_a_proj_with_mqa", Shard.whole(shape.cached_size))
+        query_up = None
+        if query_rank is None:
+            first = Source(f"{name}.q_proj", by_head(shape.head_size))
+        else:
+            first = Source(f"{name}.q_a_proj", Shard.whole(query_rank))
+            query_up = (
+                self.norm(f"{name}.q_a_layernorm", query_rank, eps=norm_eps),
+                self._column([Source(f"{name}.q_b_proj", by_head(shape.head_size))], query_rank),
+            )
+        down = self._column([first, latents], bias=bias)
+        latent_norm = self.norm(f"{name}.kv_a_layernorm", shape.latent_size, eps=norm_eps)
+        expanded = [Source(f"{name}.kv_b_proj", by_head(shape.plain_size + shape.value_size))]
+        weight = self._weight(expanded, Shard.whole(shape.latent_size))
+        expansion = self._keep(LatentExpansion(weight, local, backend))
+        output = self._row(f"{name}.o_proj", by_head(shape.value_size), bias=bias)
+        rotary = self._rotary(rope, shape.rotary_size)
+        attention = LatentAttention(
+            local, down, query_up, latent_norm, expansion, output, rotary, norm=norm,
+            backend=backend,
         )  # fmt: skip
         self._to_prepare.append(attention)
         return attention
@@ -410,8 +474,11 @@ class LayerMaker:
             for start, shard in zip(starts, shards, strict=True)
         ]
 
-    def _column(self, sources: list[Source], *, bias: bool) -> ColumnParallelLinear:
-        weight = self._weight(sources, Shard.whole(self.hidden_size))
+    def _column(
+        self, sources: list[Source], in_features: int | None = None, *, bias: bool = False
+    ) -> ColumnParallelLinear:
+        """Returns a column-parallel layer, by default of the residual stream."""
+        weight = self._weight(sources, Shard.whole(in_features or self.hidden_size))
         return self._keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
 
     def _row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:

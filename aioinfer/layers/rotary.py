@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.step import Step
 
 #: Longer than any text.
 _ANY_LEN = 2**31
@@ -112,6 +113,13 @@ def _of_both(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns lines of the table [T, R] as cosines and sines of all channels, each [T, 1, R]."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def at_step(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `at` of a step's positions, computed once for all layers."""
+        angles = step.memo.get(self)
+        if angles is None:
+            angles = step.memo[self] = self.at(step.inputs.positions)
+        return angles
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
 from aioinfer.layers.experts import MixtureMLP
-from aioinfer.layers.kv_cache import KVCache, KVScales
+from aioinfer.layers.kv_cache import KVScales
+from aioinfer.layers.latent_attention import LatentAttention
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm
@@ -43,6 +44,7 @@ class CausalLM(Protocol):
             they are loaded, and then as the device holds them.
         kv_specs: what each layer keeps in the KV cache; known once the model is loaded.
         kv_scales: of each layer, for a KV cache in float8; made when the model is loaded, and 1.
+            None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
     """
@@ -78,8 +80,9 @@ class CausalLM(Protocol):
 
         Args:
             groups: the layers that share block tables.
-            kv: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size], in the
-                dtype of the arithmetic or in float8, to which `kv_scales` belong.
+            kv: of each group, [parts, layers, num_blocks, block_size, heads, channels] (see
+                `KVTensors`), in the dtype of the arithmetic or in float8, to which `kv_scales`
+                belong.
             rows, tokens: the maximum of a step.
         """
         ...
@@ -88,6 +91,11 @@ class CausalLM(Protocol):
     def supports_graphs(self) -> bool:
         """Whether steps without `Step.host` can be computed, as CUDA graphs need it; known once the
         model is bound."""
+        ...
+
+    @property
+    def supports_prefill_graphs(self) -> bool:
+        """Whether `supports_graphs` holds for steps with prompts, too, not for decodes alone."""
         ...
 
     def describe(self, block_size: int) -> str:
@@ -159,7 +167,7 @@ def describe_attention(unsupported: Sequence[int], block_size: int) -> str:
 class DecoderLayer:
     """One layer: attention and MLP, each with its norms and its sum into the residual stream."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: GatedMLP | MixtureMLP
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
@@ -201,7 +209,8 @@ class DecoderModel:
         self.head = head or make.head("lm_head", self.embedding, tied=tied)
         self.vocabulary = self.embedding.vocabulary
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
-        self.kv_scales = [layer.attention.scales for layer in self.layers]
+        scales = [layer.attention.scales for layer in self.layers]
+        self.kv_scales = [of_layer for of_layer in scales if of_layer is not None]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
@@ -245,9 +254,7 @@ class DecoderModel:
         self._plans = self._make_plans(kv[0].shape[3], rows, tokens, programs)
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
             for index, layer in enumerate(group.layers):
-                attention = self.layers[layer].attention
-                cache = KVCache.of_layer(tensors[:, index], attention.scales)
-                attention.bind(cache, number, self._plans)
+                self.layers[layer].attention.bind(tensors[:, index], number, self._plans)
 
     def _make_plans(
         self, block_size: int, rows: int, tokens: int, programs: int | None
@@ -262,10 +269,8 @@ class DecoderModel:
 
     def _unsupported_head_sizes(self, block_size: int) -> list[int]:
         """Returns the head sizes that the attention kernels lack with such blocks, ascending."""
-        from aioinfer.layers.kernel_attention import supports
-
-        shapes = [layer.attention.shape for layer in self.layers]
-        return sorted({shape.head_size for shape in shapes if not supports(shape, block_size)})
+        sizes = (layer.attention.unsupported_head_size(block_size) for layer in self.layers)
+        return sorted({size for size in sizes if size is not None})
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""
@@ -279,6 +284,13 @@ class DecoderModel:
     def supports_graphs(self) -> bool:
         """See `CausalLM.supports_graphs`."""
         return self._plans is not None and all(layer.mlp.supports_graphs for layer in self.layers)
+
+    @property
+    def supports_prefill_graphs(self) -> bool:
+        """See `CausalLM.supports_prefill_graphs`."""
+        return self.supports_graphs and all(
+            layer.attention.supports_prefill_graphs for layer in self.layers
+        )
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`."""

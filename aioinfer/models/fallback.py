@@ -243,6 +243,11 @@ class FallbackModel:
         """False: transformers' modules may do what a graph cannot hold."""
         return False
 
+    @property
+    def supports_prefill_graphs(self) -> bool:
+        """False, as `supports_graphs`."""
+        return False
+
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`; no kernel has several configurations here."""
 

@@ -54,6 +54,12 @@ _COUNTS = {
     "shared_expert_intermediate_size": _Number(0, _INT32_MAX),
     "decoder_sparse_step": _Number(1, _MAX_LAYERS),
     "first_k_dense_replace": _Number(0, _MAX_LAYERS),
+    "moe_layer_freq": _Number(1, _MAX_LAYERS),
+    "kv_lora_rank": _Number(1, _INT32_MAX),
+    "q_lora_rank": _Number(1, _INT32_MAX),
+    "qk_nope_head_dim": _Number(1, _MAX_HEADS),
+    "qk_rope_head_dim": _Number(2, _MAX_HEADS),
+    "v_head_dim": _Number(1, _MAX_HEADS),
 }
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
@@ -73,9 +79,11 @@ _FLOATS = {
 }
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
-    "use_bidirectional_attention", "norm_topk_prob", "qkv_bias", "use_qk_norm",
+    "use_bidirectional_attention", "norm_topk_prob", "qkv_bias", "use_qk_norm", "rope_interleave",
 )  # fmt: skip
-_TEXTS = ("hidden_act", "hidden_activation", "dtype", "torch_dtype")
+_TEXTS = (
+    "hidden_act", "hidden_activation", "dtype", "torch_dtype", "topk_method", "scoring_func",
+)  # fmt: skip
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPES = ("rope_parameters", "rope_scaling")
 #: Fields that may not be null; of the others null means the same as a field that is left out.

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.experts import MixtureShape, Routing
+from aioinfer.layers.experts import MixtureShape
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.config import DecoderConfig, read_num_experts
+from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.deepseek import read_v3_mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,29 +29,11 @@ class Glm4MoeConfig(DecoderConfig):
         """Reads the experts, biases and norms. Checkpoints have a layer more than the model, which
         predicts further tokens and is not computed."""
         return {
-            "mixture": read_deepseek_mixture(config),
+            "mixture": read_v3_mixture(config),
             "attention_bias": bool(config.get("attention_bias", False)),
             "head_norms": bool(config.get("use_qk_norm", False)),
             "unused_layers": config.get("num_nextn_predict_layers") or 0,
         }
-
-
-def read_deepseek_mixture(config: Mapping[str, Any]) -> MixtureShape:
-    """Returns experts that are routed as in DeepSeek-V3: sigmoid scores with a bias for the
-    selection, groups, shared experts, which are computed as one, and first layers without."""
-    routing = Routing(
-        read_num_experts(config),
-        config["num_experts_per_tok"],
-        scores="sigmoid",
-        is_normalized=bool(config.get("norm_topk_prob", True)),
-        scale=config.get("routed_scaling_factor") or 1.0,
-        has_bias=True,
-        num_groups=config.get("n_group") or 1,
-        top_groups=config.get("topk_group") or 1,
-    )
-    size, shared = config["moe_intermediate_size"], config.get("n_shared_experts") or 0
-    first = config.get("first_k_dense_replace") or 0
-    return MixtureShape(routing, size, size * shared, dense_layers=frozenset(range(first)))
 
 
 class Glm4MoeModel(DecoderModel):

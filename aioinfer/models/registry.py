@@ -28,6 +28,8 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    "DeepseekV2ForCausalLM": Family("deepseek", "DeepseekV2Config", "DeepseekModel"),
+    "DeepseekV3ForCausalLM": Family("deepseek", "DeepseekV3Config", "DeepseekModel"),
     "Gemma2ForCausalLM": Family("gemma2", "Gemma2Config", "Gemma2Model"),
     "Gemma3ForCausalLM": Family("gemma3", "Gemma3Config", "Gemma3Model"),
     "Glm4ForCausalLM": Family("glm4", "Glm4Config", "Glm4Model"),

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -295,7 +296,7 @@ class GpuModelRunner:
             places: each int32 [S], the sampled rows and the last token of each.
         """
         host = None
-        if not self.model.supports_graphs:
+        if not self.model.supports_prefill_graphs:
             host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
         longest = int(plan.lengths.max())
         has_outputs = bool(plan.sections) and has_prompt_rows(plan)
@@ -394,13 +395,18 @@ class GpuModelRunner:
             sizes = decode_sizes(self._plan.rows)
             self._decode_graphs.capture(sizes, self._decode, pool, run_each=True)
             torch.backends.cuda.preferred_blas_library("cublas")
-            sizes = mixed_sizes(min(self._max_tokens, MIXED_GRAPH_TOKENS + self._plan.rows))
-            self._stream = self._stream.new_empty(sizes[-1], self._stream.shape[1])
-            self._clear_inputs()
-            self._mixed_graphs.capture(sizes, self._begin_mixed, pool, run_each=False)
+            if self.model.supports_prefill_graphs:
+                self._capture_mixed(pool)
             torch.cuda.synchronize()
             self.graph_bytes = before - torch.cuda.mem_get_info(self.slots.device)[0]
         torch.backends.cuda.preferred_blas_library("cublas")
+
+    def _capture_mixed(self, pool: Any) -> None:
+        """Captures the layers of steps with prompts; `pool` as in `CudaGraphs.capture`."""
+        sizes = mixed_sizes(min(self._max_tokens, MIXED_GRAPH_TOKENS + self._plan.rows))
+        self._stream = self._stream.new_empty(sizes[-1], self._stream.shape[1])
+        self._clear_inputs()
+        self._mixed_graphs.capture(sizes, self._begin_mixed, pool, run_each=False)
 
     def _clear_inputs(self) -> None:
         """Makes a step find nothing to cache and nothing to attend."""
@@ -423,7 +429,8 @@ class GpuModelRunner:
         self.model.warm_up()
         if not self.model.supports_graphs:
             return
-        self.model.begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
+        if self.model.supports_prefill_graphs:
+            self.model.begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
         capacity = self._plan.rows
         # beyond SKINNY_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
         sizes = (1, 2, SKINNY_ROWS + 1, 17, 33, 65, 129, 193)
@@ -435,7 +442,16 @@ class GpuModelRunner:
             tokens = rows + WARM_UP_TOKENS
             if tokens <= self._max_tokens:
                 there = [section] * 3
-                self._mix(there, tokens, rows // 2, (section, section), longest=1)
+                host = self._warm_up_lengths(rows)
+                self._mix(there, tokens, rows // 2, (section, section), longest=1, host=host)
+
+    def _warm_up_lengths(self, rows: int) -> HostRows | None:
+        """Returns the lengths of a mixed step's rows in `warm_up` for models that ask for them: the
+        last row has all tokens that the others have not."""
+        if self.model.supports_prefill_graphs:
+            return None
+        lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]
+        return HostRows(lengths, [min(length, self.slots.max_model_len) for length in lengths])
 
     def _decode(self, rows: int) -> None:
         """Launches a decode step of `rows` rows from the plan buffer: the body of a graph."""

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.kv_spec import KVGroup, StateSpec
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
 
 
 class KVTensors:
-    """Keys and values of all layers, zero at first.
+    """What all layers keep of the tokens, zero at first.
 
     Attributes:
         groups: the layers that share block tables.
-        tensors: of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size].
+        tensors: of each group, [parts, layers, num_blocks, block_size, heads, channels]: keys and
+            values are two parts, latent vectors one, of one head (`token_shape` of the
+            specification).
     """
 
     def __init__(
@@ -70,6 +72,7 @@ def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
 def _shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """Returns the shape of a group's tensor."""
     spec = group.spec
-    if not isinstance(spec, AttentionSpec):
-        raise NotImplementedError(f"no layer keeps a {type(spec).__name__} yet")
-    return 2, len(group.layers), num_blocks, block_size, spec.num_kv_heads, spec.head_size
+    if isinstance(spec, StateSpec):
+        raise NotImplementedError("no layer keeps a state yet")
+    parts, heads, channels = spec.token_shape
+    return parts, len(group.layers), num_blocks, block_size, heads, channels

@@ -192,6 +192,11 @@ class Worker:
         self._cache_dtype = FLOAT8 if wanted == "fp8" else self._backend.dtype
         if wanted != "fp8":
             return str(self._cache_dtype).removeprefix("torch.")
+        if not self._model.kv_scales:
+            raise ConfigError(
+                "a KV cache in float8 is not supported for latent vectors: set cache.dtype to "
+                "'model'"
+            )
         if scales == "one":
             return "float8 (e4m3; scales: 1)"
         is_stored = self._config.model.load_format != "dummy"

@@ -63,6 +63,28 @@ def test_a_prefill_and_decodes(layout: str, family: str, tmp_path: Path) -> None
 
 
 @torch.inference_mode()
+def test_latent_attention(tmp_path: Path) -> None:
+    """As DeepSeek-V3's checkpoints: projections that are merged end within blocks, and that from
+    latents to keys and values is dequantized."""
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    latents = {
+        "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32,
+        "v_head_dim": 64, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    tiny_model("deepseek_v3", folder, **SIZES, **latents)
+    shutil.copytree(folder, plain)
+    write_dequantized(plain, write(folder, layouts((128, 128))["fp8 block"]))
+    ours, expected = Bound(folder, kernels=True), Bound(plain, kernels=False)
+    assert isinstance(ours.model.layers[0].attention.down.weight, KernelScaledWeight)
+    for (starts, lengths), limit in ((MANY, 0.1), (FEW, 1e-4)):
+        ids = random_ids(lengths)
+        theirs = expected.run(expected.step(starts, lengths, ids))
+        hidden = ours.run(ours.step(starts, lengths, ids))
+        assert (hidden - theirs).norm() < limit * theirs.norm()
+        ours.kv[0].copy_(expected.kv[0])
+
+
+@torch.inference_mode()
 def test_products_are_launched_before_the_first_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

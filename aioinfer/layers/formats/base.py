@@ -41,6 +41,11 @@ class WeightFormat(Protocol):
         """Yields where this rank's parts of the checkpoint's tensors go, before `finalize`."""
         ...
 
+    def dequantized(self) -> torch.Tensor:
+        """Returns the loaded weight [out, in] in 16 or 32 bits, its rows in checkpoint order.
+        Called instead of `finalize`, for what is not multiplied by `multiply`."""
+        ...
+
     def reorder_rows(self, order: torch.Tensor) -> None:
         """Puts row `order[i]` (int64 [out]) at place i. Called before `finalize`."""
         ...

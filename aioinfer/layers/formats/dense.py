@@ -82,6 +82,11 @@ class DenseWeight:
                     WeightShard(part.t(), 1 - dim, shard.start, shard.total, stack=source.stack),
                 )
 
+    def dequantized(self) -> torch.Tensor:
+        """See `WeightFormat.dequantized`."""
+        assert self.weight is not None
+        return self.weight
+
     def reorder_rows(self, order: torch.Tensor) -> None:
         """See `WeightFormat.reorder_rows`."""
         assert self.weight is not None

@@ -1,0 +1,270 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, DeepSeek-AI 2024): of a token the KV cache keeps
+one latent vector for all heads, of which keys and values are projections, and one rotated key.
+
+With DeepSeek's sizes these are 512 + 64 channels: a token takes 1152 bytes a layer in 16 bits,
+31 104 bytes in the 27 layers of DeepSeek-V2-Lite and 70 272 in the 61 of DeepSeek-V3. Keys and
+values of V3's 128 heads would take 71 times as much. Tensor-parallel ranks divide the heads, and
+each has the latents of all tokens.
+
+The projection from latents to keys and values (`LatentExpansion`) is used in two ways, which are
+equal but for rounding:
+
+- expanded: keys and values of all context tokens are computed, then attention over heads of 192
+  channels (keys) and 128 (values), as for any model. For rows of several tokens, whose queries
+  share the keys.
+- absorbed: the projection is applied to the queries and to the outputs instead, since
+  (W k) . q = k . (W^T q). Attention is then over one head of 576 channels, whose values are the
+  first 512 of them, and nothing is computed for each context token. For rows of one token.
+
+Both ways are taken on CPUs, too, where all of it is plain torch (`TorchLatentAttention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.ipc.kv_spec import LatentSpec
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.latents import LatentExpansion, LatentShape
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
+from aioinfer.layers.step import Step
+from aioinfer.layers.torch_attention import Gather, plan_gathers
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.kernel_latent_attention import KernelLatentAttention
+
+
+class LatentAttention:
+    """Latent attention of one layer on one rank. Made by `LayerMaker.latent_attention`.
+
+    Args:
+        shape: of this rank.
+        down: the merged projection of the hidden states: queries, or what `query_up` makes them
+            of, then the latent vector and the key to be rotated, which every rank has whole.
+        query_up: norm and projection to queries, or none.
+        latent_norm: of the latent vector.
+        expansion: the projection to keys and values.
+        output: the output projection.
+        rotary: the table of angles.
+        norm: of the residual stream before the projection.
+        backend: of the rank.
+    """
+
+    #: Latents have no scales: the KV cache has the dtype of the arithmetic.
+    scales = None
+    #: How many context tokens are expanded is not in a step's number of tokens.
+    supports_prefill_graphs = False
+
+    def __init__(
+        self,
+        shape: LatentShape,
+        down: ColumnParallelLinear,
+        query_up: tuple[RMSNorm, ColumnParallelLinear] | None,
+        latent_norm: RMSNorm,
+        expansion: LatentExpansion,
+        output: RowParallelLinear,
+        rotary: RotaryTable,
+        *,
+        norm: RMSNorm,
+        backend: Backend,
+    ):
+        self.shape = shape
+        self.down, self.query_up, self.output = down, query_up, output
+        self.latent_norm, self.expansion = latent_norm, expansion
+        self._rotary = rotary
+        self._norm = norm
+        self._backend = backend
+        self._torch: TorchLatentAttention | None = None
+        self._kernel: KernelLatentAttention | None = None
+
+    @property
+    def kv_spec(self) -> LatentSpec:
+        """What the layer keeps in the KV cache."""
+        return self.shape.kv_spec
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Those of its weights."""
+        query_kind = None if self.query_up is None else self.query_up[1].weight.kind
+        return "latent", self.down.weight.kind, query_kind, self.output.weight.kind
+
+    def unsupported_head_size(self, block_size: int) -> int | None:
+        """Returns the channels of a latent vector if the kernels lack them with blocks of
+        `block_size` tokens, else None."""
+        from aioinfer.layers.kernel_latent_attention import supports
+
+        return None if supports(self.shape, block_size) else self.shape.cached_size
+
+    def finalize(self) -> None:
+        """Brings the rotated channels into GPT-NeoX's order where the checkpoint has them in
+        GPT-J's: those of all heads' queries, and of the shared key. Called before the projections'
+        own `finalize`."""
+        if not self._rotary.interleaved:
+            return
+        shape = self.shape
+        rotated = half_split_order(1, shape.rotary_size, shape.rotary_size)
+        head = torch.cat((torch.arange(shape.plain_size), shape.plain_size + rotated))
+        queries = (torch.arange(shape.num_heads)[:, None] * shape.head_size + head).flatten()
+        if self.query_up is not None:
+            query_norm, linear = self.query_up
+            linear.reorder_rows(queries)
+            queries = torch.arange(len(query_norm.weight))
+        latents = torch.cat((torch.arange(shape.latent_size), shape.latent_size + rotated))
+        self.down.reorder_rows(torch.cat((queries, len(queries) + latents)))
+
+    def warm_up(self, hidden_size: int) -> None:
+        """Launches the projections in every configuration that the number of rows selects."""
+        self.down.warm_up(self._norm, hidden_size)
+        if self.query_up is not None:
+            norm, linear = self.query_up
+            linear.warm_up(None, len(norm.weight))
+        self.output.warm_up(self.shape.num_heads * self.shape.value_size)
+
+    def bind(self, kv: torch.Tensor, group: int, plans: AttentionPlans | None) -> None:
+        """Gives the layer its KV cache [1, num_blocks, block_size, 1, cached_size], of the KV group
+        `group`; with plans, for the kernels."""
+        cache = kv[0, :, :, 0]
+        if plans is None:
+            self._torch = TorchLatentAttention(self.shape, self.expansion, cache, group)
+            self._kernel = None
+            return
+        from aioinfer.layers.kernel_latent_attention import KernelLatentAttention
+
+        self._kernel = KernelLatentAttention(
+            self.shape, self.expansion, self.latent_norm, self._rotary.cos_sin, cache, group,
+            plans, pdl=self._backend.pdl,
+        )  # fmt: skip
+
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """Adds the attention of a step's tokens to the stream; see `Attention` for `is_last`."""
+        sampled = step.sampled if is_last else None
+        queries, latents = self._project(stream)
+        if self._kernel is None:
+            attended = self._attend_in_torch(queries, latents, step)
+            if sampled is not None and len(sampled.rows) < len(attended):
+                attended = attended.index_select(0, sampled.last)
+        elif sampled is None:
+            attended = self._kernel.attend(queries, latents, step)
+        else:
+            attended = self._kernel.attend_sampled(queries, latents, step, sampled)
+        if sampled is not None and len(sampled.rows) < len(stream):
+            stream.select(sampled.last)
+        if len(stream):
+            self.output.add_to(stream, attended.flatten(1))
+
+    def _project(self, stream: ResidualStream) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns queries [T, num_heads, head_size], not rotated yet, and latents [T, cached_size],
+        neither normed nor rotated; rows may be strided."""
+        both = self.down.of_normed(stream, self._norm)
+        size = self.shape.cached_size
+        queries, latents = both[:, :-size], both[:, -size:]
+        if self.query_up is not None:
+            norm, linear = self.query_up
+            queries = linear(norm(queries))
+        return queries.unflatten(1, (self.shape.num_heads, -1)), latents
+
+    def _attend_in_torch(
+        self, queries: torch.Tensor, latents: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Returns [T, num_heads, value_size] for what `_project` returns."""
+        shape, angles = self.shape, self._rotary.at_step(step)
+        plain, rotated = queries.split((shape.plain_size, shape.rotary_size), dim=-1)
+        queries = torch.cat((plain, apply_rope(rotated, *angles)), dim=-1)
+        latent, key = latents.split((shape.latent_size, shape.rotary_size), dim=-1)
+        key = apply_rope(key.unsqueeze(1), *angles).squeeze(1)
+        latents = torch.cat((self.latent_norm(latent), key), dim=-1)
+        assert self._torch is not None
+        return self._torch(queries, latents, step)
+
+
+class TorchLatentAttention:
+    """Writes a step's latents to the cache of a layer, then attends: rows of one token with
+    absorbed projections, longer rows over expanded keys and values.
+
+    Args:
+        shape, expansion: of the layer.
+        cache: [num_blocks, block_size, cached_size], the layer's.
+        group: the number of its KV group.
+    """
+
+    def __init__(
+        self, shape: LatentShape, expansion: LatentExpansion, cache: torch.Tensor, group: int
+    ):
+        self._shape, self._expansion = shape, expansion
+        self._cache = cache
+        self._group = group
+
+    def __call__(self, queries: torch.Tensor, latents: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns [T, num_heads, value_size].
+
+        Args:
+            queries: [T, num_heads, head_size], rotated.
+            latents: [T, cached_size], normed and rotated.
+            step: with `host`; without padding.
+        """
+        inputs = step.inputs.groups[self._group]
+        self._cache.flatten(0, 1).index_copy_(0, inputs.slot_mapping, latents)
+        memo = (TorchLatentAttention, self._group)
+        gathers = step.memo.get(memo)
+        if gathers is None:
+            assert step.host is not None
+            gathers = plan_gathers(step.host, inputs.block_tables, self._cache, None)
+            step.memo[memo] = gathers
+        output = queries.new_empty(*queries.shape[:2], self._shape.value_size)
+        for gather in gathers:
+            tokens = slice(gather.first, gather.first + gather.count)
+            attend = self._attend_decodes if gather.shape[0] else self._attend_row
+            output[tokens] = attend(queries[tokens], latents[tokens], gather)
+        return output
+
+    def _attend_decodes(
+        self, queries: torch.Tensor, latents: torch.Tensor, gather: Gather
+    ) -> torch.Tensor:
+        """Attends one token of each of several sequences, absorbed: the heads are the queries of
+        one product over the latents."""
+        shape, (rows, length) = self._shape, gather.shape
+        assert gather.blocks is not None
+        context = self._cache.index_select(0, gather.blocks).flatten(0, 1)
+        # a former owner of the block may have left NaN there, which no mask hides
+        if gather.padding is not None:
+            context.index_fill_(0, gather.padding, 0)
+        context = context.view(rows, 1, -1, shape.cached_size)[:, :, :length]
+        plain, rotated = queries.split((shape.plain_size, shape.rotary_size), dim=-1)
+        absorbed = torch.cat((self._expansion.absorb(plain), rotated), dim=-1)
+        sums = F.scaled_dot_product_attention(
+            absorbed.unsqueeze(1),
+            context,
+            context[..., : shape.latent_size],
+            attn_mask=gather.mask,
+            scale=shape.scale,
+        )
+        return self._expansion.values_of(sums.squeeze(1))
+
+    def _attend_row(
+        self, queries: torch.Tensor, latents: torch.Tensor, gather: Gather
+    ) -> torch.Tensor:
+        """Attends the tokens of one sequence to everything of it that is in the cache, expanded."""
+        shape = self._shape
+        if gather.blocks is not None:
+            latents = self._cache.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
+        latent, shared = latents.split((shape.latent_size, shape.rotary_size), dim=-1)
+        plain, values = self._expansion.expand(latent)
+        shared = shared.unsqueeze(1).expand(-1, shape.num_heads, -1)
+        keys = torch.cat((plain, shared), dim=-1)
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            attn_mask=gather.mask,
+            is_causal=gather.mask is None and gather.count > 1,
+            scale=shape.scale,
+        )
+        return attended[0].transpose(0, 1)

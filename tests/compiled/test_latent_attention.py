@@ -1,0 +1,85 @@
+"""The kernels of latent attention as compiled for Hopper, without a GPU, at DeepSeek's sizes:
+shared memory, and which tensor-core instructions they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from aioinfer.kernels.decode_attention import PLAN_FIELDS, QUERY_ROWS, merged_splits
+from aioinfer.kernels.latent_attention import _latent_decode_kernel, head_group, latent_config
+from aioinfer.kernels.latent_cache import _latent_cache_kernel
+from aioinfer.kernels.latent_prefill import ITEM_FIELDS, _latent_prefill_kernel, tile_config
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+#: Of a multiprocessor, less what each program takes besides.
+SHARED_MEMORY = 227 * 1024
+TYPES = {
+    "*bf16": (
+        "absorbed", "rotated", "cache", "out", "queries", "expanded", "keys", "latents", "weight"
+    ),
+    "*i64": ("slot_mapping",),
+    "*i32": ("block_tables", "seq_lens", "plan", "counters", "items", "positions"),
+    "*fp32": ("partials", "maxima", "sums", "sums_out", "cos_sin"),
+    "fp32": ("scale", "eps"),
+}  # fmt: skip
+
+
+def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, num_stages: int) -> Any:
+    """Returns a kernel compiled for bfloat16."""
+    names, types = kernel.arg_names, {name: kind for kind, own in TYPES.items() for name in own}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    aligned = [
+        name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride")
+    ]
+    source = ASTSource(
+        kernel, signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )  # fmt: skip
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize(("num_heads", "instruction"), [(16, "mma.sync"), (128, "wgmma.mma_async")])
+def test_decodes(num_heads: int, instruction: str) -> None:
+    """V2-Lite's heads, which are V3's on 8 ranks, and V3's on one: several tiles are in flight, and
+    as many programs fit as are launched."""
+    group, config = head_group(num_heads, 2), latent_config(num_heads, 2)
+    constants = {
+        "HEAD_BLOCKS": num_heads // group, "GROUP": group, "GROUP_PAD": QUERY_ROWS, "ROWS": group,
+        "LATENT": 512, "LATENT_PAD": 512, "ROTARY": 64, "ROTARY_PAD": 64, "BLOCK_SIZE": 128,
+        "TILE": config.tile, "FIELDS": PLAN_FIELDS, "SPLITS": merged_splits(QUERY_ROWS, 512),
+        "PDL": True,
+    }  # fmt: skip
+    kernel = compiled(_latent_decode_kernel, constants, config.num_warps, config.num_stages)
+    assert instruction in kernel.asm["ptx"]
+    tile_bytes = config.tile * 576 * 2
+    assert 2 * tile_bytes < kernel.metadata.shared < SHARED_MEMORY // config.programs_per_sm - 1024
+
+
+def test_prefill() -> None:
+    config = tile_config(2)
+    constants = {
+        "NUM_HEADS": 16, "PLAIN": 128, "PLAIN_PAD": 128, "ROTARY": 64, "ROTARY_PAD": 64,
+        "VALUE": 128, "VALUE_PAD": 128, "FIELDS": ITEM_FIELDS, "ROWS": config.rows,
+        "TILE": config.tile, "PDL": True,
+    }  # fmt: skip
+    kernel = compiled(_latent_prefill_kernel, constants, config.num_warps, config.num_stages)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared < SHARED_MEMORY
+
+
+def test_cache_write() -> None:
+    constants = {
+        "NUM_HEADS": 16, "HEADS": 16, "LATENT": 512, "LATENT_PAD": 512, "ROTARY": 64,
+        "ROTARY_PAD": 64, "BLOCK_SIZE": 128, "PDL": True,
+    }  # fmt: skip
+    assert "bar" in compiled(_latent_cache_kernel, constants, 1, 3).asm["ptx"]
