@@ -3,8 +3,8 @@ number of tokens, in a grid that depends on the number of tokens alone.
 
 Called by `layers.kernel_experts` with what `expert_routing.route` found. The weights of all experts
 are one tensor, and a program computes a tile of Y^T = W X^T for rows of one expert: the weight is
-the left operand, so that a tile has as few rows as an expert has (8 or more), while the tensor cores
-get 64 output features. Every expert's weights are read once where its rows fit a tile.
+the left operand, so that a tile has as few rows as an expert has (8 or more), while the tensor
+cores get 64 output features. Every expert's weights are read once where its rows fit a tile.
 
 The first product gathers its rows from x and applies the gate: rows of gate and up are interleaved
 (`gated_product.interleave`), so that both are in one thread. The second multiplies by the routing
@@ -128,8 +128,8 @@ def _expert_of_tile(
 def _pairs_like(
     experts, item, pairs, PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Returns the expert of pair `item`, its first pair, the pairs [ROWS] that have it, and how many
-    they are."""
+    """Returns the expert of pair `item`, its first pair, the pairs [ROWS] that have it, and how
+    many they are."""
     number = tl.arange(0, PAIRS_PAD)
     every = tl.load(experts + number, number < pairs, -1)
     expert = tl.load(experts + item)
@@ -166,9 +166,7 @@ def _expert_kernel(
         gdc_launch_dependents()
     place = tl.arange(0, ROWS)
     if PAIRS_PAD > 0:
-        expert, first_pair, pair, size = _pairs_like(
-            experts, item, tokens * TOP_K, PAIRS_PAD, ROWS
-        )
+        expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
         if first_pair != item:
             return
         is_row = place < size
@@ -377,7 +375,7 @@ def _sum_kernel(
     if HAS_RESIDUAL:
         total += tl.load(residual + row * WIDTH + column, mask, 0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask)
-    if EXPERTS > 0:
+    if EXPERTS > 0:  # noqa: SIM102  (known when it is compiled)
         if tl.program_id(0) + tl.program_id(1) == 0:
             number = tl.arange(0, EXPERTS_PAD)
             tl.store(counts + number, tl.zeros([EXPERTS_PAD], tl.int32), number < EXPERTS)

@@ -4,10 +4,11 @@ of each token, and the tokens of each expert.
 Called by `layers.kernel_experts` before the products of `expert_linear`. A program computes the
 logits of a tile of tokens for some of the experts; where several programs share a tile, the last of
 them to finish (an atomic ticket) selects. Then each (token, expert) pair takes the next free place
-in its expert's bucket by an atomic counter. There is neither a sort nor a prefix sum over pairs: the
-products' programs find their expert by a scan over the counters, which costs each of them less than
-a list of work would delay all of them, and lets every product have tiles of its own. The places of
-pairs in a bucket differ from one launch to the next; no result depends on them.
+in its expert's bucket by an atomic counter. There is neither a sort nor a prefix sum over pairs:
+the products' programs find their expert by a scan over the counters, which costs each of them less
+than a list of work, made by the last program, would delay all of them, and lets every product have
+tiles of its own. The places of pairs in a bucket differ from one launch to the next; no result
+depends on them.
 
 For a few tokens there are no buckets either (`counts` is None): a product's program compares its
 expert with those of all pairs.
@@ -15,7 +16,7 @@ expert with those of all pairs.
 Of experts with equal scores the one with the lower number is taken, of groups likewise. A token
 with NaN among its scores gets distinct experts and weights of NaN: it spoils no other token.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals)
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -197,9 +198,7 @@ def _routing_kernel(
         totals = tl.dot(value, tl.trans(w), totals, input_precision="ieee")
     is_last = True
     if PARTS > 1:
-        tl.store(
-            logits + token[:, None] * EXPERTS_PAD + expert[None, :], totals, is_token[:, None]
-        )
+        tl.store(logits + token[:, None] * EXPERTS_PAD + expert[None, :], totals, is_token[:, None])
         # every thread has written its logits before one thread counts them
         tl.debug_barrier()
         is_last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == PARTS - 1
@@ -294,7 +293,7 @@ def padded_experts(num_experts: int) -> int:
 
 
 def make_counters(num_experts: int, device: torch.device) -> torch.Tensor:
-    """Returns the counters of `route`, all 0, which every launch leaves at 0 but those of experts."""
+    """Returns the counters of `route`: 0, and left so but for those of experts."""
     return torch.zeros(MAX_SHARED_TILES + num_experts, dtype=torch.int32, device=device)
 
 

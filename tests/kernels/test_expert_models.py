@@ -1,0 +1,46 @@
+"""Models with experts over the kernels give what they give in plain torch, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.layers.kernel_experts import KernelMixtureMLP
+from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
+from tests.tiny_models import tiny_model
+
+#: Small heads of the size that the attention kernels take; one layer of experts.
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "head_dim": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_hidden_layers": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen2_moe": {},  # an expert that all tokens take, behind a gate
+    "glm4_moe": {"first_k_dense_replace": 0},  # groups, a bias, sigmoids
+    "mixtral": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
+    """With buckets, without, and for one token."""
+    tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
+    ours, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
+    mixture = ours.model.layers[0].mlp
+    assert isinstance(mixture, KernelMixtureMLP)
+    assert ours.model.supports_graphs
+    for starts, lengths in (([0, 0, 0], [9, 5, 8]), ([9, 5, 8], [1, 1, 1])):
+        ids = random_ids(lengths)
+        expected = plain.run(plain.step(starts, lengths, ids))
+        step = ours.step(starts, lengths, ids)
+        assert_close(ours.run(step), expected)
+    step = ours.step([10, 6, 9], [1, 1, 1], random_ids([1, 1, 1]))
+    step.sampled = last_tokens(step, [1])
+    expected = plain.run(plain.step([10, 6, 9], [1, 1, 1], random_ids([1, 1, 1])))
+    assert_close(ours.run(step), expected[1:2])
+    assert not mixture._counters.any()
