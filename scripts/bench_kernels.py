@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchlib.expert_cases import expert_cases
 from benchlib.float8_cases import float8_cases
 from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
@@ -30,6 +31,7 @@ from benchlib.kernel_cases import FAMILIES as OTHER_FAMILIES
 from benchlib.scaled_cases import scaled_cases
 
 FAMILIES = OTHER_FAMILIES | {
+    "experts": expert_cases,
     "float8": float8_cases,
     "grouped": grouped_cases,
     "scaled": scaled_cases,

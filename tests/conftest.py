@@ -64,6 +64,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
+        "compiled/test_expert_kernels.py",
         "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",
         "functional/test_api_page.py",
@@ -89,6 +90,7 @@ EXTENDED = frozenset(
         "functional/test_tools.py",
         "functional/test_tracing.py",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
+        "kernels/test_expert_models.py",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "test_bench_gpu.py::test_http",
         "test_bench_large_bodies.py::test_a_short_run",
