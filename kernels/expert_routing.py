@@ -102,7 +102,7 @@ def routing_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingC
         return RoutingConfig(16, 16 if wide else max(16, padded // 16), 64 if wide else 256, 4, 4)
     if tokens <= 16 * MAX_SHARED_TILES:
         return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4)
-    tile = 64 if padded <= 256 and not wide else 32 if padded <= 512 else 16
+    tile = 64 if padded <= 128 and not wide else 32 if padded <= 256 else 16
     return RoutingConfig(tile, padded, 32 if wide else 64, 8 if padded >= 128 else 4, 3)
 
 
@@ -185,7 +185,7 @@ def _routing_kernel(
     expert = part * PART + tl.arange(0, PART)
     k = tl.arange(0, STEP)
     is_token, is_expert = token < tokens, expert < EXPERTS
-    place = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    row_place = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_place = weight + expert[:, None] * HIDDEN + k[None, :]
     if PDL:
         gdc_wait()
@@ -193,33 +193,33 @@ def _routing_kernel(
     totals = tl.zeros([TOKENS, PART], tl.float32)
     for begin in range(0, HIDDEN, STEP):
         inside = (begin + k < HIDDEN)[None, :]
-        value = tl.load(place + begin, is_token[:, None] & inside, 0.0)
+        value = tl.load(row_place + begin, is_token[:, None] & inside, 0.0)
         w = tl.load(weight_place + begin, is_expert[:, None] & inside, 0.0)
         totals = tl.dot(value, tl.trans(w), totals, input_precision="ieee")
-    is_last = True
-    if PARTS > 1:
-        tl.store(logits + token[:, None] * EXPERTS_PAD + expert[None, :], totals, is_token[:, None])
+    if PARTS == 1:
+        found = totals
+    else:
+        place = logits + token[:, None] * EXPERTS_PAD
+        tl.store(place + expert[None, :], totals, is_token[:, None])
         # every thread has written its logits before one thread counts them
         tl.debug_barrier()
-        is_last = tl.atomic_add(tickets + tile, 1, sem="acq_rel") == PARTS - 1
-    if is_last:
-        if PARTS > 1:
-            tl.store(tickets + tile, 0)
-            every = tl.arange(0, EXPERTS_PAD)[None, :]
-            totals = tl.load(logits + token[:, None] * EXPERTS_PAD + every, is_token[:, None], 0.0)
-        chosen_weights, chosen = _select(
-            totals, bias, TOKENS, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED,
-            HAS_BIAS, GROUPS, TOP_GROUPS, SMALLEST, LOWEST,
-        )  # fmt: skip
-        j = tl.arange(0, K_PAD)[None, :]
-        pair = token[:, None] * TOP_K + j
-        mask = is_token[:, None] & (j < TOP_K)
-        tl.store(weights + pair, chosen_weights * scale, mask)
-        tl.store(experts + pair, chosen, mask)
-        if BUCKETS:
-            rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
-            # after a step that failed between two launches, counters are too high
-            tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") != PARTS - 1:
+            return
+        tl.store(tickets + tile, 0)
+        found = tl.load(place + tl.arange(0, EXPERTS_PAD)[None, :], is_token[:, None], 0.0)
+    chosen_weights, chosen = _select(
+        found, bias, TOKENS, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
+        GROUPS, TOP_GROUPS, SMALLEST, LOWEST,
+    )  # fmt: skip
+    j = tl.arange(0, K_PAD)[None, :]
+    pair = token[:, None] * TOP_K + j
+    mask = is_token[:, None] & (j < TOP_K)
+    tl.store(weights + pair, chosen_weights * scale, mask)
+    tl.store(experts + pair, chosen, mask)
+    if BUCKETS:
+        rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
+        # after a step that failed between two launches, counters are too high
+        tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
 
 
 def route(
