@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.kernels.expert_linear import SCANNED_TOKENS, expert_config
+from aioinfer.kernels.expert_routing import RoutedTokens, routing_config
 
+from aioinfer.layers import kernel_experts
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
 from tests.tiny_models import tiny_model
@@ -44,3 +47,36 @@ def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
     expected = plain.run(plain.step([10, 6, 9], [1, 1, 1], random_ids([1, 1, 1])))
     assert_close(ours.run(step), expected[1:2])
     assert not mixture._counters.any()
+
+
+@torch.inference_mode()
+def test_every_configuration_is_launched_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of tokens comes, in 16 bits."""
+    tiny_model("qwen3_moe", tmp_path, **SIZES)
+    mixture = Bound(tmp_path, kernels=True).model.layers[0].mlp
+    launched = set()
+    mixture._backend.dtype = torch.float16
+    monkeypatch.setattr(
+        kernel_experts, "route", lambda x, *given, buckets, config, **options: (
+            launched.add((buckets, config or routing_config(len(x), 8))),
+            RoutedTokens(torch.zeros(len(x), 3), torch.zeros(len(x), 3, dtype=torch.int32),
+                         *[torch.zeros(8)] * 2 * buckets),
+        )[1],
+    )  # fmt: skip
+    monkeypatch.setattr(
+        kernel_experts, "expert_product", lambda x, weight, routed, *, config, gated, **options: (
+            launched.add((routed.counts is None, config or expert_config(len(x), 3, 8))), x
+        )[1],
+    )  # fmt: skip
+    monkeypatch.setattr(kernel_experts, "sum_pairs", lambda *given, **options: None)
+    mixture.warm_up(64)
+    warmed, tokens = set(launched), (*range(2, 70), 200, 1000, 1025, 5000)
+    launched.clear()
+    for count in tokens:
+        scanned = count <= SCANNED_TOKENS
+        launched |= {
+            (not scanned, routing_config(count, 8)), (scanned, expert_config(count, 3, 8))
+        }  # fmt: skip
+    assert launched <= warmed
