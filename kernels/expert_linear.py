@@ -115,13 +115,13 @@ def _expert_of_tile(
     number = tl.arange(0, EXPERTS_PAD)
     sizes = tl.minimum(tl.load(counts + number, number < EXPERTS, 0), tokens)
     tiles = (sizes + ROWS - 1) // ROWS
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= item).to(tl.int32), 0)
-    is_mine = number == expert
-    begin = tl.sum(tl.where(is_mine, ends - tiles, 0), 0)
-    size = tl.sum(tl.where(is_mine, sizes, 0), 0)
-    before = tl.sum(tl.where(number < expert, sizes, 0), 0)
-    return expert, (item - begin) * ROWS, size, before
+    # tiles and rows up to each expert in one scan, since every reduction costs barriers
+    ends = tl.cumsum((tiles.to(tl.int64) << 32) + sizes, 0)
+    is_before = (ends >> 32) <= item
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    begin = tl.max(tl.where(is_before, ends, 0), 0)
+    size = tl.minimum(tl.load(counts + expert, expert < EXPERTS, 0), tokens)
+    return expert, (item - (begin >> 32).to(tl.int32)) * ROWS, size, begin.to(tl.int32)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from aioinfer.kernels.expert_routing import RoutedTokens, routing_config
 
 from aioinfer.layers import kernel_experts
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
+from aioinfer.layers.parallel import ParallelGroup
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
 from tests.tiny_models import tiny_model
 
@@ -80,3 +81,14 @@ def test_every_configuration_is_launched_before_the_first_request(
             (not scanned, routing_config(count, 8)), (scanned, expert_config(count, 3, 8))
         }  # fmt: skip
     assert launched <= warmed
+
+
+def test_ranks_have_their_channels_of_every_expert(tmp_path: Path) -> None:
+    """Of gate and up interleaved, and of the second product's inputs."""
+    tiny_model("qwen3_moe", tmp_path, **SIZES)
+    whole, *ranks = (
+        Bound(tmp_path, kernels=True, group=group).model.layers[0].mlp.stacked
+        for group in (ParallelGroup.single(), ParallelGroup(0, 2), ParallelGroup(1, 2))
+    )
+    assert torch.equal(torch.cat([rank.gate_up for rank in ranks], 1), whole.gate_up)
+    assert torch.equal(torch.cat([rank.down for rank in ranks], 2), whole.down)
