@@ -20,8 +20,9 @@ Which rows a program has:
 - for one token there is nothing to look for (`_vector_kernel`), and multiply-adds in float32 read
   the weights as fast as memory gives them (see `linear`).
 
-Programs beyond the last tile end at once. Programs of one tile of rows are neighbours, so that
-their rows, and the weights of the few experts in flight, are in the L2 cache.
+Programs beyond the last tile end at once, or there are as many programs as the GPU runs at a time,
+and each takes tile after tile. Programs of one tile of rows are neighbours, so that their rows, and
+the weights of the few experts in flight, are in the L2 cache.
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -53,6 +54,8 @@ class ExpertConfig:
         step: inputs of a stage.
         num_warps, num_stages: as Triton has them.
         tma: whether weights are loaded by TMA, and sorted rows too.
+        programs: with buckets, programs of a multiprocessor, which take tile after tile; 0 for a
+            program for each tile that there may be, of which those without one end at once.
     """
 
     lines: int
@@ -61,6 +64,7 @@ class ExpertConfig:
     num_warps: int
     num_stages: int
     tma: bool = True
+    programs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +76,15 @@ class VectorConfig:
     num_warps: int
 
 
-#: By the average rows of an expert up to which each is used, with buckets. Not measured yet.
+#: By the average rows of an expert up to which each is used, with buckets. Not measured yet. As many
+#: programs as fit a multiprocessor's shared memory: a third of the tiles that there may be in a
+#: decode step are none, and a program that ends at once takes the place of another for a while.
 CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
-    (8, ExpertConfig(64, 16, 128, 4, 5)),
-    (24, ExpertConfig(64, 32, 128, 4, 5)),
-    (64, ExpertConfig(128, 64, 64, 4, 4)),
-    (192, ExpertConfig(128, 128, 64, 8, 4)),
-    (None, ExpertConfig(128, 256, 64, 8, 3)),
+    (8, ExpertConfig(64, 16, 128, 4, 5, programs=2)),
+    (24, ExpertConfig(64, 32, 128, 4, 4, programs=2)),
+    (64, ExpertConfig(128, 64, 64, 4, 4, programs=2)),
+    (192, ExpertConfig(128, 128, 64, 8, 4, programs=1)),
+    (None, ExpertConfig(128, 256, 64, 8, 3, programs=1)),
 )
 #: By the number of tokens up to which each is used, without.
 SCANNED_CONFIGS: tuple[tuple[int, ExpertConfig], ...] = (
@@ -107,20 +113,24 @@ def vector_config(*, gated: bool) -> VectorConfig:
 
 
 @triton.jit
-def _expert_of_tile(
-    counts, item, tokens, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr
-):
-    """Returns of the tile `item`: its expert (EXPERTS or more beyond the last tile), its first row
-    in the expert's bucket, the rows of the expert, and the rows of all experts before it."""
+def _ends(
+    counts, tokens, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Returns how many tiles, times 2 ** 32, and rows there are up to each expert, inclusive."""
     number = tl.arange(0, EXPERTS_PAD)
     sizes = tl.minimum(tl.load(counts + number, number < EXPERTS, 0), tokens)
     tiles = (sizes + ROWS - 1) // ROWS
-    # tiles and rows up to each expert in one scan, since every reduction costs barriers
-    ends = tl.cumsum((tiles.to(tl.int64) << 32) + sizes, 0)
+    return tl.cumsum((tiles.to(tl.int64) << 32) + sizes, 0)
+
+
+@triton.jit
+def _expert_of_tile(ends, counts, item, tokens, ROWS: tl.constexpr):
+    """Returns of the tile `item`, which there is: its expert, its first row in the expert's bucket,
+    the rows of the expert, and the rows of all experts before it."""
     is_before = (ends >> 32) <= item
     expert = tl.sum(is_before.to(tl.int32), 0)
     begin = tl.max(tl.where(is_before, ends, 0), 0)
-    size = tl.minimum(tl.load(counts + expert, expert < EXPERTS, 0), tokens)
+    size = tl.minimum(tl.load(counts + expert), tokens)
     return expert, (item - (begin >> 32).to(tl.int32)) * ROWS, size, begin.to(tl.int32)
 
 
@@ -150,39 +160,15 @@ def _gate(totals, LINES: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr):
     return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [LINES // 2, ROWS])
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _expert_kernel(
-    x, weight, factors, experts, counts, buckets, out, tokens,
+@triton.jit
+def _multiply(
+    x, weight, factors, out, expert, line_tile, pair, packed, first, is_row,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
-    TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
+    TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets."""
-    LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
-    item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    place = tl.arange(0, ROWS)
-    if PAIRS_PAD > 0:
-        expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
-        if first_pair != item:
-            return
-        is_row = place < size
-        first = 0
-        packed = pair
-    else:
-        expert, begin, size, before = _expert_of_tile(
-            counts, item, tokens, EXPERTS, EXPERTS_PAD, ROWS
-        )
-        if expert >= EXPERTS:
-            return
-        is_row = begin + place < size
-        pair = tl.load(buckets + expert * tokens + begin + place, is_row, 0)
-        first = before + begin
-        packed = first + place
-    # the first product takes rows of tokens and leaves them in the order that the second one reads
+    """Computes a tile: LINES weight rows of an expert for the pairs [ROWS], which are, or become,
+    rows `packed`, from `first` on, of what lies between the products."""
     source = pair // TOP_K if GATED else packed
     target = packed if GATED else pair
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -215,6 +201,43 @@ def _expert_kernel(
     out_place = out + target.to(tl.int64)[None, :] * WIDTH + column[:, None]
     mask = (column < WIDTH)[:, None] & is_row[None, :]
     tl.store(out_place, totals.to(out.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _expert_kernel(
+    x, weight, factors, experts, counts, buckets, out, tokens,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
+    TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets."""
+    LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = tl.arange(0, ROWS)
+    if PAIRS_PAD > 0:
+        item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
+        expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
+        if first_pair == item:
+            _multiply(
+                x, weight, factors, out, expert, line_tile, pair, pair, 0, place < size,
+                FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
+            )  # fmt: skip
+    else:
+        ends = _ends(counts, tokens, EXPERTS, EXPERTS_PAD, ROWS)
+        tiles = (tl.max(ends, 0) >> 32).to(tl.int32) * LINE_TILES
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            item, line_tile = tile // LINE_TILES, tile % LINE_TILES
+            expert, begin, size, before = _expert_of_tile(ends, counts, item, tokens, ROWS)
+            is_row = begin + place < size
+            pair = tl.load(buckets + expert * tokens + begin + place, is_row, 0)
+            first = before + begin
+            _multiply(
+                x, weight, factors, out, expert, line_tile, pair, first + place, first, is_row,
+                FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -304,7 +327,10 @@ def expert_product(
     by_tma = config.tma and inputs * x.element_size() % 16 == 0
     rows_by_tma = by_tma and not gated and not is_scanned
     flat = weight.view(-1, inputs)
-    _expert_kernel[(items * triton.cdiv(lines, config.lines),)](
+    grid = items * triton.cdiv(lines, config.lines)
+    if config.programs and not is_scanned:
+        grid = min(grid, config.programs * _multiprocessors(x.device))
+    _expert_kernel[(grid,)](
         TensorDescriptor.from_tensor(x, [config.rows, config.step]) if rows_by_tma else x,
         TensorDescriptor.from_tensor(flat, [config.lines, config.step]) if by_tma else flat,
         routed.weights, routed.experts,
@@ -317,6 +343,12 @@ def expert_product(
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def max_tiles(tokens: int, top_k: int, num_experts: int, rows: int) -> int:

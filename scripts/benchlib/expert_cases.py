@@ -231,16 +231,18 @@ def tile_variants(tokens: int, scanned: bool) -> Iterator[ExpertConfig]:
     for lines, rows, step, warps, stages in shapes:
         fits = (lines + rows) * step * 2 * stages <= SHARED_BYTES
         sums = lines * rows / (warps * 32)
+        programs = min(3, SHARED_BYTES // ((lines + rows) * step * 2 * stages))
         if fits and sums <= 128:
             for tma in (True, False):
-                yield ExpertConfig(lines, rows, step, warps, stages, tma)
+                for count in (0,) if scanned else (0, programs):
+                    yield ExpertConfig(lines, rows, step, warps, stages, tma, count)
 
 
 def label(config: Config) -> str:
     if isinstance(config, VectorConfig):
         return f"vector n{config.features} k{config.step} w{config.num_warps}"
     name = f"n{config.lines} m{config.rows} k{config.step} w{config.num_warps}"
-    return f"{name} s{config.num_stages}{' tma' * config.tma}"
+    return f"{name} s{config.num_stages}{' tma' * config.tma} p{config.programs}"
 
 
 def layer_case(title: str, x: torch.Tensor, layers: list[Layer]) -> Case:

@@ -67,6 +67,7 @@ def test_a_token_of_nan_spoils_no_other() -> None:
         (2, False, ExpertConfig(16, 8, 32, 4, 2, tma=False)),
         (2, True, ExpertConfig(16, 8, 32, 4, 2, tma=False)),
         (18, True, ExpertConfig(32, 16, 16, 4, 2)),
+        (18, True, ExpertConfig(32, 8, 32, 4, 2, programs=3)),
     ],
 )
 def test_a_mixture(tokens: int, buckets: bool, config: ExpertConfig | None) -> None:
