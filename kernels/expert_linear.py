@@ -76,9 +76,9 @@ class VectorConfig:
     num_warps: int
 
 
-#: By the average rows of an expert up to which each is used, with buckets. Not measured yet. As many
-#: programs as fit a multiprocessor's shared memory: a third of the tiles that there may be in a
-#: decode step are none, and a program that ends at once takes the place of another for a while.
+#: By the average rows of an expert up to which each is used, with buckets. Not measured yet. There
+#: are as many programs as fit a multiprocessor's shared memory: a third of the tiles that there may
+#: be in a decode step are none, and a program that ends at once takes another's place for a while.
 CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
     (8, ExpertConfig(64, 16, 128, 4, 5, programs=2)),
     (24, ExpertConfig(64, 32, 128, 4, 4, programs=2)),

@@ -5,6 +5,7 @@ references, over random and skewed loads, in CUDA graphs; and models beside thos
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_experts_that_get_every_token_and_those_that_get_none(tokens: int, favou
 @pytest.mark.parametrize("config", [config for _, config in CONFIGS])
 def test_every_tile(config: ExpertConfig, tma: bool) -> None:
     """With few rows and with many."""
-    config = ExpertConfig(**{**_fields(config), "tma": tma})
+    config = replace(config, tma=tma)
     for shape in ("Qwen3-30B-A3B", "unaligned"):
         for tokens in (1, 30, 700):
             one = case(shape, tokens, buckets=True)
@@ -88,14 +89,10 @@ def test_every_tile(config: ExpertConfig, tma: bool) -> None:
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize(("bound", "config"), SCANNED_CONFIGS)
 def test_every_tile_without_buckets(bound: int, config: ExpertConfig, tma: bool) -> None:
-    config = ExpertConfig(**{**_fields(config), "tma": tma})
+    config = replace(config, tma=tma)
     for shape in ("Qwen3-30B-A3B", "unaligned"):
         for tokens in (1, 3, bound):
             assert error(whole(case(shape, tokens), config)) < LIMIT, (shape, tokens)
-
-
-def _fields(config: ExpertConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in ExpertConfig.__slots__}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
