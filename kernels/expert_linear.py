@@ -56,6 +56,8 @@ class ExpertConfig:
         tma: whether weights are loaded by TMA, and sorted rows too.
         programs: with buckets, programs of a multiprocessor, which take tile after tile; 0 for a
             program for each tile that there may be, of which those without one end at once.
+        tail: with buckets, rows of the narrower tile that an expert's last rows get if they fit: of
+            512 rows on average, tiles of 128 alone would be 11 % padding. 0 for none.
     """
 
     lines: int
@@ -65,6 +67,7 @@ class ExpertConfig:
     num_stages: int
     tma: bool = True
     programs: int = 0
+    tail: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,8 @@ CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
     (8, ExpertConfig(64, 16, 128, 4, 5, programs=2)),
     (24, ExpertConfig(64, 32, 128, 4, 4, programs=2)),
     (64, ExpertConfig(128, 64, 64, 4, 4, programs=2)),
-    (192, ExpertConfig(128, 128, 64, 8, 4, programs=1)),
-    (None, ExpertConfig(128, 256, 64, 8, 3, programs=1)),
+    (192, ExpertConfig(128, 128, 64, 8, 4, programs=1, tail=64)),
+    (None, ExpertConfig(256, 128, 64, 8, 3, programs=1, tail=64)),
 )
 #: By the number of tokens up to which each is used, without.
 SCANNED_CONFIGS: tuple[tuple[int, ExpertConfig], ...] = (
@@ -203,27 +206,45 @@ def _multiply(
     tl.store(out_place, totals.to(out.dtype.element_ty), mask)
 
 
+@triton.jit
+def _multiply_bucket(
+    x, weight, factors, out, expert, line_tile, bucket, left, first,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
+    TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile for the first ROWS, or the `left`, pairs of a bucket."""
+    place = tl.arange(0, ROWS)
+    is_row = place < left
+    pair = tl.load(bucket + place, is_row, 0)
+    _multiply(
+        x, weight, factors, out, expert, line_tile, pair, first + place, first, is_row,
+        FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _expert_kernel(
-    x, weight, factors, experts, counts, buckets, out, tokens,
+    x, row_tiles, weight, factors, experts, counts, buckets, out, tokens,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
-    TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
+    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets."""
+    """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets. `row_tiles` is a
+    descriptor of x with TMA_ROWS."""
     LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    place = tl.arange(0, ROWS)
     if PAIRS_PAD > 0:
         item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
         expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
         if first_pair == item:
             _multiply(
-                x, weight, factors, out, expert, line_tile, pair, pair, 0, place < size,
-                FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
+                x, weight, factors, out, expert, line_tile, pair, pair, 0,
+                tl.arange(0, ROWS) < size, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN,
+                TMA, TMA_ROWS,
             )  # fmt: skip
     else:
         ends = _ends(counts, tokens, EXPERTS, EXPERTS_PAD, ROWS)
@@ -231,13 +252,25 @@ def _expert_kernel(
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             item, line_tile = tile // LINE_TILES, tile % LINE_TILES
             expert, begin, size, before = _expert_of_tile(ends, counts, item, tokens, ROWS)
-            is_row = begin + place < size
-            pair = tl.load(buckets + expert * tokens + begin + place, is_row, 0)
-            first = before + begin
-            _multiply(
-                x, weight, factors, out, expert, line_tile, pair, first + place, first, is_row,
-                FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
-            )  # fmt: skip
+            bucket, left = buckets + expert * tokens + begin, size - begin
+            if TAIL == 0:
+                _multiply_bucket(
+                    row_tiles, weight, factors, out, expert, line_tile, bucket, left,
+                    before + begin, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA,
+                    TMA_ROWS,
+                )  # fmt: skip
+            else:
+                if left <= TAIL:
+                    _multiply_bucket(
+                        x, weight, factors, out, expert, line_tile, bucket, left, before + begin,
+                        FEATURES, INPUTS, LINES, TAIL, STEP, TOP_K, GATED, RUN, TMA, False,
+                    )  # fmt: skip
+                else:
+                    _multiply_bucket(
+                        row_tiles, weight, factors, out, expert, line_tile, bucket, left,
+                        before + begin, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA,
+                        TMA_ROWS,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -331,7 +364,7 @@ def expert_product(
     if config.programs and not is_scanned:
         grid = min(grid, config.programs * _multiprocessors(x.device))
     _expert_kernel[(grid,)](
-        TensorDescriptor.from_tensor(x, [config.rows, config.step]) if rows_by_tma else x,
+        x, TensorDescriptor.from_tensor(x, [config.rows, config.step]) if rows_by_tma else x,
         TensorDescriptor.from_tensor(flat, [config.lines, config.step]) if by_tma else flat,
         routed.weights, routed.experts,
         routed.experts if routed.counts is None else routed.counts,
@@ -339,7 +372,7 @@ def expert_product(
         FEATURES=lines, INPUTS=inputs, LINES=config.lines, ROWS=config.rows, STEP=config.step,
         TOP_K=top_k, EXPERTS=num_experts, EXPERTS_PAD=triton.next_power_of_2(num_experts),
         PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, GATED=gated, RUN=GATE_RUN,
-        TMA=by_tma, TMA_ROWS=rows_by_tma, PDL=pdl,
+        TMA=by_tma, TMA_ROWS=rows_by_tma, TAIL=config.tail, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

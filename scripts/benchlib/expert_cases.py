@@ -235,14 +235,15 @@ def tile_variants(tokens: int, scanned: bool) -> Iterator[ExpertConfig]:
         if fits and sums <= 128:
             for tma in (True, False):
                 for count in (0,) if scanned else (0, programs):
-                    yield ExpertConfig(lines, rows, step, warps, stages, tma, count)
+                    for tail in (0, 64) if rows >= 128 else (0,):
+                        yield ExpertConfig(lines, rows, step, warps, stages, tma, count, tail)
 
 
 def label(config: Config) -> str:
     if isinstance(config, VectorConfig):
         return f"vector n{config.features} k{config.step} w{config.num_warps}"
     name = f"n{config.lines} m{config.rows} k{config.step} w{config.num_warps}"
-    return f"{name} s{config.num_stages}{' tma' * config.tma} p{config.programs}"
+    return f"{name} s{config.num_stages}{' tma' * config.tma} p{config.programs} t{config.tail}"
 
 
 def layer_case(title: str, x: torch.Tensor, layers: list[Layer]) -> Case:

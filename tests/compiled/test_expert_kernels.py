@@ -69,7 +69,8 @@ def product(config: ExpertConfig, *, gated: bool, scanned: bool) -> CompiledKern
     """Compiles what `expert_product` launches with a configuration."""
     rows_by_tma = config.tma and not gated and not scanned
     types = {
-        "x": f"tensordesc<bf16[{config.rows}, {config.step}]>" if rows_by_tma else "*bf16",
+        "x": "*bf16",
+        "row_tiles": f"tensordesc<bf16[{config.rows}, {config.step}]>" if rows_by_tma else "*bf16",
         "weight": f"tensordesc<bf16[{config.lines}, {config.step}]>" if config.tma else "*bf16",
         "factors": "*fp32", "experts": "*i32", "counts": "*i32", "buckets": "*i32", "out": "*bf16",
     }  # fmt: skip
@@ -78,7 +79,7 @@ def product(config: ExpertConfig, *, gated: bool, scanned: bool) -> CompiledKern
         "LINES": config.lines, "ROWS": config.rows, "STEP": config.step, "TOP_K": TOP_K,
         "EXPERTS": EXPERTS, "EXPERTS_PAD": EXPERTS,
         "PAIRS_PAD": scanned_pairs(config, TOP_K) if scanned else 0, "GATED": gated, "RUN": 8,
-        "TMA": config.tma, "TMA_ROWS": rows_by_tma, "PDL": True,
+        "TMA": config.tma, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "PDL": True,
     }  # fmt: skip
     return compile_kernel(expert_linear._expert_kernel, types, constants, config)
 
