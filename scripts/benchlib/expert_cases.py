@@ -110,8 +110,9 @@ def routing_cases(title: str, x: torch.Tensor, layers: list[Layer], tune: bool) 
     tokens, buckets = len(x), len(x) > SCANNED_TOKENS
 
     def run(layer: Layer, config: RoutingConfig) -> RoutedTokens:
-        layer.counters.zero_()
-        return route(x, layer.router, RULE, layer.counters, buckets=buckets, config=config)
+        routed = route(x, layer.router, RULE, layer.counters, buckets=buckets, config=config)
+        layer.counters.zero_()  # as the sum does in a layer
+        return routed
 
     def check(config: RoutingConfig) -> float:
         layer = layers[0]
