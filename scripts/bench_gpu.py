@@ -12,7 +12,8 @@ figures of vLLM on H200s.
 A folder contains config.json and a tokenizer; weights in it are not read, and are at random in the
 format of its `quantization_config`, if it has one. The vocabulary and the
 numbers in a case's name may be others. vLLM's figures and the marks (what is to be reached) are
-those of `benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B and Qwen3-8B.
+those of `benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B, Qwen3-8B and
+Qwen3-30B-A3B (--cases d1,d8,d32,d128,d256,p16,nano).
 
 Offline cases, through `aioinfer.LLM`, all in one engine (detokenization included, which the figures
 of vLLM are without):

@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchlib.expert_cases import expert_cases
 from benchlib.float8_cases import float8_cases
 from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
@@ -33,6 +34,7 @@ from benchlib.latent_cases import latent_cases
 from benchlib.scaled_cases import scaled_cases
 
 FAMILIES = OTHER_FAMILIES | {
+    "experts": expert_cases,
     "float8": float8_cases,
     "grouped": grouped_cases,
     "latent": latent_cases,

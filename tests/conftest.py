@@ -64,11 +64,9 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
-<<<<<<< HEAD
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
-=======
         "compiled/test_latent_attention.py",
->>>>>>> mla
+        "compiled/test_expert_kernels.py",
         "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",
         "functional/test_api_page.py",
@@ -81,11 +79,8 @@ EXTENDED = frozenset(
         "functional/test_float8_cache.py::test_real_weights",
         "functional/test_gpt_oss.py::test_two_ranks",
         "functional/test_kept_gguf.py",
-<<<<<<< HEAD
         "functional/test_llama_cpp.py",
-=======
         "functional/test_latent_cache.py",
->>>>>>> mla
         "functional/test_masks.py",
         "functional/test_ollama.py",
         "functional/test_page.py::test_a_round_with_a_tool",
@@ -105,6 +100,7 @@ EXTENDED = frozenset(
         "kernels/test_attention.py::test_sinks_that_weigh_nothing_and_all",
         "kernels/test_attention.py::test_sinks_with_windows_and_soft_caps",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
+        "kernels/test_expert_models.py",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "kernels/test_latent_attention.py",
         "kernels/test_scaled_models.py::test_latent_attention",
@@ -127,11 +123,8 @@ KEPT = frozenset(
         "functional/test_api_page.py::test_every_field_is_named",
         "functional/test_batches.py::test_a_batch_is_answered_in_order",
         "functional/test_beam_search.py::test_a_small_model_under_preemption",
-<<<<<<< HEAD
         "functional/test_llama_cpp.py::test_tokens_and_texts",
-=======
         "functional/test_latent_cache.py::test_chunks_and_preemption_change_nothing",
->>>>>>> mla
         "functional/test_masks.py::test_tokens_are_the_same_however_they_are_planned",
         "functional/test_page_parts.py::test_a_call_streams_and_its_result_goes_on",
         "functional/test_page_parts.py::test_json_is_indented_while_it_comes",
@@ -141,13 +134,10 @@ KEPT = frozenset(
         "functional/test_structured_output.py::test_a_schema",
         "functional/test_structured_output.py::test_the_openai_client_parses",
         "functional/test_tools.py::test_an_answer_by_a_schema_or_a_call",
-<<<<<<< HEAD
         "functional/test_vllm.py::test_prompts_are_rendered",
-=======
         "kernels/test_latent_attention.py::test_decodes_in_float16",
         "kernels/test_latent_attention.py::test_norm_rotation_and_cache_write",
         "kernels/test_latent_attention.py::test_prefill_in_float16",
->>>>>>> mla
     ]
 )
 

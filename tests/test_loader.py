@@ -82,7 +82,9 @@ def test_one_file(folder: Path):
     assert_same(load(folder), load_file(folder / "model.safetensors"))
 
 
-def test_shards(folder: Path):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shards(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loader, "_reading_threads", lambda shards: threads)
     tensors = shard(folder)
     save_file({"consolidated": torch.zeros(1)}, folder / "consolidated.safetensors")
     assert_same(load(folder), tensors)

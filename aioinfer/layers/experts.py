@@ -81,20 +81,29 @@ class MixtureShape:
 
 
 class Router:
-    """Selects the experts of each token, in float32; the same on every rank.
+    """Selects the experts of each token, in float32; the same on every rank. Of equal scores the
+    expert with the lower number is taken.
 
     Args:
         name: of the checkpoint module.
         routing: how.
         hidden_size: of the tokens.
         backend: of the rank.
+        dtype: of the weight, where kernels multiply it by activations of the same dtype.
     """
 
-    def __init__(self, name: str, routing: Routing, hidden_size: int, backend: Backend):
+    def __init__(
+        self,
+        name: str,
+        routing: Routing,
+        hidden_size: int,
+        backend: Backend,
+        dtype: torch.dtype = torch.float32,
+    ):
         self.routing = routing
         self._name = name
         shape = routing.num_experts, hidden_size
-        self.weight = torch.zeros(shape, dtype=torch.float32, device=backend.device)
+        self.weight = torch.zeros(shape, dtype=dtype, device=backend.device)
         self.bias: torch.Tensor | None = None
         if routing.has_bias:
             self.bias = torch.zeros(routing.num_experts, device=backend.device)
@@ -113,12 +122,13 @@ class Router:
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (weights float32 [T, top_k], experts int64 [T, top_k]) for x [T, hidden_size]."""
         routing = self.routing
-        logits = F.linear(x.float(), self.weight, self.logit_bias)
+        logits = F.linear(x.float(), self.weight.float(), self.logit_bias)
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         preferred = scores if self.bias is None else scores + self.bias
         if routing.top_groups < routing.num_groups:
             preferred = self._of_best_groups(preferred)
-        experts = preferred.topk(routing.top_k, dim=-1).indices
+        # unlike topk, which takes any of equal ones
+        experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
         weights = scores.gather(1, experts)
         if routing.is_normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST)
@@ -127,8 +137,9 @@ class Router:
     def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """Returns scores [T, num_experts] with those of experts out of the best groups -inf."""
         groups = scores.unflatten(1, (self.routing.num_groups, -1))
-        of_groups = groups.topk(self.routing.group_best, dim=-1).values.sum(-1)
-        best = of_groups.topk(self.routing.top_groups, dim=-1).indices
+        totals = groups.topk(self.routing.group_best, dim=-1).values.sum(-1)
+        best = totals.sort(dim=-1, descending=True, stable=True).indices
+        best = best[:, : self.routing.top_groups]
         is_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
         is_out.scatter_(1, best, False)
         return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(1)
@@ -208,7 +219,7 @@ class MixtureMLP:
     Made by `LayerMaker.mixture`.
 
     Each expert that has tokens is multiplied with in turn, which asks the device how many tokens
-    each has: no graph can hold that.
+    each has: no graph can hold that. `kernel_experts` has what GPUs do with unquantized experts.
 
     Args:
         router: selects experts.
@@ -216,6 +227,9 @@ class MixtureMLP:
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
+
+    Attributes:
+        supports_graphs: whether a CUDA graph can hold it.
     """
 
     supports_graphs = False

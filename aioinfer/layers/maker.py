@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,7 +15,14 @@ from aioinfer.layers.attention import Attention, AttentionSinks, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.biased_experts import BiasedExpert, ClampedSwiGLU, ExpertPlaces
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.experts import Expert, MixtureMLP, MixtureShape, Router, SharedExpert
+from aioinfer.layers.experts import (
+    Expert,
+    MixtureMLP,
+    MixtureShape,
+    Router,
+    Routing,
+    SharedExpert,
+)
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
@@ -31,6 +38,9 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
 
 #: What may be held in another form than it is stored; who uses it may drop it.
 _Converted = weakref.ref[WeightFormat] | weakref.ref[LMHead]
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_experts import StackedExperts
 
 
 class Loadable(Protocol):
@@ -386,16 +396,18 @@ class LayerMaker:
             return Expert(*weights, activation)
 
         whole = Shard.whole(self.hidden_size)
-        routing = shape.routing
-        router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
-        experts = [
-            expert(f"experts.{number}", shape.expert_size) for number in range(routing.num_experts)
-        ]
-        of_all = None
+        routing, of_all = shape.routing, None
         if shape.shared_size:
             gate = f"{name}.{shared}_gate" if shape.is_shared_gated else None
             whole_expert = expert(shared, shape.shared_size)
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
+        stacked = self._stacked_experts(name, shape, projections, activation)
+        if stacked is not None:
+            return self._keep(self._kernel_mixture(name, routing, stacked, of_all, norm))
+        router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
+        experts = [
+            expert(f"experts.{number}", shape.expert_size) for number in range(routing.num_experts)
+        ]
         return self._keep(MixtureMLP(router, experts, of_all, norm, self.backend))
 
     def biased_mixture(
@@ -423,6 +435,42 @@ class LayerMaker:
         return self._keep(MixtureMLP(router, experts, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
+
+    def _stacked_experts(
+        self, name: str, shape: MixtureShape, projections: tuple[str, str, str], activation: str
+    ) -> StackedExperts | None:
+        """Returns the experts of module `name` in one tensor for each product, or None where the
+        kernels do not take them."""
+        channels = row_shard(shape.expert_size, self.backend)
+        if not self.backend.has_kernels:
+            return None
+        from aioinfer.layers.kernel_experts import StackedExperts, supports
+
+        if not supports(shape.routing, channels.size, activation):
+            return None
+        gate, up, down = projections
+        prefixes = [f"{name}.experts.{number}" for number in range(shape.routing.num_experts)]
+        names = [(f"{one}.{gate}", f"{one}.{up}", f"{one}.{down}") for one in prefixes]
+        quantization = self.quantization
+        if quantization is not None:
+            schemes = (quantization.scheme_of(module) for modules in names for module in modules)
+            if any(scheme is not None for scheme in schemes):
+                return None
+        return StackedExperts(names, channels, self.hidden_size, self.backend)
+
+    def _kernel_mixture(
+        self,
+        name: str,
+        routing: Routing,
+        stacked: StackedExperts,
+        shared: SharedExpert | None,
+        norm: RMSNorm,
+    ) -> MixtureMLP:
+        from aioinfer.layers.kernel_experts import KernelMixtureMLP
+
+        backend = self.backend
+        router = Router(f"{name}.gate", routing, self.hidden_size, backend, backend.dtype)
+        return KernelMixtureMLP(router, stacked, shared, norm, backend)
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
         weight = make_weight(sources, columns, self.backend, self.quantization)

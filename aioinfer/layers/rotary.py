@@ -103,6 +103,13 @@ class RotaryTable:
         """
         return _of_both(self.cos_sin[positions])
 
+    def at_step(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `at` of a step's positions, computed once for all layers."""
+        angles = step.memo.get(self)
+        if angles is None:
+            angles = step.memo[self] = self.at(step.inputs.positions)
+        return angles
+
     def mean(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the means of cosines and sines over the first `length` positions, each [1, 1, R]
         as `apply_rope` takes them: it gives the mean of a vector rotated to all of them."""
@@ -113,13 +120,6 @@ def _of_both(cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns lines of the table [T, R] as cosines and sines of all channels, each [T, 1, R]."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-    def at_step(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `at` of a step's positions, computed once for all layers."""
-        angles = step.memo.get(self)
-        if angles is None:
-            angles = step.memo[self] = self.at(step.inputs.positions)
-        return angles
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,9 @@ random."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ _STORED_DTYPES: dict[torch.dtype | None, Sequence[str]] = {
     torch.uint8: ("U8",),
     torch.int32: ("I32",),
 }
+#: Files that are read at the same time where weights go to a GPU: one thread reads its file's pages
+#: and copies them more slowly than disk and bus give and take them.
+READING_THREADS = 4
 #: Standard deviations of random weights, and of float8 values behind a scale.
 WEIGHT_DEVIATION, FLOAT8_DEVIATION = 0.02, 64.0
 
@@ -78,7 +83,7 @@ def _fill_at_random(
 ) -> None:
     """Weights are normal with a deviation of 0.02, as models are initialised, and packed integers
     uniform; norms and orders (one dimension) stay as they are."""
-    done = 0
+    progress = _Progress(on_progress, total)
     generator = torch.Generator(shards[0].destination.device).manual_seed(seed)
     for shard in shards:
         destination = shard.destination
@@ -89,8 +94,7 @@ def _fill_at_random(
             destination.random_(bounds.min, bounds.max, generator=generator)
         elif destination.ndim > 1:
             _fill_normally(shard, generator)
-        done += destination.nbytes
-        on_progress(done, total)
+        progress.add(destination.nbytes)
 
 
 def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:
@@ -133,14 +137,43 @@ def _load_safetensors(
             if names
         ]
         raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
-    done = 0
-    for file in sorted({file_of[name] for name in wanted}):
-        with _open(file) as tensors:
-            for name, shard in shards:
-                if file_of[name] == file:
-                    _copy_part(_slice_of(tensors, name, file, shard), name, shard)
-                    done += shard.destination.nbytes
-                    on_progress(done, total)
+    by_file: dict[Path, list[tuple[str, WeightShard]]] = {}
+    for name, shard in shards:
+        by_file.setdefault(file_of[name], []).append((name, shard))
+    progress = _Progress(on_progress, total)
+
+    mode = torch.is_inference_mode_enabled()  # which each thread has for itself
+
+    def read(file: Path) -> None:
+        with torch.inference_mode(mode), _open(file) as tensors:
+            for name, shard in by_file[file]:
+                _copy_part(_slice_of(tensors, name, file, shard), name, shard)
+                progress.add(shard.destination.nbytes)
+
+    with ThreadPoolExecutor(_reading_threads(shards), "weights") as pool:
+        for _ in pool.map(read, sorted(by_file)):
+            pass
+
+
+def _reading_threads(shards: Sequence[tuple[str, WeightShard]]) -> int:
+    return READING_THREADS if any(shard.destination.is_cuda for _, shard in shards) else 1
+
+
+class _Progress:
+    """Adds up the bytes that threads have read, and reports them, a hundred times or so: a model
+    may have tens of thousands of tensors."""
+
+    def __init__(self, report: Callable[[int, int], None], total: int):
+        self._report, self._total = report, total
+        self._done = self._reported = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            if self._done >= min(self._total, self._reported + self._total // 100):
+                self._reported = self._done
+                self._report(self._done, self._total)
 
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor:

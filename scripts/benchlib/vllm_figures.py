@@ -80,6 +80,18 @@ VLLM_H200: dict[tuple[int, int, int], dict[str, Figures]] = {
         "nano": Figures(vllm=14_013),
     },
     (4096, 36, 4): {"d1": Figures(mark=450)},
+    # Qwen3-30B-A3B, with vLLM's tuned table of Triton configurations for this card
+    (2048, 48, 1): {
+        "startup": Figures(vllm=86, mark=25, unit="s"),
+        "d1": Figures(vllm=239, mark=420),
+        "d8": Figures(vllm=835, mark=1_100),
+        "d32": Figures(vllm=1_996, mark=2_300),
+        "d128": Figures(vllm=6_468, mark=7_500),
+        "d256": Figures(vllm=10_926, mark=13_500),
+        "p16": Figures(vllm=64_247, mark=78_000, unit="in"),
+        "nano": Figures(vllm=5_613, mark=7_000),
+        "h256": Figures(mark=7_500),
+    },
 }
 
 #: Of quantized models: by how ("fp8": vLLM's online quantization, per tensor; "gptq": 4 bits in

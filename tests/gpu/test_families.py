@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,9 +74,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_case(name, tmp_path_factory.mktemp("model"), "cuda")
 
 
-def make_case(name: str, folder: Path, device: str) -> Case:
+def make_case(
+    name: str, folder: Path, device: str, models: Mapping[str, dict[str, Any]] = MODELS
+) -> Case:
     family, *_ = name.split()
-    random_model(folder, family=family, vocab_size=VOCAB, **{**SIZES, **MODELS[name]})
+    random_model(folder, family=family, vocab_size=VOCAB, **{**SIZES, **models[name]})
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
     model = reference(folder, torch.float32, device)

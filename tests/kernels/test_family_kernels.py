@@ -22,13 +22,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "glm4": ("glm4", {}),
-<<<<<<< HEAD
     "gpt_oss": ("gpt_oss", {}),
-=======
     # both projections of the queries, and one; without experts
     "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
     "deepseek_v2": ("deepseek_v2", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
->>>>>>> mla
 }
 
 

@@ -1,0 +1,507 @@
+"""The products of a mixture of experts: each token with the weights of its own experts, for any
+number of tokens, in a grid that depends on the number of tokens alone.
+
+Called by `layers.kernel_experts` with what `expert_routing.route` found. The weights of all experts
+are one tensor, and a program computes a tile of Y^T = W X^T for rows of one expert: the weight is
+the left operand, so that a tile has as few rows as an expert has (8 or more), while the tensor
+cores get 64 output features. Every expert's weights are read once where its rows fit a tile.
+
+The first product gathers its rows from x and applies the gate: rows of gate and up are interleaved
+(`gated_product.interleave`), so that both are in one thread. The second multiplies by the routing
+weights, and `sum_pairs` adds up a token's experts in a fixed order, with the residual stream.
+
+Which rows a program has:
+- with buckets, tiles are numbered expert by expert, and a program finds the expert of its tile by a
+  scan over the counters. What the first product writes is sorted by expert, so that the second one
+  reads whole tiles;
+- for a few tokens a program belongs to a pair, looks for its expert among all pairs, and leaves if
+  an earlier pair has the same one; otherwise it takes all of them. That needs neither counters nor
+  a sort;
+- for one token there is nothing to look for (`_vector_kernel`), and multiply-adds in float32 read
+  the weights as fast as memory gives them (see `linear`).
+
+Programs beyond the last tile end at once, or there are as many programs as the GPU runs at a time,
+and each takes tile after tile. Programs of one tile of rows are neighbours, so that their rows, and
+the weights of the few experts in flight, are in the L2 cache.
+"""
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.expert_routing import RoutedTokens
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+#: Up to so many tokens programs look for their rows themselves, without buckets.
+SCANNED_TOKENS = 16
+#: Output features of a program of `sum_pairs`.
+SUM_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """How a product is compiled.
+
+    Attributes:
+        lines: weight rows of a tile; a multiple of 16.
+        rows: tokens of a tile.
+        step: inputs of a stage.
+        num_warps, num_stages: as Triton has them.
+        tma: whether weights are loaded by TMA, and sorted rows too.
+        programs: with buckets, programs of a multiprocessor, which take tile after tile; 0 for a
+            program for each tile that there may be, of which those without one end at once.
+        tail: with buckets, rows of the narrower tile that an expert's last rows get if they fit: of
+            512 rows on average, tiles of 128 alone would be 11 % padding. 0 for none.
+    """
+
+    lines: int
+    rows: int
+    step: int
+    num_warps: int
+    num_stages: int
+    tma: bool = True
+    programs: int = 0
+    tail: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VectorConfig:
+    """How a product of one token is compiled: output features of a program, inputs of a step."""
+
+    features: int
+    step: int
+    num_warps: int
+
+
+#: By the average rows of an expert up to which each is used, with buckets. Not measured yet. There
+#: are as many programs as fit a multiprocessor's shared memory: a third of the tiles that there may
+#: be in a decode step are none, and a program that ends at once takes another's place for a while.
+CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
+    (8, ExpertConfig(64, 16, 128, 4, 5, programs=2)),
+    (24, ExpertConfig(64, 32, 128, 4, 4, programs=2)),
+    (64, ExpertConfig(128, 64, 64, 4, 4, programs=2)),
+    (192, ExpertConfig(128, 128, 64, 8, 4, programs=1, tail=64)),
+    (None, ExpertConfig(256, 128, 64, 8, 3, programs=1, tail=64)),
+)
+#: By the number of tokens up to which each is used, without.
+SCANNED_CONFIGS: tuple[tuple[int, ExpertConfig], ...] = (
+    (8, ExpertConfig(64, 8, 256, 4, 4)),
+    (SCANNED_TOKENS, ExpertConfig(64, 16, 128, 4, 5)),
+)
+#: For activations of 32 bits, which only tests have.
+WIDE_CONFIG = ExpertConfig(32, 16, 32, 4, 2)
+#: The least rows of a tensor-core product.
+MIN_ROWS = 8
+
+
+def expert_config(tokens: int, top_k: int, num_experts: int, itemsize: int = 2) -> ExpertConfig:
+    """Returns the configuration for a number of tokens, above 1."""
+    if itemsize > 2:
+        return WIDE_CONFIG
+    if tokens <= SCANNED_TOKENS:
+        return next(config for bound, config in SCANNED_CONFIGS if tokens <= bound)
+    average = tokens * top_k / num_experts
+    return next(config for bound, config in CONFIGS if bound is None or average <= bound)
+
+
+def vector_config(*, gated: bool) -> VectorConfig:
+    """Returns the configuration for one token. Not measured yet."""
+    return VectorConfig(2, 2048, 4) if gated else VectorConfig(4, 1024, 4)
+
+
+@triton.jit
+def _ends(
+    counts, tokens, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Returns how many tiles, times 2 ** 32, and rows there are up to each expert, inclusive."""
+    number = tl.arange(0, EXPERTS_PAD)
+    sizes = tl.minimum(tl.load(counts + number, number < EXPERTS, 0), tokens)
+    tiles = (sizes + ROWS - 1) // ROWS
+    return tl.cumsum((tiles.to(tl.int64) << 32) + sizes, 0)
+
+
+@triton.jit
+def _expert_of_tile(ends, counts, item, tokens, ROWS: tl.constexpr):
+    """Returns of the tile `item`, which there is: its expert, its first row in the expert's bucket,
+    the rows of the expert, and the rows of all experts before it."""
+    is_before = (ends >> 32) <= item
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    begin = tl.max(tl.where(is_before, ends, 0), 0)
+    size = tl.minimum(tl.load(counts + expert), tokens)
+    return expert, (item - (begin >> 32).to(tl.int32)) * ROWS, size, begin.to(tl.int32)
+
+
+@triton.jit
+def _pairs_like(
+    experts, item, pairs, PAIRS_PAD: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Returns the expert of pair `item`, its first pair, the pairs [ROWS] that have it, and how
+    many they are."""
+    number = tl.arange(0, PAIRS_PAD)
+    every = tl.load(experts + number, number < pairs, -1)
+    expert = tl.load(experts + item)
+    is_same = every == expert
+    first = tl.min(tl.where(is_same, number, PAIRS_PAD), 0)
+    rank = tl.cumsum(is_same.to(tl.int32), 0) - 1
+    place = tl.arange(0, ROWS)[:, None]
+    is_here = is_same[None, :] & (rank[None, :] == place)
+    pair = tl.sum(tl.where(is_here, number[None, :], 0), 1)
+    return expert, first, pair, tl.sum(is_same.to(tl.int32), 0)
+
+
+@triton.jit
+def _gate(totals, LINES: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr):
+    """Returns silu(gate) * up [LINES / 2, ROWS] of interleaved rows [LINES, ROWS]."""
+    runs = tl.reshape(totals, [LINES // (2 * RUN), 2, RUN, ROWS])
+    gate, up = tl.split(tl.permute(runs, [0, 2, 3, 1]))
+    return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [LINES // 2, ROWS])
+
+
+@triton.jit
+def _multiply(
+    x, weight, factors, out, expert, line_tile, pair, packed, first, is_row,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
+    TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile: LINES weight rows of an expert for the pairs [ROWS], which are, or become,
+    rows `packed`, from `first` on, of what lies between the products."""
+    source = pair // TOP_K if GATED else packed
+    target = packed if GATED else pair
+    line = line_tile * LINES + tl.arange(0, LINES)
+    first_line = expert * FEATURES + line_tile * LINES
+    k = tl.arange(0, STEP)
+    row_place = source.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    line_place = (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    totals = tl.zeros([LINES, ROWS], tl.float32)
+    for step in range((INPUTS + STEP - 1) // STEP):
+        inside = (step * STEP + k < INPUTS)[None, :]
+        if TMA:
+            w = weight.load([first_line, step * STEP])
+        else:
+            is_line = (line < FEATURES)[:, None]
+            w = tl.load(weight + line_place + step * STEP, is_line & inside, 0.0)
+        if TMA_ROWS:
+            value = x.load([first, step * STEP])
+        else:
+            value = tl.load(x + row_place + step * STEP, is_row[:, None] & inside, 0.0)
+        totals = tl.dot(w, tl.trans(value), totals, input_precision="ieee")
+    if GATED:
+        totals = _gate(totals, LINES, ROWS, RUN)
+        OUTPUTS: tl.constexpr = LINES // 2
+        WIDTH: tl.constexpr = FEATURES // 2
+    else:
+        totals *= tl.load(factors + pair, is_row, 0.0)[None, :]
+        OUTPUTS: tl.constexpr = LINES
+        WIDTH: tl.constexpr = FEATURES
+    column = line_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    out_place = out + target.to(tl.int64)[None, :] * WIDTH + column[:, None]
+    mask = (column < WIDTH)[:, None] & is_row[None, :]
+    tl.store(out_place, totals.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _multiply_bucket(
+    x, weight, factors, out, expert, line_tile, bucket, left, first,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
+    TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile for the first ROWS, or the `left`, pairs of a bucket."""
+    place = tl.arange(0, ROWS)
+    is_row = place < left
+    pair = tl.load(bucket + place, is_row, 0)
+    _multiply(
+        x, weight, factors, out, expert, line_tile, pair, first + place, first, is_row,
+        FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _expert_kernel(
+    x, row_tiles, weight, factors, experts, counts, buckets, out, tokens,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
+    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets. `row_tiles` is a
+    descriptor of x with TMA_ROWS."""
+    LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if PAIRS_PAD > 0:
+        item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
+        expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
+        if first_pair == item:
+            _multiply(
+                x, weight, factors, out, expert, line_tile, pair, pair, 0,
+                tl.arange(0, ROWS) < size, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN,
+                TMA, TMA_ROWS,
+            )  # fmt: skip
+    else:
+        ends = _ends(counts, tokens, EXPERTS, EXPERTS_PAD, ROWS)
+        tiles = (tl.max(ends, 0) >> 32).to(tl.int32) * LINE_TILES
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            item, line_tile = tile // LINE_TILES, tile % LINE_TILES
+            expert, begin, size, before = _expert_of_tile(ends, counts, item, tokens, ROWS)
+            bucket, left = buckets + expert * tokens + begin, size - begin
+            if TAIL == 0:
+                _multiply_bucket(
+                    row_tiles, weight, factors, out, expert, line_tile, bucket, left,
+                    before + begin, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA,
+                    TMA_ROWS,
+                )  # fmt: skip
+            else:
+                if left <= TAIL:
+                    _multiply_bucket(
+                        x, weight, factors, out, expert, line_tile, bucket, left, before + begin,
+                        FEATURES, INPUTS, LINES, TAIL, STEP, TOP_K, GATED, RUN, TMA, False,
+                    )  # fmt: skip
+                else:
+                    _multiply_bucket(
+                        row_tiles, weight, factors, out, expert, line_tile, bucket, left,
+                        before + begin, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA,
+                        TMA_ROWS,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _vector_kernel(
+    x, weight, factors, experts, out,
+    FEATURES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+    GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token; a program computes OUTPUTS features of one of its experts."""
+    WIDTH: tl.constexpr = FEATURES // 2 if GATED else FEATURES
+    pair = tl.program_id(1)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, STEP)
+    line = n + n // RUN * RUN if GATED else n
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(experts + pair)
+    place = weight + (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    row = x if GATED else x + pair * INPUTS
+    total = tl.zeros([OUTPUTS], tl.float32)
+    up_total = tl.zeros([OUTPUTS], tl.float32)
+    for begin in tl.static_range(0, INPUTS, STEP):
+        inside = begin + k < INPUTS
+        mask = (n < WIDTH)[:, None] & inside[None, :]
+        value = tl.load(row + begin + k, inside, 0.0).to(tl.float32)[None, :]
+        w = tl.load(place + begin, mask, 0.0)
+        if GATED:
+            up = tl.load(place + RUN * INPUTS + begin, mask, 0.0)
+            up_total += tl.sum(up.to(tl.float32) * value, 1)
+        total += tl.sum(w.to(tl.float32) * value, 1)
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * up_total
+    else:
+        total *= tl.load(factors + pair)
+    tl.store(out + pair * WIDTH + n, total.to(out.dtype.element_ty), n < WIDTH)
+
+
+def expert_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routed: RoutedTokens,
+    *,
+    gated: bool,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: ExpertConfig | VectorConfig | None = None,
+) -> torch.Tensor:
+    """Returns the product of each pair's row with its expert's weight.
+
+    With `gated`, the first product: silu(x @ gate.T) * (x @ up.T) of the token's row, in the order
+    that the second one wants. Without, the second: row @ weight.T times the pair's routing weight,
+    by pairs.
+
+    Args:
+        x: [T, K] with `gated`, else [T * top_k, K], the result of the first product with the same
+            `routed`; contiguous; bf16, fp16 or fp32.
+        weight: [E, N, K], contiguous, of x's dtype; with `gated` [E, 2 * N, K], the rows of each
+            expert interleaved, N a multiple of 8.
+        routed: where the rows go. With buckets for more than `SCANNED_TOKENS` tokens; either way
+            for fewer.
+        out: [T * top_k, N] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+        config: instead of `expert_config`'s or `vector_config`'s (for tests and tuning).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    tokens, top_k = routed.experts.shape
+    num_experts, lines, inputs = weight.shape
+    width = lines // 2 if gated else lines
+    _check(x, weight, routed, gated, config)
+    if out is None:
+        out = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    if config is None and routed.counts is None and tokens == 1:
+        config = vector_config(gated=gated)
+    if isinstance(config, VectorConfig):
+        _vector_kernel[(triton.cdiv(width, config.features), top_k)](
+            x, weight, routed.weights, routed.experts, out,
+            FEATURES=lines, INPUTS=inputs, OUTPUTS=config.features, STEP=config.step, GATED=gated,
+            RUN=GATE_RUN, PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
+        )  # fmt: skip
+        return out
+    config = config or expert_config(tokens, top_k, num_experts, x.element_size())
+    is_scanned = routed.counts is None
+    items = tokens * top_k if is_scanned else max_tiles(tokens, top_k, num_experts, config.rows)
+    by_tma = config.tma and inputs * x.element_size() % 16 == 0
+    rows_by_tma = by_tma and not gated and not is_scanned
+    flat = weight.view(-1, inputs)
+    grid = items * triton.cdiv(lines, config.lines)
+    if config.programs and not is_scanned:
+        grid = min(grid, config.programs * _multiprocessors(x.device))
+    _expert_kernel[(grid,)](
+        x, TensorDescriptor.from_tensor(x, [config.rows, config.step]) if rows_by_tma else x,
+        TensorDescriptor.from_tensor(flat, [config.lines, config.step]) if by_tma else flat,
+        routed.weights, routed.experts,
+        routed.experts if routed.counts is None else routed.counts,
+        routed.experts if routed.rows is None else routed.rows, out, tokens,
+        FEATURES=lines, INPUTS=inputs, LINES=config.lines, ROWS=config.rows, STEP=config.step,
+        TOP_K=top_k, EXPERTS=num_experts, EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, GATED=gated, RUN=GATE_RUN,
+        TMA=by_tma, TMA_ROWS=rows_by_tma, TAIL=config.tail, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def max_tiles(tokens: int, top_k: int, num_experts: int, rows: int) -> int:
+    """Returns how many tiles of `rows` rows there are at most, however tokens are routed."""
+    pairs = tokens * top_k
+    return min(num_experts, pairs) + pairs // rows
+
+
+def scanned_pairs(config: ExpertConfig, top_k: int) -> int:
+    """Returns the pairs, a power of two, that a program without buckets looks through: those of as
+    many tokens as a tile has rows."""
+    return config.rows * triton.next_power_of_2(top_k)
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, routed: RoutedTokens, gated: bool,
+    config: ExpertConfig | VectorConfig | None,
+) -> None:  # fmt: skip
+    tokens, top_k = routed.experts.shape
+    _, lines, inputs = weight.shape
+    rows = tokens if gated else tokens * top_k
+    if x.shape != (rows, inputs) or not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError(
+            f"x must be [{rows}, K] and weight [E, N, K], contiguous, not {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if gated and lines % (2 * GATE_RUN):
+        raise ValueError(
+            f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {lines}"
+        )
+    if isinstance(config, VectorConfig) and tokens > 1:
+        raise ValueError(f"{config} is for one token, not {tokens}")
+    if routed.counts is None and tokens > SCANNED_TOKENS:
+        raise ValueError(f"{tokens} tokens need buckets")
+    if routed.counts is None and isinstance(config, ExpertConfig) and tokens > config.rows:
+        raise ValueError(f"{tokens} tokens need a tile of as many rows, or buckets")
+
+
+@triton.jit
+def _sum_kernel(
+    pairs, residual, added, out, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ADDED: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        total += tl.load(pairs + (row * TOP_K + j) * WIDTH + column, mask, 0.0).to(tl.float32)
+    if HAS_ADDED:
+        total += tl.load(added + row * WIDTH + column, mask, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * WIDTH + column, mask, 0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask)
+    if EXPERTS > 0:  # noqa: SIM102  (known when it is compiled)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            number = tl.arange(0, EXPERTS_PAD)
+            tl.store(counts + number, tl.zeros([EXPERTS_PAD], tl.int32), number < EXPERTS)
+
+
+def sum_pairs(
+    pairs: torch.Tensor,
+    routed: RoutedTokens,
+    *,
+    residual: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Returns the sum over each token's experts, in their order, accumulated in float32; sets the
+    counters of `routed` to 0 for the next `route`.
+
+    Args:
+        pairs: [T * top_k, H], the result of the second product; contiguous.
+        routed: of these pairs.
+        residual, added: [T, H], added to the sum if given; contiguous.
+        out: [T, H] to write to, contiguous; may be `residual`; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    (tokens, top_k), width = routed.experts.shape, pairs.shape[1]
+    others = [t for t in (residual, added, out) if t is not None]
+    if len(pairs) != tokens * top_k or any(t.shape != (tokens, width) for t in others):
+        raise ValueError(f"pairs must be [{tokens} * {top_k}, H], and the others [{tokens}, H]")
+    if not all(t.is_contiguous() for t in (pairs, *others)):
+        raise ValueError("all must be contiguous")
+    if out is None:
+        out = torch.empty(tokens, width, dtype=pairs.dtype, device=pairs.device)
+    counts = routed.counts
+    experts = 0 if counts is None else len(counts)
+    _sum_kernel[(tokens, triton.cdiv(width, SUM_BLOCK))](
+        pairs, pairs if residual is None else residual, pairs if added is None else added, out,
+        routed.experts if counts is None else counts,
+        WIDTH=width, BLOCK=SUM_BLOCK, TOP_K=top_k, HAS_RESIDUAL=residual is not None,
+        HAS_ADDED=added is not None, EXPERTS=experts,
+        EXPERTS_PAD=triton.next_power_of_2(max(1, experts)), PDL=pdl, num_warps=2, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def experts_reference(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the weighted sum of the experts' outputs [T, H], expert by expert in plain torch and
+    in x's dtype, for interleaved `gate_up` [E, 2 * I, H], `down` [E, H, I], and the `weights` and
+    `experts` [T, top_k] of each token of x [T, H]."""
+    total = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        token, place = (experts == expert).nonzero(as_tuple=True)
+        gated = gated_activation_reference(x[token] @ gate_up[expert].to(x.dtype).T)
+        output = gated @ down[expert].to(x.dtype).T
+        total.index_add_(0, token, output * weights[token, place].to(x.dtype).unsqueeze(1))
+    return total

@@ -1,0 +1,328 @@
+"""The routing of a mixture of experts in one launch: the router's product, scores, the best experts
+of each token, and the tokens of each expert.
+
+Called by `layers.kernel_experts` before the products of `expert_linear`. A program computes the
+logits of a tile of tokens for some of the experts; where several programs share a tile, the last of
+them to finish (an atomic ticket) selects. Then each (token, expert) pair takes the next free place
+in its expert's bucket by an atomic counter. There is neither a sort nor a prefix sum over pairs:
+the products' programs find their expert by a scan over the counters, which costs each of them less
+than a list of work, made by the last program, would delay all of them, and lets every product have
+tiles of its own. The places of pairs in a bucket differ from one launch to the next; no result
+depends on them.
+
+For a few tokens there are no buckets either (`counts` is None): a product's program compares its
+expert with those of all pairs.
+
+Of experts with equal scores the one with the lower number is taken, of groups likewise. A token
+with NaN among its scores gets distinct experts and weights of NaN: it spoils no other token.
+"""
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Below every score of an expert that may be taken, above -inf for those that are taken already.
+_LOWEST = -1e38
+#: Keeps the sum of scores from being zero, as DeepSeek-V3's published code does.
+SMALLEST = 1e-20
+#: Token tiles whose experts may be divided over several programs.
+MAX_SHARED_TILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How the experts of a token are selected; see `layers.experts.Routing`.
+
+    Attributes:
+        num_experts, top_k: of all, and of a token.
+        is_sigmoid: scores are sigmoids; else a softmax over all experts.
+        is_normalized: the weights of a token's experts are divided by their sum.
+        scale: multiplied with the weights.
+        num_groups, top_groups: experts come from the `top_groups` groups whose best scores have
+            the largest sums.
+        group_best: so many scores of a group are summed: 1 or 2.
+    """
+
+    num_experts: int
+    top_k: int
+    is_sigmoid: bool = False
+    is_normalized: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The experts of tokens. A pair is token * top_k + j, j being the place among its experts.
+
+    Attributes:
+        weights: float32 [T, top_k].
+        experts: int32 [T, top_k], best first.
+        counts: int32 [num_experts], the pairs of each expert, or None for a few tokens.
+        rows: int32 [num_experts, T], the pairs of each expert, in no particular order.
+    """
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    counts: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How the kernel is compiled.
+
+    Attributes:
+        tokens: of a tile. experts: of a program. step: inputs of a stage.
+    """
+
+    tokens: int
+    experts: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+def routing_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConfig:
+    """Returns the configuration for a number of tokens. Not measured yet: up to a thousand tokens
+    the experts are divided over programs, so that one token has sixteen of them.
+
+    Args:
+        itemsize: bytes of an activation; float32 takes smaller stages.
+    """
+    padded = max(16, triton.next_power_of_2(num_experts))
+    wide = itemsize > 2
+    if tokens <= 64:
+        return RoutingConfig(16, 16 if wide else max(16, padded // 16), 64 if wide else 256, 4, 4)
+    if tokens <= 16 * MAX_SHARED_TILES:
+        return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4)
+    tile = 64 if padded <= 128 and not wide else 32 if padded <= 256 else 16
+    return RoutingConfig(tile, padded, 32 if wide else 64, 8 if padded >= 128 else 4, 3)
+
+
+@triton.jit
+def _of_best_groups(
+    scores, TOKENS: tl.constexpr, EXPERTS_PAD: tl.constexpr, SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Returns scores [TOKENS, EXPERTS_PAD] with those of experts out of the best groups of SIZE
+    `LOWEST`. Groups beyond the last, whose scores are `LOWEST`, come after all others."""
+    GROUPS: tl.constexpr = EXPERTS_PAD // SIZE
+    grouped = tl.reshape(scores, [TOKENS, GROUPS, SIZE])
+    total, place = tl.max(grouped, 2, return_indices=True, return_indices_tie_break_left=True)
+    if GROUP_BEST == 2:
+        is_best = tl.arange(0, SIZE)[None, None, :] == place[:, :, None]
+        total += tl.max(tl.where(is_best, float("-inf"), grouped), 2)
+    number = tl.arange(0, GROUPS)[None, :]
+    is_in = number < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        _, group = tl.max(
+            tl.where(is_in, float("-inf"), total), 1,
+            return_indices=True, return_indices_tie_break_left=True,
+        )  # fmt: skip
+        is_in = is_in | (number == group[:, None])
+    return tl.reshape(tl.where(is_in[:, :, None], grouped, LOWEST), [TOKENS, EXPERTS_PAD])
+
+
+@triton.jit
+def _select(
+    logits, bias, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, SMALLEST: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Returns the weights (not yet scaled) and the experts [TOKENS, K_PAD] for logits
+    [TOKENS, EXPERTS_PAD]."""
+    expert = tl.arange(0, EXPERTS_PAD)[None, :]
+    is_expert = expert < EXPERTS
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        logits = tl.where(is_expert, logits, float("-inf"))
+        powers = tl.exp(logits - tl.max(logits, 1)[:, None])
+        scores = powers / tl.sum(powers, 1)[:, None]
+    preferred = scores
+    if HAS_BIAS:
+        preferred += tl.load(bias + expert, is_expert, 0.0).to(tl.float32)
+    preferred = tl.where((preferred > LOWEST) & is_expert, preferred, LOWEST)  # NaN is not above
+    if TOP_GROUPS < GROUPS:
+        preferred = _of_best_groups(
+            preferred,
+            TOKENS,
+            EXPERTS_PAD,
+            EXPERTS // GROUPS,
+            TOP_GROUPS,
+            GROUP_BEST,
+            LOWEST,
+        )
+    preferred = tl.where(is_expert, preferred, float("-inf"))
+    place = tl.arange(0, K_PAD)[None, :]
+    experts = tl.zeros([TOKENS, K_PAD], tl.int32)
+    weights = tl.zeros([TOKENS, K_PAD], tl.float32)
+    for j in tl.static_range(TOP_K):
+        _, best = tl.max(preferred, 1, return_indices=True, return_indices_tie_break_left=True)
+        is_best = expert == best[:, None]
+        weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        preferred = tl.where(is_best, float("-inf"), preferred)
+        experts = tl.where(place == j, best[:, None], experts)
+        weights = tl.where(place == j, weight[:, None], weights)
+    if NORMALIZED:
+        weights = weights / (tl.sum(weights, 1)[:, None] + SMALLEST)
+    return weights, experts
+
+
+@triton.jit(do_not_specialize=["tokens", "scale"])
+def _routing_kernel(
+    x, weight, bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride, scale,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    PART: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    SMALLEST: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = EXPERTS_PAD // PART
+    part, tile = tl.program_id(0), tl.program_id(1)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    expert = part * PART + tl.arange(0, PART)
+    k = tl.arange(0, STEP)
+    is_token, is_expert = token < tokens, expert < EXPERTS
+    row_place = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weight_place = weight + expert[:, None] * HIDDEN + k[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    totals = tl.zeros([TOKENS, PART], tl.float32)
+    for begin in range(0, HIDDEN, STEP):
+        inside = (begin + k < HIDDEN)[None, :]
+        value = tl.load(row_place + begin, is_token[:, None] & inside, 0.0)
+        w = tl.load(weight_place + begin, is_expert[:, None] & inside, 0.0)
+        totals = tl.dot(value, tl.trans(w), totals, input_precision="ieee")
+    if PARTS == 1:
+        found = totals
+    else:
+        place = logits + token[:, None] * EXPERTS_PAD
+        tl.store(place + expert[None, :], totals, is_token[:, None])
+        # every thread has written its logits before one thread counts them
+        tl.debug_barrier()
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") != PARTS - 1:
+            return
+        tl.store(tickets + tile, 0)
+        found = tl.load(place + tl.arange(0, EXPERTS_PAD)[None, :], is_token[:, None], 0.0)
+    chosen_weights, chosen = _select(
+        found, bias, TOKENS, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
+        GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST,
+    )  # fmt: skip
+    j = tl.arange(0, K_PAD)[None, :]
+    pair = token[:, None] * TOP_K + j
+    mask = is_token[:, None] & (j < TOP_K)
+    tl.store(weights + pair, chosen_weights * scale, mask)
+    tl.store(experts + pair, chosen, mask)
+    if BUCKETS:
+        rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
+        # after a step that failed between two launches, counters are too high
+        tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
+
+
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rule: RoutingRule,
+    counters: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    buckets: bool = True,
+    pdl: bool = False,
+    config: RoutingConfig | None = None,
+) -> RoutedTokens:
+    """Returns the experts of each token.
+
+    Args:
+        x: [T, H], T > 0; bf16, fp16 or fp32; rows may be strided.
+        weight: [num_experts, H] of the router, of x's dtype; products are accumulated in float32.
+        rule: how experts are selected.
+        counters: from `make_counters`; the `counts` of the result are a view of it, and whoever
+            reads them last sets them to 0 (`expert_linear.sum_pairs`).
+        bias: [num_experts], added to the scores for the selection alone.
+        buckets: whether to fill `counts` and `rows`.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+        config: instead of `routing_config`'s (for tests and tuning).
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports_rule` returns false.
+    """
+    (tokens, hidden), experts = x.shape, rule.num_experts
+    if weight.shape != (experts, hidden) or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(
+            f"x must be [T, H] with contiguous rows and weight [{experts}, H], not "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if not supports_rule(rule):
+        raise ValueError(f"{rule} is not supported")
+    config = config or routing_config(tokens, experts, x.element_size())
+    padded = padded_experts(experts)
+    parts, tiles = padded // config.experts, triton.cdiv(tokens, config.tokens)
+    if parts > 1 and tiles > MAX_SHARED_TILES:
+        raise ValueError(f"{tokens} tokens are too many for {config}")
+    like = {"device": x.device}
+    logits = torch.empty(tokens * padded if parts > 1 else 1, dtype=torch.float32, **like)
+    weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, **like)
+    chosen = torch.empty(tokens, rule.top_k, dtype=torch.int32, **like)
+    tickets, counts = counters[:MAX_SHARED_TILES], counters[MAX_SHARED_TILES:]
+    rows = torch.empty(experts if buckets else 0, tokens, dtype=torch.int32, **like)
+    _routing_kernel[(parts, tiles)](
+        x, weight, weight if bias is None else bias, logits, weights, chosen, counts, rows,
+        tickets, tokens, x.stride(0), rule.scale,
+        HIDDEN=hidden, EXPERTS=experts, EXPERTS_PAD=padded, TOKENS=config.tokens,
+        PART=config.experts, STEP=config.step, TOP_K=rule.top_k,
+        K_PAD=triton.next_power_of_2(rule.top_k), SIGMOID=rule.is_sigmoid,
+        NORMALIZED=rule.is_normalized, HAS_BIAS=bias is not None, GROUPS=rule.num_groups,
+        TOP_GROUPS=rule.top_groups, GROUP_BEST=rule.group_best, BUCKETS=buckets,
+        SMALLEST=SMALLEST, LOWEST=_LOWEST, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return RoutedTokens(weights, chosen, counts, rows) if buckets else RoutedTokens(weights, chosen)
+
+
+def supports_rule(rule: RoutingRule) -> bool:
+    """Whether the kernel selects by a rule: the sizes of groups must be powers of two."""
+    size = rule.num_experts // rule.num_groups if rule.top_groups < rule.num_groups else 1
+    return size & (size - 1) == 0 and rule.top_k <= rule.num_experts and 1 <= rule.group_best <= 2
+
+
+def padded_experts(num_experts: int) -> int:
+    """Returns the columns that logits of so many experts have."""
+    return max(16, triton.next_power_of_2(num_experts))
+
+
+def make_counters(num_experts: int, device: torch.device) -> torch.Tensor:
+    """Returns the counters of `route`: 0, and left so but for those of experts."""
+    return torch.zeros(MAX_SHARED_TILES + num_experts, dtype=torch.int32, device=device)
+
+
+def select_reference(
+    logits: torch.Tensor, rule: RoutingRule, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (weights [T, top_k], experts int64 [T, top_k]) for the router's logits [T, E], in
+    plain torch and in the logits' dtype."""
+    scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(-1)
+    preferred = scores if bias is None else scores + bias
+    if rule.top_groups < rule.num_groups:
+        groups = preferred.unflatten(1, (rule.num_groups, -1))
+        totals = groups.topk(rule.group_best, dim=-1).values.sum(-1)
+        best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+        is_in = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
+        preferred = groups.masked_fill(~is_in.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(1, experts)
+    if rule.is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
+    return weights * rule.scale, experts

@@ -1,0 +1,199 @@
+"""Mixtures of experts, compiled: the kernels at the published models' shapes against float64
+references, over random and skewed loads, in CUDA graphs; and models beside those of transformers.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from aioinfer.kernels.expert_linear import (
+    CONFIGS,
+    SCANNED_CONFIGS,
+    ExpertConfig,
+    VectorConfig,
+    expert_product,
+    sum_pairs,
+)
+from aioinfer.kernels.expert_routing import RoutingRule, route
+from cases import error
+from engine_settings import engine_settings
+from expert_cases import ExpertCase, check_routing, mixture, whole
+from random_models import random_model
+from test_families import Case, check_greedy, make_case, running
+
+from aioinfer import SamplingParams
+from aioinfer.layers.kernel_experts import KernelMixtureMLP
+
+DEVICE, BF16 = "cuda", torch.bfloat16
+LIMIT = 1e-2
+QWEN = RoutingRule(128, 8)
+#: Hidden size, channels of an expert on a rank, routing.
+SHAPES = {
+    "Qwen3-30B-A3B": (2048, 768, QWEN),
+    "Qwen3-30B-A3B / 2": (2048, 384, QWEN),
+    "Qwen1.5-MoE": (2048, 1408, RoutingRule(60, 4, is_normalized=False)),
+    "Mixtral / 4": (4096, 3584, RoutingRule(8, 2)),
+    "GLM-4.5-Air / 2": (4096, 704, RoutingRule(128, 8, True)),
+    "DeepSeek-V3 / 8": (7168, 256, RoutingRule(256, 8, True, True, 2.5, 8, 4)),
+    "unaligned": (328, 24, RoutingRule(6, 3)),
+}
+TOKENS = (1, 2, 5, 8, 9, 16, 17, 40, 64, 65, 129, 300, 1024, 1025, 3000)
+
+
+def case(shape: str, tokens: int, **options: Any) -> ExpertCase:
+    hidden, channels, rule = SHAPES[shape]
+    values = {"dtype": BF16, **options}
+    return ExpertCase(tokens, hidden, channels, rule, device=DEVICE, **values)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_routing(shape: str) -> None:
+    """In float32, whose scores do not tie; the selection itself is the same for all types."""
+    for tokens in (1, 7, 16, 17, 100, 1024, 1025, 4000):
+        assert check_routing(case(shape, tokens, dtype=torch.float32)) < 1e-4, tokens
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mixtures(shape: str) -> None:
+    for tokens in TOKENS:
+        added = random.random() < 0.5
+        assert error(whole(case(shape, tokens), added=added)) < LIMIT, tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 16, 100, 2000])
+@pytest.mark.parametrize("favoured", [range(8), range(120, 128)])
+def test_experts_that_get_every_token_and_those_that_get_none(tokens: int, favoured: range) -> None:
+    one = case("Qwen3-30B-A3B", tokens, favoured=list(favoured))
+    assert error(whole(one, residual=False)) < LIMIT
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("config", [config for _, config in CONFIGS])
+def test_every_tile(config: ExpertConfig, tma: bool) -> None:
+    """With few rows and with many."""
+    config = replace(config, tma=tma)
+    for shape in ("Qwen3-30B-A3B", "unaligned"):
+        for tokens in (1, 30, 700):
+            one = case(shape, tokens, buckets=True)
+            assert error(whole(one, config)) < LIMIT, (shape, tokens)
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize(("bound", "config"), SCANNED_CONFIGS)
+def test_every_tile_without_buckets(bound: int, config: ExpertConfig, tma: bool) -> None:
+    config = replace(config, tma=tma)
+    for shape in ("Qwen3-30B-A3B", "unaligned"):
+        for tokens in (1, 3, bound):
+            assert error(whole(case(shape, tokens), config)) < LIMIT, (shape, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_types(dtype: torch.dtype) -> None:
+    for tokens in (1, 9, 50):
+        assert error(whole(case("unaligned", tokens, dtype=dtype))) < 2e-3, tokens
+
+
+def test_products_of_one_token() -> None:
+    for config in (VectorConfig(1, 256, 4), VectorConfig(8, 512, 2)):
+        for shape in ("Qwen3-30B-A3B", "unaligned"):
+            assert error(whole(case(shape, 1), config)) < LIMIT
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 64, 256, 2000])
+def test_replayed_graphs_route_anew(tokens: int) -> None:
+    """Dependent launches in a graph, which is replayed for other tokens: the result is that of
+    launches one by one, bit for bit, whatever places pairs have in their buckets."""
+    given = mixture(case("Qwen3-30B-A3B", tokens))
+    hopper = torch.cuda.get_device_capability()[0] >= 9
+    x, residual = given.x.clone(), torch.zeros_like(given.x)
+    out = torch.empty_like(x)
+
+    def launch(pdl: bool) -> None:
+        options = {"pdl": pdl}
+        routed = route(x, given.router, QWEN, given.counters, buckets=tokens > 16, **options)
+        gated = expert_product(x, given.gate_up, routed, gated=True, **options)
+        pairs = expert_product(gated, given.down, routed, gated=False, **options)
+        sum_pairs(pairs, routed, residual=residual, out=out, **options)
+
+    launch(hopper)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            launch(hopper)
+    for _ in range(20):
+        x.normal_()
+        residual.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        found = out.clone()
+        launch(False)
+        assert torch.equal(found, out)
+        assert not given.counters.any()
+
+
+# ---------------------------------------------------------------- models
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128, "n_routed_experts": 16, "moe_intermediate_size": 128},
+    "mixtral": {"head_dim": 128, "num_local_experts": 8},
+    "olmoe": {"head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4},
+    "qwen2_moe": {"head_dim": 64, "num_experts": 60, "moe_intermediate_size": 96},
+    "qwen3_moe": {
+        "head_dim": 128, "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 96,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, tmp_path_factory.mktemp("model"), DEVICE, FAMILIES)
+
+
+@pytest.mark.timeout(300)  # kernels are compiled
+@pytest.mark.parametrize("graphs", [True, False])
+def test_greedy_tokens_are_those_of_transformers(model: Case, graphs: bool) -> None:
+    check_greedy(model, DEVICE, graphs)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    one = make_case(name, tmp_path, DEVICE, FAMILIES)
+    no_end = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logit_bias={2: -100.0})
+    ranks = {"parallel__tensor_parallel_size": 2, "parallel__executor": "multiprocess"}
+    with running(one.folder, DEVICE, **ranks) as llm:
+        assert llm.frontend.engines[0].report.graph_bytes > 0
+        outputs = llm.generate(one.prompts, no_end)
+    assert [output.token_ids for output in outputs] == one.expected
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_nothing_is_compiled_while_serving(load_format: str, tmp_path: Path) -> None:
+    """For any number of tokens, in bf16."""
+    fields = FAMILIES["qwen3_moe"]
+    random_model(tmp_path, family="qwen3_moe", vocab_size=4096, hidden_size=512, **fields)
+    settings = {"model__dtype": "bfloat16", "model__load_format": load_format}
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    rng = random.Random(0)
+    assert engine_settings()["parallel.device"] == DEVICE
+    with running(tmp_path, DEVICE, **settings) as llm:
+        executor: Any = llm.frontend.engines[0]._executor
+        watch, model = executor._worker.compilations, executor._worker._model
+        assert isinstance(model.layers[0].mlp, KernelMixtureMLP)
+        for length in (1, 2, 8, 9, 16, 17, 64, 65, 300, 900):
+            llm.generate([[5] * length], greedy)
+        many = [[rng.randrange(3, 4096) for _ in range(rng.randint(1, 900))] for _ in range(50)]
+        llm.generate(many, greedy)
+        assert watch.names == [], watch.names
+        watch.stop()

@@ -1,0 +1,107 @@
+"""Routing, products and sums of mixtures of experts at tiny sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aioinfer.kernels.expert_linear import ExpertConfig, expert_config, expert_product
+from aioinfer.kernels.expert_routing import (
+    RoutedTokens,
+    RoutingConfig,
+    RoutingRule,
+    make_counters,
+    route,
+    select_reference,
+    supports_rule,
+)
+from cases import error
+from expert_cases import ExpertCase, check_routing, whole
+
+RULE = RoutingRule(6, 3)
+#: Groups, sigmoids, and a number of experts that is no power of two.
+GROUPED = RoutingRule(24, 3, True, False, 2.5, num_groups=3, top_groups=2)
+
+
+def case(tokens: int, rule: RoutingRule = RULE, **options: object) -> ExpertCase:
+    values = {"dtype": torch.float32, **options}
+    return ExpertCase(tokens, 48, 24, rule, device="cpu", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", [RULE, GROUPED, RoutingRule(40, 1, is_normalized=False)])
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_routing(rule: RoutingRule, tokens: int) -> None:
+    assert check_routing(case(tokens, rule)) < 1e-5
+
+
+def test_programs_share_the_experts_of_a_tile_of_tokens() -> None:
+    rule = RoutingRule(64, 8)
+    for part in (16, 64):
+        assert check_routing(case(19, rule), RoutingConfig(16, part, 32, 4, 2)) < 1e-5
+
+
+@pytest.mark.parametrize("rule", [RULE, GROUPED])
+def test_equal_scores_go_to_the_first_experts(rule: RoutingRule) -> None:
+    x, counters = torch.randn(2, 16), make_counters(rule.num_experts, torch.device("cpu"))
+    found = route(x, torch.zeros(rule.num_experts, 16), rule, counters)
+    assert found.experts.tolist() == [[0, 1, 2]] * 2
+    _, expected = select_reference(torch.zeros(2, rule.num_experts), rule)
+    assert torch.equal(found.experts.long(), expected)
+
+
+def test_a_token_of_nan_spoils_no_other() -> None:
+    x = torch.randn(18, 16)
+    x[3] = torch.nan
+    counters = make_counters(6, torch.device("cpu"))
+    found = route(x, torch.randn(6, 16), RULE, counters)
+    assert found.weights[3].isnan().all()
+    assert len(set(found.experts[3].tolist())) == 3
+    assert found.experts.min() >= 0
+    assert found.experts.max() < 6
+    assert found.weights.isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "buckets", "config"),
+    [
+        (1, False, None),
+        (2, False, ExpertConfig(16, 8, 32, 4, 2, tma=False)),
+        (2, True, ExpertConfig(16, 8, 32, 4, 2, tma=False)),
+        (18, True, ExpertConfig(32, 16, 16, 4, 2)),
+        (18, True, ExpertConfig(32, 16, 32, 4, 2, programs=3, tail=8)),
+    ],
+)
+def test_a_mixture(tokens: int, buckets: bool, config: ExpertConfig | None) -> None:
+    """Tiles that divide neither features nor inputs; more rows than a tile has."""
+    assert error(whole(case(tokens, buckets=buckets), config, added=tokens == 2)) < 1e-5
+
+
+def test_a_mixture_in_float16() -> None:
+    assert error(whole(case(3, RoutingRule(5, 1), dtype=torch.float16))) < 2e-3
+
+
+def test_experts_that_get_every_token_and_those_that_get_none() -> None:
+    config = ExpertConfig(32, 8, 32, 4, 2)
+    for tokens, buckets in ((9, True), (8, False)):
+        one = case(tokens, RoutingRule(6, 2), favoured=(1, 5), buckets=buckets)
+        assert error(whole(one, config, residual=False)) < 1e-5
+
+
+def test_every_number_of_tokens_has_a_configuration() -> None:
+    rows = [expert_config(tokens, 8, 128).rows for tokens in (2, 8, 9, 17, 129, 1024, 9999)]
+    assert rows == sorted(rows)
+    assert rows[0] == 8
+    assert rows[-1] == 128
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    assert not supports_rule(RoutingRule(36, 2, num_groups=3, top_groups=1))
+    counters = make_counters(6, torch.device("cpu"))
+    with pytest.raises(ValueError, match="not supported"):
+        route(torch.zeros(1, 8), torch.zeros(6, 8), RoutingRule(6, 7), counters)
+    with pytest.raises(ValueError, match="x must be"):
+        route(torch.zeros(1, 8), torch.zeros(6, 9), RULE, counters)
+    routed = RoutedTokens(torch.zeros(17, 3), torch.zeros(17, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="need buckets"):
+        expert_product(torch.zeros(17, 8), torch.zeros(6, 32, 8), routed, gated=True)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        expert_product(torch.zeros(17, 8), torch.zeros(6, 24, 8), routed, gated=True)

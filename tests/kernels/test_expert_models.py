@@ -1,0 +1,94 @@
+"""Models with experts over the kernels give what they give in plain torch, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aioinfer.kernels.expert_linear import SCANNED_TOKENS, expert_config
+from aioinfer.kernels.expert_routing import RoutedTokens, routing_config
+
+from aioinfer.layers import kernel_experts
+from aioinfer.layers.kernel_experts import KernelMixtureMLP
+from aioinfer.layers.parallel import ParallelGroup
+from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
+from tests.tiny_models import tiny_model
+
+#: Small heads of the size that the attention kernels take; one layer of experts.
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "head_dim": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_hidden_layers": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen2_moe": {},  # an expert that all tokens take, behind a gate
+    "glm4_moe": {"first_k_dense_replace": 0},  # groups, a bias, sigmoids
+    "mixtral": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
+    """With buckets, without, and for one token."""
+    tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
+    ours, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
+    mixture = ours.model.layers[0].mlp
+    assert isinstance(mixture, KernelMixtureMLP)
+    assert ours.model.supports_graphs
+    for starts, lengths in (([0, 0, 0], [9, 5, 8]), ([9, 5, 8], [1, 1, 1])):
+        ids = random_ids(lengths)
+        expected = plain.run(plain.step(starts, lengths, ids))
+        step = ours.step(starts, lengths, ids)
+        assert_close(ours.run(step), expected)
+    step = ours.step([10, 6, 9], [1, 1, 1], random_ids([1, 1, 1]))
+    step.sampled = last_tokens(step, [1])
+    expected = plain.run(plain.step([10, 6, 9], [1, 1, 1], random_ids([1, 1, 1])))
+    assert_close(ours.run(step), expected[1:2])
+    assert not mixture._counters.any()
+
+
+@torch.inference_mode()
+def test_every_configuration_is_launched_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of tokens comes, in 16 bits."""
+    tiny_model("qwen3_moe", tmp_path, **SIZES)
+    mixture = Bound(tmp_path, kernels=True).model.layers[0].mlp
+    launched = set()
+    mixture._backend.dtype = torch.float16
+    monkeypatch.setattr(
+        kernel_experts, "route", lambda x, *given, buckets, config, **options: (
+            launched.add((buckets, config or routing_config(len(x), 8))),
+            RoutedTokens(torch.zeros(len(x), 3), torch.zeros(len(x), 3, dtype=torch.int32),
+                         *[torch.zeros(8)] * 2 * buckets),
+        )[1],
+    )  # fmt: skip
+    monkeypatch.setattr(
+        kernel_experts, "expert_product", lambda x, weight, routed, *, config, gated, **options: (
+            launched.add((routed.counts is None, config or expert_config(len(x), 3, 8))), x
+        )[1],
+    )  # fmt: skip
+    monkeypatch.setattr(kernel_experts, "sum_pairs", lambda *given, **options: None)
+    mixture.warm_up(64)
+    warmed, tokens = set(launched), (*range(2, 70), 200, 1000, 1025, 5000)
+    launched.clear()
+    for count in tokens:
+        scanned = count <= SCANNED_TOKENS
+        launched |= {
+            (not scanned, routing_config(count, 8)), (scanned, expert_config(count, 3, 8))
+        }  # fmt: skip
+    assert launched <= warmed
+
+
+def test_ranks_have_their_channels_of_every_expert(tmp_path: Path) -> None:
+    """Of gate and up interleaved, and of the second product's inputs."""
+    tiny_model("qwen3_moe", tmp_path, **SIZES)
+    whole, *ranks = (
+        Bound(tmp_path, kernels=True, group=group).model.layers[0].mlp.stacked
+        for group in (ParallelGroup.single(), ParallelGroup(0, 2), ParallelGroup(1, 2))
+    )
+    assert torch.equal(torch.cat([rank.gate_up for rank in ranks], 1), whole.gate_up)
+    assert torch.equal(torch.cat([rank.down for rank in ranks], 2), whole.down)
