@@ -131,8 +131,8 @@ def test_routing(tokens: int, experts: int, groups: int, sigmoid: bool, tmp_path
         "HIDDEN": HIDDEN, "EXPERTS": experts, "EXPERTS_PAD": padded, "TOKENS": config.tokens,
         "PART": config.experts, "STEP": config.step, "TOP_K": TOP_K, "K_PAD": TOP_K,
         "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "GROUPS": groups,
-        "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": tokens > 16, "SMALLEST": 1e-20,
-        "LOWEST": -1e38, "PDL": True,
+        "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": tokens > 16,
+        "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
     }  # fmt: skip
     kernel = compile_kernel(expert_routing._routing_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from aioinfer.kernels.expert_linear import ExpertConfig, expert_config, expert_product
@@ -27,7 +29,10 @@ def case(tokens: int, rule: RoutingRule = RULE, **options: object) -> ExpertCase
     return ExpertCase(tokens, 48, 24, rule, device="cpu", **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rule", [RULE, GROUPED, RoutingRule(40, 1, is_normalized=False)])
+@pytest.mark.parametrize(
+    "rule",
+    [RULE, GROUPED, replace(GROUPED, group_best=1), RoutingRule(40, 1, is_normalized=False)],
+)
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_routing(rule: RoutingRule, tokens: int) -> None:
     assert check_routing(case(tokens, rule)) < 1e-5
