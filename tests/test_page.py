@@ -301,6 +301,7 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
                 assert state["blocks_used"] >= 3 * 7 - 2 * 6
             elif work.done():
                 break
+        assert work is not None
         await work
     assert 3 in running
     ids, prefills, decodes, sampled, *times = zip(*steps, strict=True)
@@ -342,6 +343,7 @@ async def test_every_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
                 engine.scheduler.num_in_flight for engine in frontend.engines
             ):
                 break
+        assert work is not None
         await work
         assert [sum(engine.metrics.finished.values()) for engine in frontend.engines] == [1, 1]
     for ids, state in zip(steps, states, strict=True):
