@@ -14,6 +14,7 @@ def engine_settings(**settings: Any) -> dict[str, Any]:
         "model__max_model_len": 1024,
         "scheduler__max_num_seqs": 64,
         "cache__num_blocks": 400,
+        "cache__gpu_memory_utilization": 0.97,  # tests run side by side
         "cache__enable_prefix_caching": False,
     }
     return {key.replace("__", "."): value for key, value in (defaults | settings).items()}
