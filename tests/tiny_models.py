@@ -110,7 +110,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "sliding_window": 9,
-        "swiglu_limit": 1.5,
+        # older versions of transformers always compute with 7
+        "swiglu_limit": getattr(GptOssConfig(), "swiglu_limit", None) and 1.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "glm4_moe": {

@@ -182,7 +182,10 @@ def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) ->
 def test_nothing_is_compiled_while_serving(load_format: str, tmp_path: Path) -> None:
     """For any number of tokens, in bf16."""
     fields = FAMILIES["qwen3_moe"]
-    random_model(tmp_path, family="qwen3_moe", vocab_size=4096, hidden_size=512, **fields)
+    random_model(
+        tmp_path, family="qwen3_moe", vocab_size=4096, hidden_size=512,
+        max_position_embeddings=1024, **fields,
+    )  # fmt: skip
     settings = {"model__dtype": "bfloat16", "model__load_format": load_format}
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     rng = random.Random(0)
