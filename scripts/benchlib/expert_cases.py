@@ -136,7 +136,7 @@ def routing_cases(title: str, x: torch.Tensor, layers: list[Layer], tune: bool) 
 def routing_variants(tokens: int, table: RoutingConfig) -> Iterator[RoutingConfig]:
     padded = padded_experts(RULE.num_experts)
     for tile, part, step, warps, stages in itertools.product(
-        (16, 32, 64), (16, 32, 64, padded), (64, 128, 256, 512), (2, 4, 8), (3, 5)
+        (16, 32, 64), (16, 32, 64, padded), (64, 128, 256, 512), (1, 2, 4, 8), (3, 5)
     ):
         shares = part < padded
         few = tile == 16 or tokens > 16
