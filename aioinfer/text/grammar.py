@@ -50,7 +50,7 @@ _MAX_MESSAGE = 300
 #: A grammar gets another parser for each so many sequences, if it was compiled within `_QUICK_S`
 #: seconds (a usual JSON schema: 1 ms).
 _SEQUENCES_A_PARSER, _QUICK_S = 2, 0.02
-_PARSERS_A_THREAD = 1
+_PARSERS_A_THREAD = 2
 
 
 def num_threads() -> int:
