@@ -79,7 +79,7 @@ class VectorConfig:
     num_warps: int
 
 
-#: By the average rows of an expert up to which each is used, with buckets. Not measured yet. There
+#: By the average rows of an expert up to which each is used, with buckets. There
 #: are as many programs as fit a multiprocessor's shared memory: a third of the tiles that there may
 #: be in a decode step are none, and a program that ends at once takes another's place for a while.
 CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
@@ -111,7 +111,7 @@ def expert_config(tokens: int, top_k: int, num_experts: int, itemsize: int = 2) 
 
 
 def vector_config(*, gated: bool) -> VectorConfig:
-    """Returns the configuration for one token. Not measured yet."""
+    """Returns the configuration for one token."""
     return VectorConfig(2, 2048, 4) if gated else VectorConfig(4, 1024, 4)
 
 

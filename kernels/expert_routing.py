@@ -92,7 +92,7 @@ class RoutingConfig:
 
 
 def routing_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConfig:
-    """Returns the configuration for a number of tokens. Not measured yet: up to a thousand tokens
+    """Returns the configuration for a number of tokens. Up to a thousand tokens
     the experts are divided over programs, so that one token has sixteen of them.
 
     Args:

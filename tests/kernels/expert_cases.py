@@ -64,7 +64,8 @@ def mixture(case: ExpertCase) -> Mixture:
     """Returns random inputs. Sigmoids have a bias."""
     like = {"dtype": case.dtype, "device": case.device}
     rule, hidden, channels = case.rule, case.hidden, case.channels
-    router = normal(rule.num_experts, hidden, **like)
+    # scores that are not 0 in float32, as all but one would be at larger logits
+    router = normal(rule.num_experts, hidden, **like) * (2 / hidden**0.5)
     bias = None
     if rule.is_sigmoid or case.favoured:
         bias = torch.rand(rule.num_experts, device=case.device)
