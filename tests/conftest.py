@@ -65,7 +65,7 @@ SLOW = frozenset(
 EXTENDED = frozenset(
     [
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
-        "compiled/test_latent_attention.py",
+        "compiled/test_latent_kernels.py",
         "compiled/test_expert_kernels.py",
         "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",

@@ -347,11 +347,13 @@ class TestTokens:
         assert reply["tokens"] == await served.frontend.encode(text)
         assert reply["token_strs"][-1] == "<|im_start|>"
         assert reply["max_model_len"] == served.frontend.max_model_len
-        assert await served.post("/detokenize", tokens=reply["tokens"]) == {"prompt": text}
+        # by vLLM's name and by llama.cpp's
+        both = {"prompt": text, "content": text}
+        assert await served.post("/detokenize", tokens=reply["tokens"]) == both
 
     async def test_nothing(self, served: Served) -> None:
         assert (await served.post("/tokenize", prompt=""))["tokens"] == []
-        assert await served.post("/detokenize", tokens=[]) == {"prompt": ""}
+        assert await served.post("/detokenize", tokens=[]) == {"prompt": "", "content": ""}
 
     async def test_a_long_text(self, served: Served) -> None:
         text = "Lorem ipsum dolor sit amet. " * 10_000
