@@ -245,9 +245,9 @@ def _expert_kernel(
     if PAIRS_PAD > 0:
         item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
         expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
-        expert -= first_expert
         is_mine = first_pair == item
         if PARTIAL:
+            expert -= first_expert
             is_mine = is_mine & (expert >= 0) & (expert < EXPERTS)
         if is_mine:
             _multiply(
@@ -256,8 +256,9 @@ def _expert_kernel(
                 TMA, TMA_ROWS,
             )  # fmt: skip
     else:
-        counts += first_expert
-        buckets += first_expert * tokens
+        if PARTIAL:
+            counts += first_expert
+            buckets += first_expert * tokens
         ends = _ends(counts, tokens, EXPERTS, EXPERTS_PAD, ROWS)
         tiles = (tl.max(ends, 0) >> 32).to(tl.int32) * LINE_TILES
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -301,8 +302,9 @@ def _vector_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(experts + pair) - first_expert
-    if PARTIAL:  # noqa: SIM102  (known when it is compiled)
+    expert = tl.load(experts + pair)
+    if PARTIAL:
+        expert -= first_expert
         if (expert < 0) | (expert >= EXPERTS):
             return
     place = weight + (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]

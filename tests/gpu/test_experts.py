@@ -166,11 +166,19 @@ def test_greedy_tokens_are_those_of_transformers(model: Case, graphs: bool) -> N
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
-def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen2_moe", "qwen3_moe"])
+def test_two_ranks_give_the_tokens_of_transformers(
+    name: str, by_expert: bool, tmp_path: Path
+) -> None:
+    """With some channels of every expert each, and with whole experts."""
     one = make_case(name, tmp_path, DEVICE, FAMILIES)
     no_end = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logit_bias={2: -100.0})
-    ranks = {"parallel__tensor_parallel_size": 2, "parallel__executor": "multiprocess"}
+    ranks = {
+        "parallel__tensor_parallel_size": 2,
+        "parallel__executor": "multiprocess",
+        "parallel__expert_parallel": by_expert,
+    }
     with running(one.folder, DEVICE, **ranks) as llm:
         assert llm.frontend.engines[0].report.graph_bytes > 0
         outputs = llm.generate(one.prompts, no_end)
