@@ -68,6 +68,15 @@ def test_mixtures(shape: str) -> None:
         assert error(whole(case(shape, tokens), added=added)) < LIMIT, tokens
 
 
+@pytest.mark.parametrize("shape", ["Qwen3-30B-A3B", "DeepSeek-V3 / 8", "unaligned"])
+def test_ranks_with_some_of_the_experts(shape: str) -> None:
+    """The first, the last and the middle of them."""
+    count = SHAPES[shape][2].num_experts
+    for local in (range(count // 2), range(count // 2, count), range(1, count - 1)):
+        for tokens in TOKENS:
+            assert error(whole(case(shape, tokens, local=local))) < LIMIT, (local, tokens)
+
+
 @pytest.mark.parametrize("tokens", [1, 6, 16, 100, 2000])
 @pytest.mark.parametrize("favoured", [range(8), range(120, 128)])
 def test_experts_that_get_every_token_and_those_that_get_none(tokens: int, favoured: range) -> None:
