@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,27 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path, quantization: str) -> No
     message = r"1 missing \(.*experts\.4\.down_proj\.weight\); 1 unknown \(.*experts\.8"
     with pytest.raises(ConfigError, match=message):
         build_model(folder, backends[1]).load(folder, "auto", 0, lambda done, total: None)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+@torch.inference_mode()
+def test_what_ranks_with_whole_experts_add_is_the_mixture(
+    tmp_path: Path, quantization: str
+) -> None:
+    folder = tiny_model("qwen3_moe", tmp_path)
+    mixtures = []
+    for group in (SINGLE, *(ParallelGroup(rank, 4) for rank in range(4))):
+        backend = Backend(CPU, torch.float32, group, expert_parallel=group.size > 1)
+        model: Any = build_model(folder, backend, quantization=quantization)
+        model.load(folder, "auto", 0, lambda done, total: None)
+        mixtures.append(model.layers[0].mlp)
+    x = torch.randn(9, 64)
+    expected, *parts = (mixture._mix(x) for mixture in mixtures)
+    assert all(float(part.abs().max()) > 0 for part in parts)
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-4, atol=1e-4)
+    nothing = mixtures[1].router(x)[1].min(1).values >= 2  # tokens without experts of rank 0
+    assert nothing.any()
+    assert not parts[0][nothing].any()
 
 
 def test_parts_of_experts_are_near_equal() -> None:
