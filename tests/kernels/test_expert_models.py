@@ -91,17 +91,22 @@ class Rank(ParallelGroup):
         return values
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("family", "fields", "sizes"),
+    [("qwen3_moe", {"num_experts": 7}, [3, 4]), ("glm4_moe", {}, [4, 4])],
+)
 @torch.inference_mode()
-def test_ranks_with_whole_experts(family: str, tmp_path: Path) -> None:
+def test_ranks_with_whole_experts(
+    family: str, fields: dict[str, Any], sizes: list[int], tmp_path: Path
+) -> None:
     """They add up to all: with buckets, without, and for one token."""
-    tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
+    tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family], **fields})
     whole, *ranks = (
         Bound(tmp_path, kernels=True, group=group, expert_parallel=group.size > 1)
-        for group in (ParallelGroup.single(), *(Rank(rank, 3) for rank in range(3)))
+        for group in (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
     )
     stacks = [rank.model.layers[0].mlp.stacked for rank in ranks]
-    assert [len(stack.gate_up) for stack in stacks] == [2, 3, 3]
+    assert [len(stack.gate_up) for stack in stacks] == sizes
     of_all = whole.model.layers[0].mlp.stacked
     assert torch.equal(torch.cat([stack.gate_up for stack in stacks]), of_all.gate_up)
     assert torch.equal(torch.cat([stack.down for stack in stacks]), of_all.down)
