@@ -243,6 +243,11 @@ class ParallelConfig:
     tensor_parallel_size: int = key(
         "Tensor-parallel ranks: workers among which each layer is sharded.", 1, minimum=1
     )
+    expert_parallel: bool = key(
+        "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
+        "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1.",
+        False,
+    )
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
         "own. A request goes to the one that has the most of its prompt cached or the least to "

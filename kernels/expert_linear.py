@@ -20,6 +20,10 @@ Which rows a program has:
 - for one token there is nothing to look for (`_vector_kernel`), and multiply-adds in float32 read
   the weights as fast as memory gives them (see `linear`).
 
+A rank may have some of the experts alone (`RoutedTokens.local`): the weights are those of these,
+their tiles are numbered as if there were no others, the pairs of others are left out of what lies
+between the products and of their results, and `sum_pairs` skips them.
+
 Programs beyond the last tile end at once, or there are as many programs as the GPU runs at a time,
 and each takes tile after tile. Programs of one tile of rows are neighbours, so that their rows, and
 the weights of the few experts in flight, are in the L2 cache.
@@ -223,16 +227,17 @@ def _multiply_bucket(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first_expert"])
 def _expert_kernel(
-    x, row_tiles, weight, factors, experts, counts, buckets, out, tokens,
+    x, row_tiles, weight, factors, experts, counts, buckets, out, tokens, first_expert,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
-    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, PDL: tl.constexpr,
+    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets. `row_tiles` is a
-    descriptor of x with TMA_ROWS."""
+    descriptor of x with TMA_ROWS. There are weights of EXPERTS experts from `first_expert` on; with
+    PARTIAL there are others."""
     LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
     if PDL:
         gdc_wait()
@@ -240,13 +245,20 @@ def _expert_kernel(
     if PAIRS_PAD > 0:
         item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
         expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
-        if first_pair == item:
+        is_mine = first_pair == item
+        if PARTIAL:
+            expert -= first_expert
+            is_mine = is_mine & (expert >= 0) & (expert < EXPERTS)
+        if is_mine:
             _multiply(
                 x, weight, factors, out, expert, line_tile, pair, pair, 0,
                 tl.arange(0, ROWS) < size, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN,
                 TMA, TMA_ROWS,
             )  # fmt: skip
     else:
+        if PARTIAL:
+            counts += first_expert
+            buckets += first_expert * tokens
         ends = _ends(counts, tokens, EXPERTS, EXPERTS_PAD, ROWS)
         tiles = (tl.max(ends, 0) >> 32).to(tl.int32) * LINE_TILES
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -273,13 +285,15 @@ def _expert_kernel(
                     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _vector_kernel(
-    x, weight, factors, experts, out,
+    x, weight, factors, experts, out, first_expert,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
-    GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, PARTIAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token; a program computes OUTPUTS features of one of its experts."""
+    """One token; a program computes OUTPUTS features of one of its experts. `first_expert` and
+    PARTIAL as in `_expert_kernel`."""
     WIDTH: tl.constexpr = FEATURES // 2 if GATED else FEATURES
     pair = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -289,6 +303,10 @@ def _vector_kernel(
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(experts + pair)
+    if PARTIAL:
+        expert -= first_expert
+        if (expert < 0) | (expert >= EXPERTS):
+            return
     place = weight + (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
     row = x if GATED else x + pair * INPUTS
     total = tl.zeros([OUTPUTS], tl.float32)
@@ -323,13 +341,14 @@ def expert_product(
 
     With `gated`, the first product: silu(x @ gate.T) * (x @ up.T) of the token's row, in the order
     that the second one wants. Without, the second: row @ weight.T times the pair's routing weight,
-    by pairs.
+    by pairs. Rows of pairs of experts that are not in `routed.local` are not written, and those of
+    the first product are then fewer.
 
     Args:
         x: [T, K] with `gated`, else [T * top_k, K], the result of the first product with the same
             `routed`; contiguous; bf16, fp16 or fp32.
-        weight: [E, N, K], contiguous, of x's dtype; with `gated` [E, 2 * N, K], the rows of each
-            expert interleaved, N a multiple of 8.
+        weight: [E, N, K], contiguous, of x's dtype, of the experts `routed.local`; with `gated`
+            [E, 2 * N, K], the rows of each expert interleaved, N a multiple of 8.
         routed: where the rows go. With buckets for more than `SCANNED_TOKENS` tokens; either way
             for fewer.
         out: [T * top_k, N] to write to; by default a new tensor.
@@ -340,7 +359,9 @@ def expert_product(
         ValueError: the shapes do not fit.
     """
     tokens, top_k = routed.experts.shape
-    num_experts, lines, inputs = weight.shape
+    num_local, lines, inputs = weight.shape
+    num_experts = num_local if routed.counts is None else len(routed.counts)
+    first, is_partial = _first_expert(routed), routed.local is not None
     width = lines // 2 if gated else lines
     _check(x, weight, routed, gated, config)
     if out is None:
@@ -349,14 +370,15 @@ def expert_product(
         config = vector_config(gated=gated)
     if isinstance(config, VectorConfig):
         _vector_kernel[(triton.cdiv(width, config.features), top_k)](
-            x, weight, routed.weights, routed.experts, out,
-            FEATURES=lines, INPUTS=inputs, OUTPUTS=config.features, STEP=config.step, GATED=gated,
-            RUN=GATE_RUN, PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
+            x, weight, routed.weights, routed.experts, out, first,
+            FEATURES=lines, INPUTS=inputs, OUTPUTS=config.features, STEP=config.step,
+            EXPERTS=num_local, GATED=gated, RUN=GATE_RUN, PARTIAL=is_partial, PDL=pdl,
+            num_warps=config.num_warps, launch_pdl=pdl,
         )  # fmt: skip
         return out
     config = config or expert_config(tokens, top_k, num_experts, x.element_size())
     is_scanned = routed.counts is None
-    items = tokens * top_k if is_scanned else max_tiles(tokens, top_k, num_experts, config.rows)
+    items = tokens * top_k if is_scanned else max_tiles(tokens, top_k, num_local, config.rows)
     by_tma = config.tma and inputs * x.element_size() % 16 == 0
     rows_by_tma = by_tma and not gated and not is_scanned
     flat = weight.view(-1, inputs)
@@ -368,14 +390,18 @@ def expert_product(
         TensorDescriptor.from_tensor(flat, [config.lines, config.step]) if by_tma else flat,
         routed.weights, routed.experts,
         routed.experts if routed.counts is None else routed.counts,
-        routed.experts if routed.rows is None else routed.rows, out, tokens,
+        routed.experts if routed.rows is None else routed.rows, out, tokens, first,
         FEATURES=lines, INPUTS=inputs, LINES=config.lines, ROWS=config.rows, STEP=config.step,
-        TOP_K=top_k, EXPERTS=num_experts, EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        TOP_K=top_k, EXPERTS=num_local, EXPERTS_PAD=triton.next_power_of_2(num_local),
         PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, GATED=gated, RUN=GATE_RUN,
-        TMA=by_tma, TMA_ROWS=rows_by_tma, TAIL=config.tail, PDL=pdl,
+        TMA=by_tma, TMA_ROWS=rows_by_tma, TAIL=config.tail, PARTIAL=is_partial, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _first_expert(routed: RoutedTokens) -> int:
+    return 0 if routed.local is None else routed.local.start
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -401,13 +427,15 @@ def _check(
     config: ExpertConfig | VectorConfig | None,
 ) -> None:  # fmt: skip
     tokens, top_k = routed.experts.shape
-    _, lines, inputs = weight.shape
+    num_local, lines, inputs = weight.shape
     rows = tokens if gated else tokens * top_k
     if x.shape != (rows, inputs) or not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError(
             f"x must be [{rows}, K] and weight [E, N, K], contiguous, not {tuple(x.shape)} and "
             f"{tuple(weight.shape)}"
         )
+    if routed.local is not None and len(routed.local) != num_local:
+        raise ValueError(f"weight must be of the experts {routed.local}, not of {num_local}")
     if gated and lines % (2 * GATE_RUN):
         raise ValueError(
             f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {lines}"
@@ -420,12 +448,13 @@ def _check(
         raise ValueError(f"{tokens} tokens need a tile of as many rows, or buckets")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _sum_kernel(
-    pairs, residual, added, out, counts, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ADDED: tl.constexpr,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
+    pairs, residual, added, out, experts, counts, first_expert, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ADDED: tl.constexpr,
+    LOCAL: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Pairs are those of LOCAL experts from `first_expert` on, of all with LOCAL = 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -434,7 +463,11 @@ def _sum_kernel(
         gdc_launch_dependents()
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
-        total += tl.load(pairs + (row * TOP_K + j) * WIDTH + column, mask, 0.0).to(tl.float32)
+        is_there = mask
+        if LOCAL > 0:
+            expert = tl.load(experts + row * TOP_K + j) - first_expert
+            is_there = mask & (expert >= 0) & (expert < LOCAL)
+        total += tl.load(pairs + (row * TOP_K + j) * WIDTH + column, is_there, 0.0).to(tl.float32)
     if HAS_ADDED:
         total += tl.load(added + row * WIDTH + column, mask, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -455,8 +488,8 @@ def sum_pairs(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns the sum over each token's experts, in their order, accumulated in float32; sets the
-    counters of `routed` to 0 for the next `route`.
+    """Returns the sum over each token's experts, in their order, of those in `routed.local` alone,
+    accumulated in float32; sets the counters of `routed` to 0 for the next `route`.
 
     Args:
         pairs: [T * top_k, H], the result of the second product; contiguous.
@@ -478,11 +511,12 @@ def sum_pairs(
         out = torch.empty(tokens, width, dtype=pairs.dtype, device=pairs.device)
     counts = routed.counts
     experts = 0 if counts is None else len(counts)
+    local = 0 if routed.local is None else len(routed.local)
     _sum_kernel[(tokens, triton.cdiv(width, SUM_BLOCK))](
         pairs, pairs if residual is None else residual, pairs if added is None else added, out,
-        routed.experts if counts is None else counts,
+        routed.experts, routed.experts if counts is None else counts, _first_expert(routed),
         WIDTH=width, BLOCK=SUM_BLOCK, TOP_K=top_k, HAS_RESIDUAL=residual is not None,
-        HAS_ADDED=added is not None, EXPERTS=experts,
+        HAS_ADDED=added is not None, LOCAL=local, EXPERTS=experts,
         EXPERTS_PAD=triton.next_power_of_2(max(1, experts)), PDL=pdl, num_warps=2, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -68,12 +68,14 @@ class RoutedTokens:
         experts: int32 [T, top_k], best first.
         counts: int32 [num_experts], the pairs of each expert, or None for a few tokens.
         rows: int32 [num_experts, T], the pairs of each expert, in no particular order.
+        local: the experts whose products are computed on this rank, at least one; None for all.
     """
 
     weights: torch.Tensor
     experts: torch.Tensor
     counts: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    local: range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,7 @@ def route(
     *,
     bias: torch.Tensor | None = None,
     buckets: bool = True,
+    local: range | None = None,
     pdl: bool = False,
     config: RoutingConfig | None = None,
 ) -> RoutedTokens:
@@ -252,7 +255,8 @@ def route(
         counters: from `make_counters`; the `counts` of the result are a view of it, and whoever
             reads them last sets them to 0 (`expert_linear.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
-        buckets: whether to fill `counts` and `rows`.
+        buckets: whether to fill `counts` and `rows`, of all experts.
+        local: see `RoutedTokens`.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
         config: instead of `routing_config`'s (for tests and tuning).
 
@@ -289,7 +293,8 @@ def route(
         SMALLEST=SMALLEST, LOWEST=_LOWEST, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
-    return RoutedTokens(weights, chosen, counts, rows) if buckets else RoutedTokens(weights, chosen)
+    filled = (counts, rows) if buckets else (None, None)
+    return RoutedTokens(weights, chosen, *filled, local)
 
 
 def supports_rule(rule: RoutingRule) -> bool:

@@ -75,6 +75,7 @@ EXTENDED = frozenset(
         "functional/test_cli.py",
         "functional/test_deploy.py::test_a_slow_upload_stays_at_nginx_and_its_stream_is_not_buffered",
         "functional/test_equality.py::test_block_sizes",
+        "functional/test_expert_parallel.py",
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
         "functional/test_gpt_oss.py::test_two_ranks",

@@ -14,7 +14,6 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import GroupInputs, HostRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
-from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.worker.kv_tensors import KVTensors
 
@@ -26,11 +25,13 @@ def load_model(
     group: ParallelGroup,
     dtype: torch.dtype = torch.float32,
     served_len: int | None = None,
+    *,
+    expert_parallel: bool = False,
 ) -> CausalLM:
     """Returns this rank's part of the model, ready to use; `served_len` as in `build_model`."""
-    model = build_model(folder, Backend(CPU, dtype, group), served_len=served_len)
-    load_weights(list(model.weight_shards()), folder, "auto", 0, lambda done, total: None)
-    model.finalize()
+    backend = Backend(CPU, dtype, group, expert_parallel=expert_parallel)
+    model = build_model(folder, backend, served_len=served_len)
+    model.load(folder, "auto", 0, lambda done, total: None)
     return model
 
 

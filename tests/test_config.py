@@ -252,6 +252,14 @@ def test_an_inline_executor_is_one_worker(name: str) -> None:
         load_config(overrides=[MODEL, "parallel.executor=inline", f"{name}=2"])
 
 
+def test_experts_are_placed_on_several_ranks() -> None:
+    wanted = [MODEL, "parallel.expert_parallel=true"]
+    with pytest.raises(ConfigError, match=r"needs parallel\.tensor_parallel_size above 1"):
+        load_config(overrides=wanted)
+    config = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=2"])
+    assert config.parallel.expert_parallel
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from aioinfer.layers.experts import MixtureMLP, MixtureShape, Router, Routing
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.shards import Shard
 from aioinfer.models.registry import build_model, load_model_config
 from tests.paged_model import CPU, PagedModel, load_model
 from tests.tiny_models import tiny_model
@@ -171,6 +173,74 @@ def test_configurations_that_are_refused(tmp_path: Path, fields: dict, message: 
     (folder / "config.json").write_text(json.dumps(config | fields))
     with pytest.raises(ConfigError, match=message):
         load_model_config(folder)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+def test_a_rank_reads_its_experts_alone(tmp_path: Path, quantization: str) -> None:
+    """Those of others may be of any shape; one of its own may not be missing."""
+    folder = tiny_model("qwen3_moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts"
+    tensors[f"{prefix}.3.down_proj.weight"] = torch.zeros(1, 1)
+    save_file(tensors, folder / "model.safetensors")
+    backends = [
+        Backend(CPU, torch.float32, ParallelGroup(rank, 2), expert_parallel=True)
+        for rank in range(2)
+    ]
+    models = [build_model(folder, backend, quantization=quantization) for backend in backends]
+    numbers = [
+        {int(name.split(".")[5]) for name, _ in model.weight_shards() if ".experts." in name}
+        for model in models
+    ]
+    assert numbers == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    with pytest.raises(ConfigError, match=r"experts\.3\.down_proj\.weight has the shape \[1, 1\]"):
+        models[0].load(folder, "auto", 0, lambda done, total: None)
+    models[1].load(folder, "auto", 0, lambda done, total: None)
+    tensors[f"{prefix}.8.down_proj.weight"] = tensors.pop(f"{prefix}.4.down_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    message = r"1 missing \(.*experts\.4\.down_proj\.weight\); 1 unknown \(.*experts\.8"
+    with pytest.raises(ConfigError, match=message):
+        build_model(folder, backends[1]).load(folder, "auto", 0, lambda done, total: None)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+@torch.inference_mode()
+def test_what_ranks_with_whole_experts_add_is_the_mixture(
+    tmp_path: Path, quantization: str
+) -> None:
+    folder = tiny_model("qwen3_moe", tmp_path)
+    mixtures = []
+    for group in (SINGLE, *(ParallelGroup(rank, 4) for rank in range(4))):
+        backend = Backend(CPU, torch.float32, group, expert_parallel=group.size > 1)
+        model: Any = build_model(folder, backend, quantization=quantization)
+        model.load(folder, "auto", 0, lambda done, total: None)
+        mixtures.append(model.layers[0].mlp)
+    x = torch.randn(9, 64)
+    expected, *parts = (mixture._mix(x) for mixture in mixtures)
+    assert all(float(part.abs().max()) > 0 for part in parts)
+    torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=1e-4, atol=1e-4)
+    nothing = mixtures[1].router(x)[1].min(1).values >= 2  # tokens without experts of rank 0
+    assert nothing.any()
+    assert not parts[0][nothing].any()
+
+
+def test_parts_of_experts_are_near_equal() -> None:
+    for total, size in ((8, 2), (7, 2), (7, 4), (60, 8), (3, 3)):
+        shards = [Shard.near_equal(total, rank, size) for rank in range(size)]
+        assert [shard.start for shard in shards] == [
+            sum(shard.size for shard in shards[:rank]) for rank in range(size)
+        ]
+        assert sum(shard.size for shard in shards) == total
+        assert max(s.size for s in shards) - min(s.size for s in shards) == (total % size > 0)
+
+
+def test_ranks_need_experts_of_their_own(tmp_path: Path) -> None:
+    folder = tiny_model("mixtral", tmp_path / "mixtral", num_attention_heads=8, head_dim=8)
+    with pytest.raises(ConfigError, match=r"4 experts\); these do: 1, 2, 4$"):
+        load_model_config(folder).check_tensor_parallel(8, expert_parallel=True)
+    dense = load_model_config(tiny_model("llama", tmp_path / "llama"))
+    with pytest.raises(ConfigError, match=r"expert_parallel = true, but .* has no experts"):
+        dense.check_tensor_parallel(2, expert_parallel=True)
 
 
 def test_ranks_have_to_divide_the_experts(tmp_path: Path) -> None:

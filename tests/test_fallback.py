@@ -187,5 +187,7 @@ def test_a_model_without_a_plan_has_one_rank(tmp_path: Path) -> None:
     folder = save("stablelm", tmp_path)
     config = load_model_config(folder)
     config.check_tensor_parallel(1)
+    with pytest.raises(ConfigError, match=r"expert_parallel = true is not supported for "):
+        config.check_tensor_parallel(1, expert_parallel=True)
     with pytest.raises(ConfigError, match=r"tp_plan.*StableLmForCausalLM"):
         config.check_tensor_parallel(2)

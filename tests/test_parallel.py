@@ -43,6 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    # with whole experts on the ranks
+    "deepseek_v3 experts": ("deepseek_v3", {}),
+    "gpt_oss mxfp4 experts": ("gpt_oss", {}),
+    "qwen2_moe experts": ("qwen2_moe", {}),
+    "qwen3_moe experts": ("qwen3_moe", {"num_experts": 7, "moe_intermediate_size": 31}),
 }
 
 
@@ -53,7 +58,8 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     group = ParallelGroup.connect(rank, size, store, torch.device("cpu"))
     logits, shapes = {}, {}
     for name in MODELS:
-        model = load_model(folder / name, group)
+        by_expert = name.endswith(" experts")
+        model = load_model(folder / name, group, expert_parallel=by_expert)
         logits[name] = PagedModel(model, 4).run_at_random(TEXTS, longest=9, seed=1)
         shapes[name] = model.kv_specs[0].token_shape, model.weights_bytes
     torch.save((logits, shapes), folder / f"rank-{rank}-of-{size}")
@@ -70,7 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (family, fields) in MODELS.items():
         tiny_model(family, root / name, vocab_size=VOCAB, **fields)
     # of 96 channels: ranks begin and end within blocks
-    quantize_experts(root / "gpt_oss mxfp4", root / "gpt_oss mxfp4")
+    for name in ("gpt_oss mxfp4", "gpt_oss mxfp4 experts"):
+        quantize_experts(root / name, root / name)
     return root
 
 
@@ -108,6 +115,11 @@ def test_weights_are_divided(folder: Path, ranks: list[Any]):
     whole = load_model(folder / "a kv head each", ParallelGroup.single()).weights_bytes
     for _, shapes in ranks:
         assert shapes["a kv head each"][1] < 1.1 * whole / len(ranks)
+    # experts are most of it
+    name = "gpt_oss mxfp4 experts"
+    sizes = [shapes[name][1] for _, shapes in ranks]
+    whole = load_model(folder / name, ParallelGroup.single()).weights_bytes
+    assert max(sizes) < 1.3 * whole / len(ranks)
 
 
 def run_grid_rank(rank: int, size: int, folder: Path) -> None:

@@ -87,5 +87,8 @@ def find_model(config: Config) -> Path:
         trust_remote_code=config.model.trust_remote_code,
         quantization=config.model.quantization,
     )
-    model.check_tensor_parallel(config.parallel.tensor_parallel_size)
+    parallel = config.parallel
+    model.check_tensor_parallel(
+        parallel.tensor_parallel_size, expert_parallel=parallel.expert_parallel
+    )
     return folder

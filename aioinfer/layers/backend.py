@@ -41,6 +41,8 @@ class Backend:
     Attributes:
         device, dtype: of weights and arithmetic.
         group: the tensor-parallel ranks that share each layer.
+        expert_parallel: whether each of these ranks has some of the experts, whole, instead of some
+            channels of every expert.
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
@@ -52,14 +54,23 @@ class Backend:
     dtype: torch.dtype
     group: ParallelGroup
     has_kernels: bool = False
+    expert_parallel: bool = False
     pdl: bool = False
     all_reduce: AllReduce | None = None
     scratch: Scratch = field(default_factory=Scratch)
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, group: ParallelGroup) -> Backend:
+    def of(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: ParallelGroup,
+        *,
+        expert_parallel: bool = False,
+    ) -> Backend:
         """Returns the backend of a device: kernels on GPUs, dependent launches from Hopper on."""
-        if device.type == "cpu":
-            return cls(device, dtype, group)
-        is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
-        return cls(device, dtype, group, has_kernels=True, pdl=is_hopper)
+        backend = cls(device, dtype, group, expert_parallel=expert_parallel)
+        if device.type != "cpu":
+            backend.has_kernels = True
+            backend.pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        return backend

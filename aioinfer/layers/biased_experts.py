@@ -76,7 +76,7 @@ class BiasedExpert(Expert):
         backend: Backend,
     ):
         super().__init__(gate_up, down, "silu")  # in the place of which `swiglu` is computed
-        self._places, self._swiglu, self._backend = places, swiglu, backend
+        self._places, self._swiglu = places, swiglu
         self._gate_up_bias, self._down_bias = (
             torch.zeros(source.rows.size, dtype=backend.dtype, device=backend.device)
             for source in (places.gate_up, places.down)
@@ -92,13 +92,13 @@ class BiasedExpert(Expert):
             yield f"{source.name}_bias", shard
 
     def finalize(self) -> None:
-        """Puts the channels of up behind those of the gate. What is added to the output is added by
-        the first rank alone."""
+        """Puts the channels of up behind those of the gate. What is added to the output is added
+        where the first channels are."""
         features = torch.arange(2 * self._places.channels.size)
         order = torch.cat((features[::2], features[1::2]))
         self.gate_up.reorder_rows(order)
         self._gate_up_bias.copy_(self._gate_up_bias[order.to(self._gate_up_bias.device)])
-        if self._backend.group.rank:
+        if self._places.channels.start:
             self._down_bias.zero_()
         super().finalize()
 

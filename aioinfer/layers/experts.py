@@ -2,6 +2,12 @@
 
 The router scores the experts for each token; the outputs of the best are summed, weighted by their
 scores. Tensor-parallel ranks have some channels of every expert each, and all of the router.
+
+With `Backend.expert_parallel` each of these ranks has some of the experts instead, whole. All ranks
+have all tokens, since attention is tensor-parallel: a rank computes its own experts for the tokens
+that take them, and what it adds for the others is zero. The sum over the ranks that a layer has
+anyway is then that over the experts. Nothing is sent from rank to rank beforehand: an all-to-all of
+tokens is of use only where ranks have tokens of their own (data-parallel attention).
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards, WeightShard
+from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 from aioinfer.layers.step import Step
 
 #: Keeps the sum of scores from being zero, as DeepSeek-V3's published code does.
@@ -75,9 +81,23 @@ class MixtureShape:
     is_shared_gated: bool = False
     dense_layers: frozenset[int] = frozenset()
 
-    def divides(self, size: int) -> bool:
-        """Whether `size` tensor-parallel ranks can have equal parts of each expert."""
-        return self.expert_size % size == 0 and self.shared_size % size == 0
+    def divides(self, size: int, *, expert_parallel: bool = False) -> bool:
+        """Whether `size` tensor-parallel ranks can have equal parts of each expert; or, with
+        `expert_parallel`, experts of their own, and equal parts of the one that all tokens
+        take."""
+        if self.shared_size % size:
+            return False
+        if expert_parallel:
+            return size <= self.routing.num_experts
+        return self.expert_size % size == 0
+
+
+def expert_shards(shape: MixtureShape, backend: Backend) -> tuple[Shard, Shard]:
+    """Returns which experts this rank has, and which channels of each."""
+    (rank, size), count = (backend.group.rank, backend.group.size), shape.routing.num_experts
+    if backend.expert_parallel:
+        return Shard.near_equal(count, rank, size), Shard.whole(shape.expert_size)
+    return Shard.whole(count), Shard.of_rank(shape.expert_size, rank, size)
 
 
 class Router:
@@ -223,7 +243,8 @@ class MixtureMLP:
 
     Args:
         router: selects experts.
-        experts: all of them.
+        experts: those that this rank has.
+        local: which of all they are.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
@@ -238,12 +259,13 @@ class MixtureMLP:
         self,
         router: Router,
         experts: Sequence[Expert],
+        local: Shard,
         shared: SharedExpert | None,
         norm: RMSNorm,
         backend: Backend,
     ):
         self.router, self.experts, self._shared = router, experts, shared
-        self._norm = norm
+        self._local, self._norm = local, norm
         self._backend = backend
 
     def weight_shards(self) -> NamedShards:
@@ -291,13 +313,15 @@ class MixtureMLP:
         order = chosen.flatten().argsort(stable=True)
         tokens = order // chosen.shape[1]
         weights = weights.flatten()[order].unsqueeze(1)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        local = self._local
+        counts = chosen.flatten().bincount(minlength=local.total).tolist()
         total = torch.zeros_like(x)
-        first = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        first = sum(counts[: local.start])
+        here = counts[local.start : local.start + local.size]
+        for expert, count in zip(self.experts, here, strict=True):
             if count:
-                here = slice(first, first + count)
-                output = expert(x[tokens[here]]) * weights[here].to(x.dtype)
-                total.index_add_(0, tokens[here], output)
+                pairs = slice(first, first + count)
+                output = expert(x[tokens[pairs]]) * weights[pairs].to(x.dtype)
+                total.index_add_(0, tokens[pairs], output)
                 first += count
         return total

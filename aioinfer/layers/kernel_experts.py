@@ -45,16 +45,18 @@ _INTERLEAVED = 16
 
 
 class StackedExperts:
-    """The weights of all experts of a layer, unquantized, each read from the checkpoint into its
-    place.
+    """The weights of all experts of a layer that this rank has, unquantized, each read from the
+    checkpoint into its place.
 
     Args:
-        names: the checkpoint modules of each expert: gate, up and down.
+        names: the checkpoint modules of each of them: gate, up and down.
+        local: which of all experts they are.
         channels: of each expert that this rank has; a multiple of 8.
         hidden_size: of the tokens.
         backend: of the rank.
 
     Attributes:
+        local: as given.
         gate_up: [E, 2 * channels, hidden_size]; interleaved by `finalize`.
         down: [E, hidden_size, channels].
     """
@@ -62,10 +64,12 @@ class StackedExperts:
     def __init__(
         self,
         names: Sequence[tuple[str, str, str]],
+        local: Shard,
         channels: Shard,
         hidden_size: int,
         backend: Backend,
     ):
+        self.local = local
         self._names, self._channels = names, channels
         empty = partial(torch.empty, dtype=backend.dtype, device=backend.device)
         self.gate_up = empty((len(names), 2 * channels.size, hidden_size))
@@ -95,7 +99,7 @@ class KernelMixtureMLP(MixtureMLP):
 
     Args:
         router: selects experts; its weight in the backend's dtype.
-        stacked: all of them.
+        stacked: those that this rank has.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
@@ -111,8 +115,11 @@ class KernelMixtureMLP(MixtureMLP):
         norm: RMSNorm,
         backend: Backend,
     ):
-        super().__init__(router, (), shared, norm, backend)
+        local = stacked.local
+        super().__init__(router, (), local, shared, norm, backend)
         self.stacked = stacked
+        is_partial = local.size < local.total
+        self._experts = range(local.start, local.start + local.size) if is_partial else None
         self._rule = rule_of(router.routing)
         self._counters = make_counters(self._rule.num_experts, backend.device)
 
@@ -173,7 +180,7 @@ class KernelMixtureMLP(MixtureMLP):
         router = self.router
         return route(
             x, router.weight, self._rule, self._counters, bias=router.bias, buckets=buckets,
-            pdl=self._backend.pdl, config=config,
+            local=self._experts, pdl=self._backend.pdl, config=config,
         )  # fmt: skip
 
     def _add(

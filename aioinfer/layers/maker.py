@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from aioinfer.layers.experts import (
     Router,
     Routing,
     SharedExpert,
+    expert_shards,
 )
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.half import has_half_products
@@ -38,9 +39,6 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
 
 #: What may be held in another form than it is stored; who uses it may drop it.
 _Converted = weakref.ref[WeightFormat] | weakref.ref[LMHead]
-
-if TYPE_CHECKING:
-    from aioinfer.layers.kernel_experts import StackedExperts
 
 
 class Loadable(Protocol):
@@ -99,6 +97,7 @@ class LayerMaker:
         self._layers: list[Loadable] = []
         self._converted: list[_Converted] = []
         self._to_prepare: list[Any] = []
+        self._elsewhere: set[str] = set()
         self._tables: dict[Any, RotaryTable] = {}
 
     # ---------------------------------------------------------------- what was made
@@ -107,6 +106,10 @@ class LayerMaker:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor."""
         for layer in self._layers:
             yield from layer.weight_shards()
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is of an expert that other ranks have."""
+        return name.rpartition(".")[0] in self._elsewhere
 
     def finalize(self) -> int:
         """Prepares all loaded weights for the device. Returns by how many bytes they grew: what is
@@ -386,9 +389,8 @@ class LayerMaker:
                 its gate.
         """
 
-        def expert(module: str, channels: int) -> Expert:
-            shard = row_shard(channels, self.backend)
-            gate, up, down = (f"{name}.{module}.{projection}" for projection in projections)
+        def expert(modules: tuple[str, str, str], shard: Shard) -> Expert:
+            gate, up, down = modules
             weights = (
                 self._weight([Source(gate, shard), Source(up, shard)], whole),
                 self._weight([Source(down, whole)], shard),
@@ -399,16 +401,19 @@ class LayerMaker:
         routing, of_all = shape.routing, None
         if shape.shared_size:
             gate = f"{name}.{shared}_gate" if shape.is_shared_gated else None
-            whole_expert = expert(shared, shape.shared_size)
+            modules = _expert_modules(f"{name}.{shared}", projections)
+            whole_expert = expert(modules, row_shard(shape.shared_size, self.backend))
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
-        stacked = self._stacked_experts(name, shape, projections, activation)
-        if stacked is not None:
-            return self._keep(self._kernel_mixture(name, routing, stacked, of_all, norm))
+        prefixes = (f"{name}.experts.{number}" for number in range(routing.num_experts))
+        names = [_expert_modules(prefix, projections) for prefix in prefixes]
+        local, channels = expert_shards(shape, self.backend)
+        here = names[local.start : local.start + local.size]
+        self._elsewhere.update(*names[: local.start], *names[local.start + local.size :])
+        if self._takes_stacked(names, routing, channels, activation):
+            return self._keep(self._kernel_mixture(name, shape, here, of_all, norm))
         router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
-        experts = [
-            expert(f"experts.{number}", shape.expert_size) for number in range(routing.num_experts)
-        ]
-        return self._keep(MixtureMLP(router, experts, of_all, norm, self.backend))
+        experts = [expert(modules, channels) for modules in here]
+        return self._keep(MixtureMLP(router, experts, local, of_all, norm, self.backend))
 
     def biased_mixture(
         self, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
@@ -421,7 +426,7 @@ class LayerMaker:
             swiglu: the activation.
             norm: of the residual stream before it.
         """
-        channels, routing = row_shard(shape.expert_size, self.backend), shape.routing
+        (local, channels), routing = expert_shards(shape, self.backend), shape.routing
         router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
 
         def expert(number: int) -> BiasedExpert:
@@ -431,45 +436,45 @@ class LayerMaker:
             down = self._weight([places.down], channels)
             return BiasedExpert(places, gate_up, down, swiglu, self.backend)
 
-        experts = [expert(number) for number in range(routing.num_experts)]
-        return self._keep(MixtureMLP(router, experts, None, norm, self.backend))
+        experts = [expert(local.start + place) for place in range(local.size)]
+        return self._keep(MixtureMLP(router, experts, local, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
 
-    def _stacked_experts(
-        self, name: str, shape: MixtureShape, projections: tuple[str, str, str], activation: str
-    ) -> StackedExperts | None:
-        """Returns the experts of module `name` in one tensor for each product, or None where the
-        kernels do not take them."""
-        channels = row_shard(shape.expert_size, self.backend)
+    def _takes_stacked(
+        self,
+        names: Sequence[tuple[str, str, str]],
+        routing: Routing,
+        channels: Shard,
+        activation: str,
+    ) -> bool:
+        """Whether the kernels take the experts of checkpoint modules `names`: all of them, so that
+        every rank does the same."""
         if not self.backend.has_kernels:
-            return None
-        from aioinfer.layers.kernel_experts import StackedExperts, supports
+            return False
+        from aioinfer.layers.kernel_experts import supports
 
-        if not supports(shape.routing, channels.size, activation):
-            return None
-        gate, up, down = projections
-        prefixes = [f"{name}.experts.{number}" for number in range(shape.routing.num_experts)]
-        names = [(f"{one}.{gate}", f"{one}.{up}", f"{one}.{down}") for one in prefixes]
-        quantization = self.quantization
-        if quantization is not None:
-            schemes = (quantization.scheme_of(module) for modules in names for module in modules)
-            if any(scheme is not None for scheme in schemes):
-                return None
-        return StackedExperts(names, channels, self.hidden_size, self.backend)
+        if not supports(routing, channels.size, activation):
+            return False
+        if self.quantization is None:
+            return True
+        schemes = (self.quantization.scheme_of(module) for modules in names for module in modules)
+        return all(scheme is None for scheme in schemes)
 
     def _kernel_mixture(
         self,
         name: str,
-        routing: Routing,
-        stacked: StackedExperts,
+        shape: MixtureShape,
+        names: Sequence[tuple[str, str, str]],
         shared: SharedExpert | None,
         norm: RMSNorm,
     ) -> MixtureMLP:
-        from aioinfer.layers.kernel_experts import KernelMixtureMLP
+        """Returns the mixture of module `name`, of which this rank has the experts `names`."""
+        from aioinfer.layers.kernel_experts import KernelMixtureMLP, StackedExperts
 
         backend = self.backend
-        router = Router(f"{name}.gate", routing, self.hidden_size, backend, backend.dtype)
+        stacked = StackedExperts(names, *expert_shards(shape, backend), self.hidden_size, backend)
+        router = Router(f"{name}.gate", shape.routing, self.hidden_size, backend, backend.dtype)
         return KernelMixtureMLP(router, stacked, shared, norm, backend)
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
@@ -543,6 +548,12 @@ class LayerMaker:
                 rope, head_size, self._max_len, self.backend.device, self._served_len
             )
         return self._tables[key]
+
+
+def _expert_modules(prefix: str, projections: tuple[str, str, str]) -> tuple[str, str, str]:
+    """Returns the checkpoint modules of an expert: gate, up and down."""
+    gate, up, down = projections
+    return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
 
 
 def _stored_bytes(reference: _Converted) -> int:

@@ -35,6 +35,12 @@ class Shard:
         """Returns the part of rank `rank` of `size`, which divide the dimension evenly."""
         return cls(rank * (total // size), total // size, total)
 
+    @classmethod
+    def near_equal(cls, total: int, rank: int, size: int) -> Shard:
+        """Returns the part of rank `rank` of `size`, whose parts differ in length by 1 at most."""
+        start, end = total * rank // size, total * (rank + 1) // size
+        return cls(start, end - start, total)
+
 
 @dataclass(frozen=True, slots=True)
 class StackIndex:

@@ -140,22 +140,27 @@ class DecoderConfig:
             "window": self.windows[number],
         }
 
-    def check_tensor_parallel(self, size: int) -> None:
+    def check_tensor_parallel(self, size: int, *, expert_parallel: bool = False) -> None:
         """Raises `ConfigError`, naming the sizes that would work, unless heads and MLP divide among
-        `size` ranks."""
-        if not self._divides(size):
+        `size` ranks, each expert, too, or with `expert_parallel` the experts."""
+        mixture = self.mixture
+        if expert_parallel and mixture is None:
+            raise ConfigError("parallel.expert_parallel = true, but this model has no experts")
+        if not self._divides(size, expert_parallel):
             sizes = range(1, self.num_heads + 1)
-            fitting = ", ".join(str(number) for number in sizes if self._divides(number))
-            mixture = self.mixture
+            fitting = ", ".join(str(n) for n in sizes if self._divides(n, expert_parallel))
             experts = "" if mixture is None else f", experts of {mixture.expert_size} channels"
+            if mixture is not None and expert_parallel:
+                experts = f", {mixture.routing.num_experts} experts"
             raise ConfigError(
                 f"parallel.tensor_parallel_size = {size} does not divide this model "
                 f"({self.num_heads} heads, {self.num_kv_heads} KV heads, intermediate size "
                 f"{self.intermediate_size}{experts}); these do: {fitting}"
             )
 
-    def _divides(self, size: int) -> bool:
-        if self.mixture is not None and not self.mixture.divides(size):
+    def _divides(self, size: int, expert_parallel: bool) -> bool:
+        mixture = self.mixture
+        if mixture is not None and not mixture.divides(size, expert_parallel=expert_parallel):
             return False
         kv_fit = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
         return self.num_heads % size == 0 and kv_fit and self.intermediate_size % size == 0

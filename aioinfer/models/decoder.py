@@ -235,7 +235,9 @@ class DecoderModel:
         self.finalize()
 
     def _is_unused(self, name: str) -> bool:
-        """Whether a checkpoint may have a tensor that the model does not need."""
+        """Whether a checkpoint may have a tensor that this rank does not need."""
+        if self._make.is_elsewhere(name):
+            return True
         quantization, first = self._make.quantization, len(self.layers)
         layers = range(first, first + self._unused_layers)
         return name.endswith(() if quantization is None else tuple(quantization.unused)) or any(

@@ -89,8 +89,13 @@ class FallbackConfig:
             has_tp_plan=bool(getattr(text, "base_model_tp_plan", None)),
         )
 
-    def check_tensor_parallel(self, size: int) -> None:
+    def check_tensor_parallel(self, size: int, *, expert_parallel: bool = False) -> None:
         """Raises `ConfigError` if `size` ranks cannot share the model."""
+        if expert_parallel:
+            raise ConfigError(
+                f"parallel.expert_parallel = true is not supported for {self.architecture}, which "
+                "transformers' modules compute"
+            )
         if size > 1 and not self.has_tp_plan:
             raise ConfigError(
                 f"parallel.tensor_parallel_size = {size}, but transformers has no plan (tp_plan) "
@@ -120,7 +125,7 @@ class FallbackModel:
     """
 
     def __init__(self, config: FallbackConfig, backend: Backend, *, trust_remote_code: bool):
-        config.check_tensor_parallel(backend.group.size)
+        config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
         self.backend = backend
         self.finishes_with_hidden_states = False
         self.hidden_size = config.hidden_size

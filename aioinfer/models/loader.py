@@ -71,7 +71,11 @@ def load_weights(
     else:
         file_of = locate_tensors(folder)
         known = {*(name for name, _ in shards), *_OTHERS}
-        others = [name for name in file_of if name not in known and name.endswith(tuple(zero))]
+        others = [
+            name
+            for name in file_of
+            if name not in known and name.endswith(tuple(zero)) and not is_unused(name)
+        ]
         zeros = frozenset(name for name in others if _is_zero(name, file_of))
         _load_safetensors(
             shards, folder, file_of, on_progress, total, lambda n: n in zeros or is_unused(n)

@@ -64,7 +64,7 @@ class ModelConfig(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def check_tensor_parallel(self, size: int) -> None: ...
+    def check_tensor_parallel(self, size: int, *, expert_parallel: bool = False) -> None: ...
 
 
 def load_model_config(
@@ -139,7 +139,7 @@ def build_model(
         own = FallbackConfig.load(folder, trust_remote_code=trust_remote_code)
         return FallbackModel(own, backend, trust_remote_code=trust_remote_code)
     config = _read_own(family, folder, json)
-    config.check_tensor_parallel(backend.group.size)
+    config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
     make = LayerMaker(
         backend,
         config.hidden_size,

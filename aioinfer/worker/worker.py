@@ -138,7 +138,9 @@ class Worker:
         )
         self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
-        self._backend = Backend.of(self.device, dtype, self._group)
+        self._backend = Backend.of(
+            self.device, dtype, self._group, expert_parallel=config.parallel.expert_parallel
+        )
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             self._model = build_model(
                 self._folder,

@@ -68,6 +68,15 @@ class Layer:
             make_counters(experts, torch.device(DEVICE)),
         )
 
+    def half(self, *, by_expert: bool) -> Layer:
+        """Returns what the first of two ranks has: half of the experts, or half of the channels of
+        each."""
+        if by_expert:
+            some = slice(RULE.num_experts // 2)
+            return replace(self, gate_up=self.gate_up[some], down=self.down[some])
+        down = self.down[..., : CHANNELS // 2].contiguous()
+        return replace(self, gate_up=self.gate_up[:, :CHANNELS].contiguous(), down=down)
+
 
 def expert_cases(tune: bool) -> Iterator[Case]:
     """Every launch of a layer by itself, then all of them."""
@@ -77,6 +86,11 @@ def expert_cases(tune: bool) -> Iterator[Case]:
         yield from routing_cases(f"routing x{tokens}", x, layers, tune)
         yield from product_cases(f"x{tokens}", x, layers, None, tune)
         yield layer_case(f"layer x{tokens}", x, layers)
+    for by_expert, kind in ((False, "channels"), (True, "experts")):
+        halves = [layer.half(by_expert=by_expert) for layer in layers]
+        for tokens in TOKENS:
+            x = random_tensor(tokens, HIDDEN)
+            yield layer_case(f"half of the {kind} x{tokens}", x, halves)
     for tokens in SKEWED_TOKENS:
         x = random_tensor(tokens, HIDDEN)
         yield from product_cases(f"skewed x{tokens}", x, layers, skewed(tokens), tune)
@@ -251,16 +265,20 @@ def layer_case(title: str, x: torch.Tensor, layers: list[Layer]) -> Case:
     """All launches of a layer but the norm, as dependent launches."""
     residual = random_tensor(len(x), HIDDEN)
     buckets = len(x) > SCANNED_TOKENS
+    count, _, channels = layers[0].down.shape
+    local = None if count == RULE.num_experts else range(count)
 
     def run(layer: Layer) -> None:
-        routed = route(x, layer.router, RULE, layer.counters, buckets=buckets, pdl=True)
+        routed = route(
+            x, layer.router, RULE, layer.counters, buckets=buckets, local=local, pdl=True
+        )
         gated = expert_product(x, layer.gate_up, routed, gated=True, pdl=True)
         pairs = expert_product(gated, layer.down, routed, gated=False, pdl=True)
         sum_pairs(pairs, routed, residual=residual, out=residual, pdl=True)
 
     routed = route(x, layers[0].router, RULE, layers[0].counters, buckets=False)
-    touched = len(routed.experts.unique())
-    size = layers[0].router.nbytes + touched * 3 * CHANNELS * HIDDEN * 2 + 3 * x.nbytes
-    flops = 2.0 * x.numel() * (RULE.num_experts + RULE.top_k * 3 * CHANNELS)
+    here = routed.experts[routed.experts < count]
+    size = layers[0].router.nbytes + len(here.unique()) * 3 * channels * HIDDEN * 2 + 3 * x.nbytes
+    flops = 2.0 * HIDDEN * (len(x) * RULE.num_experts + len(here) * 3 * channels)
     runs: list[Callable[[], object]] = [lambda layer=layer: run(layer) for layer in layers]
     return Case("experts", title, "pdl", runs, size, flops)

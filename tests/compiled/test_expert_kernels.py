@@ -65,7 +65,9 @@ def spilled(kernel: CompiledKernel, folder: Path) -> int:
     return int(re.findall(r"STACK:(\d+)", lines)[0])
 
 
-def product(config: ExpertConfig, *, gated: bool, scanned: bool) -> CompiledKernel:
+def product(
+    config: ExpertConfig, *, gated: bool, scanned: bool, partial: bool = False
+) -> CompiledKernel:
     """Compiles what `expert_product` launches with a configuration."""
     rows_by_tma = config.tma and not gated and not scanned
     types = {
@@ -79,18 +81,22 @@ def product(config: ExpertConfig, *, gated: bool, scanned: bool) -> CompiledKern
         "LINES": config.lines, "ROWS": config.rows, "STEP": config.step, "TOP_K": TOP_K,
         "EXPERTS": EXPERTS, "EXPERTS_PAD": EXPERTS,
         "PAIRS_PAD": scanned_pairs(config, TOP_K) if scanned else 0, "GATED": gated, "RUN": 8,
-        "TMA": config.tma, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "PDL": True,
+        "TMA": config.tma, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "PARTIAL": partial,
+        "PDL": True,
     }  # fmt: skip
     return compile_kernel(expert_linear._expert_kernel, types, constants, config)
 
 
+@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("config", "scanned"),
     [(config, False) for _, config in CONFIGS] + [(config, True) for _, config in SCANNED_CONFIGS],
 )
-def test_products(config: ExpertConfig, scanned: bool, gated: bool, tmp_path: Path) -> None:
-    kernel = product(config, gated=gated, scanned=scanned)
+def test_products(
+    config: ExpertConfig, scanned: bool, gated: bool, partial: bool, tmp_path: Path
+) -> None:
+    kernel = product(config, gated=gated, scanned=scanned, partial=partial)
     ptx = kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
@@ -101,15 +107,17 @@ def test_products(config: ExpertConfig, scanned: bool, gated: bool, tmp_path: Pa
     assert ("cp.async.bulk.tensor" in ptx) == config.tma
 
 
+@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
-def test_products_of_one_token(gated: bool, tmp_path: Path) -> None:
+def test_products_of_one_token(gated: bool, partial: bool, tmp_path: Path) -> None:
     config = vector_config(gated=gated)
     types = {
         "x": "*bf16", "weight": "*bf16", "factors": "*fp32", "experts": "*i32", "out": "*bf16"
     }  # fmt: skip
     constants = {
         "FEATURES": 2 * CHANNELS if gated else HIDDEN, "INPUTS": HIDDEN if gated else CHANNELS,
-        "OUTPUTS": config.features, "STEP": config.step, "GATED": gated, "RUN": 8, "PDL": True,
+        "OUTPUTS": config.features, "STEP": config.step, "EXPERTS": EXPERTS, "GATED": gated,
+        "RUN": 8, "PARTIAL": partial, "PDL": True,
     }  # fmt: skip
     kernel = compile_kernel(expert_linear._vector_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0

@@ -68,6 +68,15 @@ def test_mixtures(shape: str) -> None:
         assert error(whole(case(shape, tokens), added=added)) < LIMIT, tokens
 
 
+@pytest.mark.parametrize("shape", ["Qwen3-30B-A3B", "DeepSeek-V3 / 8", "unaligned"])
+def test_ranks_with_some_of_the_experts(shape: str) -> None:
+    """The first, the last and the middle of them."""
+    count = SHAPES[shape][2].num_experts
+    for local in (range(count // 2), range(count // 2, count), range(1, count - 1)):
+        for tokens in TOKENS:
+            assert error(whole(case(shape, tokens, local=local))) < LIMIT, (local, tokens)
+
+
 @pytest.mark.parametrize("tokens", [1, 6, 16, 100, 2000])
 @pytest.mark.parametrize("favoured", [range(8), range(120, 128)])
 def test_experts_that_get_every_token_and_those_that_get_none(tokens: int, favoured: range) -> None:
@@ -166,11 +175,19 @@ def test_greedy_tokens_are_those_of_transformers(model: Case, graphs: bool) -> N
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
-def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen2_moe", "qwen3_moe"])
+def test_two_ranks_give_the_tokens_of_transformers(
+    name: str, by_expert: bool, tmp_path: Path
+) -> None:
+    """With some channels of every expert each, and with whole experts."""
     one = make_case(name, tmp_path, DEVICE, FAMILIES)
     no_end = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logit_bias={2: -100.0})
-    ranks = {"parallel__tensor_parallel_size": 2, "parallel__executor": "multiprocess"}
+    ranks = {
+        "parallel__tensor_parallel_size": 2,
+        "parallel__executor": "multiprocess",
+        "parallel__expert_parallel": by_expert,
+    }
     with running(one.folder, DEVICE, **ranks) as llm:
         assert llm.frontend.engines[0].report.graph_bytes > 0
         outputs = llm.generate(one.prompts, no_end)

@@ -12,7 +12,6 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
-from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.paged_model import make_step
@@ -28,12 +27,14 @@ class Bound:
     def __init__(
         self, folder: Path, *, kernels: bool, fill: float = 0.0,
         group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
+        expert_parallel: bool = False,
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
-        self.backend = Backend(CPU, torch.float32, ranks, has_kernels=kernels)
+        self.backend = Backend(
+            CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel
+        )
         self.model: Any = build_model(folder, self.backend)
-        load_weights(list(self.model.weight_shards()), folder, "auto", 0, lambda done, total: None)
-        self.model.finalize()
+        self.model.load(folder, "auto", 0, lambda done, total: None)
         groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
         self.kv = kv.tensors

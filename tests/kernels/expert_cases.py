@@ -36,6 +36,7 @@ class ExpertCase:
         rule: how experts are selected.
         favoured: experts that get all tokens; by default the router is random.
         buckets: whether programs find their rows in buckets; by default for more than a few tokens.
+        local: the experts that the rank has; by default all.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class ExpertCase:
     device: str
     favoured: Sequence[int] = ()
     buckets: bool | None = None
+    local: range | None = None
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ def routed(case: ExpertCase, given: Mixture, config: RoutingConfig | None = None
     buckets = case.tokens > SCANNED_TOKENS if case.buckets is None else case.buckets
     return route(
         given.x, given.router, case.rule, given.counters, bias=given.bias, buckets=buckets,
-        config=config,
+        local=case.local, config=config,
     )  # fmt: skip
 
 
@@ -120,26 +122,31 @@ def whole(
     residual: bool = True,
     added: bool = False,
 ) -> Pair:
-    """Runs all launches over poisoned outputs; the counters are 0 afterwards."""
+    """Runs all launches over poisoned outputs; the counters are 0 afterwards. Those of experts that
+    the rank does not have are left out of the expected sum."""
     given, like = mixture(case), {"dtype": case.dtype, "device": case.device}
     found = routed(case, given)
     tokens, pairs = case.tokens, case.tokens * case.rule.top_k
     others = [
         normal(tokens, case.hidden, **like) if is_there else None for is_there in (residual, added)
     ]
+    local = range(case.rule.num_experts) if case.local is None else case.local
+    gate_up, down = (each[local.start : local.stop] for each in (given.gate_up, given.down))
     gated = expert_product(
-        given.x, given.gate_up, found, gated=True, config=config,
+        given.x, gate_up, found, gated=True, config=config,
         out=poisoned(pairs, case.channels, **like),
     )  # fmt: skip
     outputs = expert_product(
-        gated, given.down, found, gated=False, config=config,
+        gated, down, found, gated=False, config=config,
         out=poisoned(pairs, case.hidden, **like),
     )  # fmt: skip
     out = poisoned(tokens, case.hidden, **like)
     sum_pairs(outputs, found, residual=others[0], added=others[1], out=out)
     assert not given.counters.any()
+    is_local = (found.experts >= local.start) & (found.experts < local.stop)
+    weights = found.weights.double() * is_local
     expected = experts_reference(
-        given.x.double(), given.gate_up, given.down, found.weights.double(), found.experts.long()
+        given.x.double(), given.gate_up, given.down, weights, found.experts.long()
     )
     for other in others:
         if other is not None:

@@ -91,6 +91,25 @@ def test_experts_that_get_every_token_and_those_that_get_none() -> None:
         assert error(whole(one, config, residual=False)) < 1e-5
 
 
+@pytest.mark.parametrize("local", [range(2), range(2, 6)])
+def test_a_rank_with_some_of_the_experts(local: range) -> None:
+    """For one token, for a few, and in buckets, with narrower last tiles and by single programs."""
+    tiles = ExpertConfig(32, 16, 32, 4, 2, programs=3, tail=8)
+    for tokens, buckets, config in ((1, False, None), (7, False, None), (18, True, tiles)):
+        assert error(whole(case(tokens, local=local, buckets=buckets), config)) < 1e-5
+
+
+@pytest.mark.parametrize(("tokens", "buckets"), [(1, False), (8, False), (9, True)])
+def test_a_rank_whose_experts_get_nothing_or_everything(tokens: int, buckets: bool) -> None:
+    one = case(tokens, RoutingRule(6, 2), favoured=(1, 5), buckets=buckets)
+    for local in (range(2, 5), range(1)):
+        found, _ = whole(replace(one, local=local), residual=False)
+        assert torch.equal(found, torch.zeros_like(found))
+    found, expected = whole(replace(one, local=range(1, 6)), residual=False)
+    assert expected.abs().min() > 0
+    assert error((found, expected)) < 1e-5
+
+
 def test_every_number_of_tokens_has_a_configuration() -> None:
     rows = [expert_config(tokens, 8, 128).rows for tokens in (2, 8, 9, 17, 129, 1024, 9999)]
     assert rows == sorted(rows)
@@ -108,5 +127,8 @@ def test_what_does_not_fit_is_refused() -> None:
     routed = RoutedTokens(torch.zeros(17, 3), torch.zeros(17, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="need buckets"):
         expert_product(torch.zeros(17, 8), torch.zeros(6, 32, 8), routed, gated=True)
+    few = RoutedTokens(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32), local=range(2, 4))
+    with pytest.raises(ValueError, match=r"of the experts range\(2, 4\), not of 6"):
+        expert_product(torch.zeros(2, 8), torch.zeros(6, 32, 8), few, gated=True)
     with pytest.raises(ValueError, match="multiple of 8"):
         expert_product(torch.zeros(17, 8), torch.zeros(6, 24, 8), routed, gated=True)

@@ -13,6 +13,7 @@ from aioinfer.kernels.expert_routing import RoutedTokens, routing_config
 from aioinfer.layers import kernel_experts
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.residual import ResidualStream
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
 from tests.tiny_models import tiny_model
 
@@ -81,6 +82,48 @@ def test_every_configuration_is_launched_before_the_first_request(
             (not scanned, routing_config(count, 8)), (scanned, expert_config(count, 3, 8))
         }  # fmt: skip
     assert launched <= warmed
+
+
+class Rank(ParallelGroup):
+    """One of several ranks by itself: its sums over the ranks are what it has."""
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "sizes"),
+    [("qwen3_moe", {"num_experts": 7}, [3, 4]), ("glm4_moe", {}, [4, 4])],
+)
+@torch.inference_mode()
+def test_ranks_with_whole_experts(
+    family: str, fields: dict[str, Any], sizes: list[int], tmp_path: Path
+) -> None:
+    """They add up to all: with buckets, without, and for one token."""
+    tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family], **fields})
+    whole, *ranks = (
+        Bound(tmp_path, kernels=True, group=group, expert_parallel=group.size > 1)
+        for group in (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
+    )
+    stacks = [rank.model.layers[0].mlp.stacked for rank in ranks]
+    assert [len(stack.gate_up) for stack in stacks] == sizes
+    of_all = whole.model.layers[0].mlp.stacked
+    assert torch.equal(torch.cat([stack.gate_up for stack in stacks]), of_all.gate_up)
+    assert torch.equal(torch.cat([stack.down for stack in stacks]), of_all.down)
+    for tokens in (1, 7, 24):
+        x = torch.randn(tokens, 64)
+        parts = [_mixed(one, x) for one in (whole, *ranks)]
+        assert_close(torch.stack(parts[1:]).sum(0), parts[0])
+
+
+def _mixed(bound: Bound, x: torch.Tensor) -> torch.Tensor:
+    """Returns what the experts of the first layer add for x, without the one of all tokens."""
+    mixture = bound.model.layers[0].mlp
+    mixture._shared = None
+    stream = ResidualStream(torch.zeros_like(x), bound.backend)
+    mixture._add(stream, x, mixture._route(x, buckets=len(x) > SCANNED_TOKENS))
+    assert not mixture._counters.any()
+    return stream.hidden
 
 
 def test_ranks_have_their_channels_of_every_expert(tmp_path: Path) -> None:
