@@ -163,9 +163,16 @@ class ResponseRuns:
     async def begin(self, request: web.Request, run: ResponseRun) -> dict[str, Any]:
         """Begins a response for a request, and returns it when it is in the queue.
 
-        Raises `OverloadedError` if there are too many, and what `submitted` does.
+        Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
+        and what `submitted` does.
         """
         limits = self._config
+        if not limits.max_stored_responses or run.num_bytes > limits.max_stored_bytes:
+            raise RequestError(
+                "a response in the background is stored, and the server's "
+                "chat.max_stored_responses or chat.max_stored_bytes leaves no room for it",
+                param="background",
+            )
         num_bytes = sum(other.num_bytes for other in self._tasks) + run.num_bytes
         if len(self._tasks) >= limits.max_stored_responses or num_bytes > limits.max_stored_bytes:
             raise OverloadedError(

@@ -253,11 +253,13 @@ async def test_events_of_the_background_are_resumed(
 
 
 async def test_the_background_is_bounded() -> None:
-    async with serve(chat__max_stored_responses=1) as served:
+    async with serve(chat__max_stored_responses=1, chat__max_stored_bytes=1500) as served:
         body: Any = {"input": "Tell me a long story.", "background": True}
         first = await served.post("/v1/responses", **body)
         error = await served.post("/v1/responses", 503, **body)
         assert error["error"]["code"] == "overloaded"
         await served.post(f"/v1/responses/{first['id']}/cancel")
+        error = await served.post("/v1/responses", 400, **body | {"input": "x" * 2000})
+        assert error["error"]["param"] == "background"
         second = await served.post("/v1/responses", **body)
         assert second["status"] == "queued"  # and the server ends all the same
