@@ -290,11 +290,13 @@ class AsyncLLM:
             stream.abort()
 
     async def encode(self, prompt: Prompt, pooling: str | None = None, *, priority: int = 0) -> F32:
-        """Returns the pooled hidden state of a prompt (a text or token ids), float32 [hidden_size].
+        """Returns the pooled hidden state of a prompt (a text or token ids), float32 [hidden_size],
+        or those of all its tokens, [tokens, hidden_size].
 
         Args:
             prompt: a text or token ids.
-            pooling: "last", "mean" or "cls"; as the model does it if missing.
+            pooling: "last", "mean" or "cls", or "all" for all tokens; as the model does it if
+                missing.
             priority: as for `add_request`.
 
         Raises:
@@ -302,7 +304,7 @@ class AsyncLLM:
             EngineDeadError: the workers are gone.
             GenerationError: the request was ended before all of it was computed.
         """
-        params = self.frontend.pooling.params(pooling)
+        params = self.frontend.pooling.params(pooling, takes_all=True)
         output = await self.frontend.submit(prompt, params, priority=priority)
         try:
             async for _ in output:
@@ -326,16 +328,17 @@ class AsyncLLM:
         together (`asyncio.gather`) share steps. For arguments and errors see `LLM.embed`."""
         model = self.frontend.pooling
         model.check_dimensions(dimensions, self.frontend.hidden_size)
-        before = model.prompt(prompt_name)
+        before, pooling = model.prompt(prompt_name), model.params(pooling).pooling
         state = await self.encode(before + text if isinstance(text, str) else text, pooling)
         return model.embedding(state, dimensions, normalize)
 
     async def score(self, query: str, document: str) -> float:
         """Returns the similarity of two texts, as `LLM.score` does."""
         model = self.frontend.pooling
+        kind = model.params().pooling
         first, second = await asyncio.gather(
-            self.encode(model.prompt_of("query") + query),
-            self.encode(model.prompt_of("document", "passage") + document),
+            self.encode(model.prompt_of("query") + query, kind),
+            self.encode(model.prompt_of("document", "passage") + document, kind),
         )
         return cosine_similarity(first, second)
 

@@ -142,9 +142,11 @@ class ChatConfig:
 class PoolingConfig:
     """Embeddings: how a prompt's hidden states are pooled."""
 
-    type: Literal["last", "mean", "cls"] | None = key(
+    type: Literal["last", "mean", "cls", "all"] | None = key(
         "Which hidden states make an embedding: the last token's, the mean of all tokens', or the "
-        "first token's. Default: what the model's folder says (`1_Pooling/config.json`), else "
+        "first token's. `all`: none of them, `/pooling` and `/embedding` return a vector for each "
+        "token, and endpoints that need one for each text are answered 400. Default: what the "
+        "model's folder says (`1_Pooling/config.json`), else "
         "`last`.",
         None,
     )

@@ -63,7 +63,8 @@ class Output:
         num_cached_tokens: prompt tokens whose KV blocks were in the prefix cache.
         num_prefill_steps: the steps that it took to compute the prompt.
         prompt_scores: the log-probabilities of the prompt's tokens, under `prompt_logprobs`.
-        pooled: the pooled hidden state of the prompt, under `pooling`.
+        pooled: the pooled hidden state of the prompt, under `pooling`; with "all" those of all its
+            tokens, float32 [tokens, hidden_size].
     """
 
     prompt_token_ids: list[int]

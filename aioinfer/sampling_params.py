@@ -25,6 +25,8 @@ from aioinfer.errors import RequestError
 MAX_LOGPROBS = 20
 #: The ways to pool hidden states: the last token's, the mean of all tokens', the first token's.
 POOLINGS = ("last", "mean", "cls")
+#: In the place of one of these: the hidden states of all tokens.
+ALL_TOKENS = "all"
 MAX_N = 128
 #: Stop strings, and the characters of all of them: the automaton that finds them is built on the
 #: event loop, 1.5 µs a character.
@@ -284,7 +286,7 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt, each given those before it.
         prompt_only: generate nothing: only what is asked of the prompt comes back.
         pooling: return the prompt's hidden states pooled in this way ("last", "mean" or "cls", the
-            first token's), after the model's last norm; nothing is generated.
+            first token's), or "all" of them, after the model's last norm; nothing is generated.
         skip_special_tokens: leave special tokens out of the text.
         shown_token_ids: special tokens that are kept in it all the same, for a parser of messages.
         grammar: what the output has to follow, or None.
@@ -371,9 +373,9 @@ class SamplingParams:
             )
 
     def _check_pooling(self) -> None:
-        if self.pooling not in POOLINGS:
+        if self.pooling not in (*POOLINGS, ALL_TOKENS):
             raise RequestError(
-                f"pooling must be one of {', '.join(POOLINGS)}, not {self.pooling!r}",
+                f"pooling must be one of {', '.join(POOLINGS)} and all, not {self.pooling!r}",
                 param="pooling",
             )
         if self.n != 1 or self.prompt_logprobs is not None:

@@ -131,6 +131,7 @@ KEPT = frozenset(
         "functional/test_page_parts.py::test_json_is_indented_while_it_comes",
         "functional/test_page_parts.py::test_the_pages_work_below_a_path",
         "functional/test_prompt_rows.py::test_real_weights",
+        "functional/test_responses.py::test_a_response_in_the_background",
         "functional/test_responses.py::test_a_text_that_is_streamed",
         "functional/test_structured_output.py::test_a_schema",
         "functional/test_structured_output.py::test_the_openai_client_parses",

@@ -144,6 +144,17 @@ def test_requests_at_a_time_are_bounded_and_given_back_however_they_end() -> Non
     assert account.headers() == {}
 
 
+def test_what_goes_on_behind_a_reply_counts() -> None:
+    account = Account(ApiKey("a", max_concurrent_requests=1))
+    with account.request(), account.occupied():
+        assert account.num_concurrent == 2
+    with account.occupied():
+        assert not account.is_at_rest()
+        with pytest.raises(RateLimitError), account.request():
+            pass
+    assert account.is_at_rest()
+
+
 def test_a_rejected_request_is_charged_nothing() -> None:
     account = Account(ApiKey("a", requests_per_minute=2, max_concurrent_requests=1))
     assert account.requests is not None

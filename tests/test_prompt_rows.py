@@ -12,15 +12,18 @@ from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.prompt_rows import (
     LAST,
     MAX_POOLED_BYTES,
+    MAX_STATE_BYTES,
     MEAN,
     PooledRows,
     PooledStates,
     PromptLogprobRows,
     PromptLogprobs,
+    TokenStateRows,
+    TokenStates,
 )
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores, PromptStates
 from aioinfer.scheduler.request import ForkGroup, Request
 from aioinfer.scheduler.scheduler import Scheduler
 
@@ -91,6 +94,39 @@ def test_scores_come_back_chunk_by_chunk() -> None:
         assert found.ranks.tolist() == found.top_tokens[:, 0].tolist()
     assert scores.top_tokens.shape == (39, 2)
     assert others.top_logprobs.shape == (8, 1)
+
+
+def test_states_of_tokens_fit_a_result() -> None:
+    """A step computes no more tokens of such requests than its result has room for."""
+    width = MAX_STATE_BYTES // (4 * 6)  # six tokens a step
+    scheduler, outputs = make_scheduler(), PromptOutputs()
+    states = [PromptStates.of(length, width) for length in (9, 5)]
+    for rows in (*states, None):
+        scheduler.add(make_request(9 if rows is None else len(rows.states), rows))
+    counts = []
+    while not scheduler.is_idle:
+        plan = scheduler.schedule()
+        assert plan is not None
+        outputs.expect(
+            plan.step_id, scheduler.last_scored, scheduler.last_pooled, scheduler.last_stated
+        )
+        section = travel(plan).section(TokenStateRows)
+        result = StepResult(plan.step_id, np.zeros(int(plan.samples.sum()), np.int32))
+        if section is not None:
+            counts.append(section.counts.tolist())
+            start_of = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+            rows = zip(section.slots.tolist(), section.counts.tolist(), strict=True)
+            positions = [start_of[slot] + place for slot, count in rows for place in range(count)]
+            found = np.repeat(np.array(positions, np.float32)[:, None], width, axis=1)
+            result.sections = [TokenStates(found)]
+        scheduler.update(result)
+        outputs.accept(result)
+        scheduler.check_integrity()
+    assert counts == [[6], [3, 3], [2]]
+    assert all(each.is_done for each in states)
+    assert [each.states[:, 0].tolist() for each in states] == [
+        [float(p) for p in range(length)] for length in (9, 5)
+    ]
 
 
 def test_the_prefix_cache_skips_no_row_that_is_wanted() -> None:

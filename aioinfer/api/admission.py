@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -205,10 +206,19 @@ async def bound_time(request: web.Request, handler: Handler) -> web.StreamRespon
 
     Answers 504 at the deadline.
     """
+    async with bounded(request):
+        return await handler(request)
+
+
+@asynccontextmanager
+async def bounded(request: web.Request, timeout_s: float | None = None) -> AsyncIterator[None]:
+    """Gives what is done for a request in this block a deadline, now anew: the server's, or
+    `timeout_s` seconds where these are less. Raises `RequestError` (504) at the deadline."""
     deadline = request[_DEADLINE] = Deadline(request.app[FRONTEND].config.server.request_timeout_s)
     try:
         async with deadline.guard:
-            return await handler(request)
+            deadline.shorten(timeout_s)
+            yield
     except TimeoutError:
         if not deadline.guard.expired():
             raise

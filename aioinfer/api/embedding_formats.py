@@ -25,13 +25,15 @@ _TORCH_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+#: Bytes that are encoded at once, a multiple of three: 0.1 ms.
+_BASE64_BYTES = 3 * 2**16
 #: Bytes of the header that says where each vector is: clients bound the size of headers.
 _MAX_METADATA = 6 * 1024
 
 
 def to_bytes(vector: F32, dtype: EmbedDtype | None, endianness: Endianness | None) -> bytes:
-    """Returns the numbers of a vector, float32 [size], in a data type and an order of bytes;
-    little-endian float32 where these are missing."""
+    """Returns the numbers of a vector, float32 [size], or of several one behind the other, in a
+    data type and an order of bytes; little-endian float32 where these are missing."""
     is_big = endianness == "big" or (endianness == "native" and sys.byteorder == "big")
     order = ">" if is_big else "<"
     if dtype in (None, "float32", "float16"):
@@ -44,7 +46,20 @@ def to_bytes(vector: F32, dtype: EmbedDtype | None, endianness: Endianness | Non
 
 def to_base64(vector: F32, dtype: EmbedDtype | None, endianness: Endianness | None) -> bytes:
     """Returns the same as a JSON text of base64."""
-    return b'"' + base64.b64encode(to_bytes(vector, dtype, endianness)) + b'"'
+    data = memoryview(to_bytes(vector, dtype, endianness))
+    starts = range(0, len(data), _BASE64_BYTES)
+    # other threads run between two pieces
+    pieces = [base64.b64encode(data[start : start + _BASE64_BYTES]) for start in starts]
+    return b"".join([b'"', *pieces, b'"'])
+
+
+def numbers_json(vectors: F32) -> bytes:
+    """Returns a vector, float32 [size], or several of them [P, size], as JSON."""
+    if vectors.ndim == 1:
+        return orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY)
+    # other threads run between two of them
+    rows = [orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY) for each in vectors]
+    return b"[" + b",".join(rows) + b"]"
 
 
 def bytes_response(
@@ -72,7 +87,7 @@ def bytes_response(
                     "endianness": endianness or "little",
                     "start": start,
                     "end": start + len(part),
-                    "shape": [len(vector)],
+                    "shape": list(vector.shape),
                 }
             )
             start += len(part)

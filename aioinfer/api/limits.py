@@ -179,6 +179,15 @@ class Account:
         finally:
             self.num_concurrent -= 1
 
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Counts what goes on behind a request's reply among those that are being answered."""
+        self.num_concurrent += 1
+        try:
+            yield
+        finally:
+            self.num_concurrent -= 1
+
     def rejection(self, kind: str, wait_s: float) -> RateLimitError:
         """Records that a request is beyond a limit of `LIMITS`, and returns the error."""
         self.num_rejected[kind] += 1

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import orjson
 from aiohttp import web
 
@@ -18,7 +19,8 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import json_response
+from aioinfer.api.embedding_formats import numbers_json
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.llama_cpp_body import (
     InfillRequest,
     LlamaCompletion,
@@ -31,7 +33,7 @@ from aioinfer.api.paths import local_path
 from aioinfer.api.protocol import ChatRequest, template_options
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.errors import GenerationError, RequestError
-from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, SamplingParams
+from aioinfer.sampling_params import ALL_TOKENS, MAX_LOGIT_BIAS_VALUE, SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -71,13 +73,17 @@ async def infill(request: web.Request) -> web.StreamResponse:
 
 
 async def embed(request: web.Request) -> web.StreamResponse:
-    """Embeds each input: a list with a list of one vector for each."""
+    """Embeds each input: a list with a list of one vector for each, or of one for each token where
+    the server is configured so (`pooling.type`)."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, LlamaEmbedding)
     given = body.prompts()
     admit(request, body.timeout_s, len(given))
     prompts = [await encode_prompt(frontend, prompt) for prompt in given]
-    params, name = frontend.pooling.params(), f"embd-{request_id(request)}"
+    params, name = frontend.pooling.params(takes_all=True), f"embd-{request_id(request)}"
+    if params.pooling == ALL_TOKENS:
+        with renamed({"prompt": "content" if body.input is None else "input"}):
+            frontend.check_states(sum(map(len, prompts)))
     async with submitted(request, prompts, params, name=name, priority=None) as outputs:
         await collect(outputs)
         states = [output.pooled for output in outputs if output.pooled is not None]
@@ -86,9 +92,13 @@ async def embed(request: web.Request) -> web.StreamResponse:
 
     def make() -> bytes:
         norm = None if body.embd_normalize is None else body.embd_normalize == 2
-        found = [frontend.pooling.embedding(state, None, norm) for state in states]
-        items = [{"index": index, "embedding": [each]} for index, each in enumerate(found)]
-        return orjson.dumps(items, option=orjson.OPT_SERIALIZE_NUMPY)
+        if params.pooling == ALL_TOKENS:  # there they are as the model has them
+            norm = bool(norm)
+        items = []
+        for index, state in enumerate(states):
+            vectors = numbers_json(frontend.pooling.embedding(np.atleast_2d(state), None, norm))
+            items.append(b'{"index":%d,"embedding":%b}' % (index, vectors))
+        return b"[" + b",".join(items) + b"]"
 
     data = await asyncio.to_thread(make)
     return web.Response(body=data, content_type="application/json")

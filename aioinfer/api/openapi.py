@@ -91,6 +91,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
     ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
     ("POST", "/responses"): Operation(ResponseRequest, streams=True),
+    ("GET", "/v1/responses/{id}"): Operation(
+        streams=True,
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    ),
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),

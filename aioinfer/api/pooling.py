@@ -17,7 +17,7 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.embedding_formats import bytes_response, to_base64
+from aioinfer.api.embedding_formats import bytes_response, numbers_json, to_base64
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.mixed_prompts import Prompt, encode_prompt
 from aioinfer.api.pooling_bodies import (
@@ -33,7 +33,7 @@ from aioinfer.api.pooling_bodies import (
 )
 from aioinfer.engine.pooling import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -49,8 +49,8 @@ _PIECE_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The pooled states of a request's prompts, float32 [hidden_size] each, and the tokens of all
-    prompts."""
+    """The pooled states of a request's prompts, float32 [hidden_size] each, or [P, hidden_size] of
+    all tokens, and the tokens of all prompts."""
 
     states: list[F32]
     num_tokens: int
@@ -101,9 +101,10 @@ async def embed_for_ollama(request: web.Request) -> web.StreamResponse:
 
 
 async def create_pooling(request: web.Request) -> web.StreamResponse:
-    """Returns the pooled hidden state of each input as it is, unless it asks for more."""
+    """Returns the pooled hidden state of each input, or those of its tokens, as they are unless it
+    asks for more."""
     body = await read_body(request, PoolingRequest)
-    params = request.app[FRONTEND].pooling.params(body.pooling_type)
+    params = request.app[FRONTEND].pooling.params(body.kind, takes_all=body.task != "embed")
     pooled = await _pool_inputs(request, body, params, "pool")
     make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalizes))
     head = _head(request, "pool") | {"usage": pooled.usage()}
@@ -256,6 +257,8 @@ async def _pool(
     params = SamplingParams(temperature=0, pooling=kind)
     name = f"{prefix}-{request_id(request)}"
     with renamed({"prompt": param}):
+        if kind == ALL_TOKENS:
+            request.app[FRONTEND].check_states(sum(map(len, prompts)))
         async with submitted(request, prompts, params, name=name, priority=body.priority) as found:
             await collect(found)
             states = [output.pooled for output in found]
@@ -318,14 +321,15 @@ def _head(request: web.Request, prefix: str) -> dict[str, Any]:
 def _encoder(
     frontend: Frontend, body: EmbeddingRequest, *, normalize: bool | None
 ) -> Callable[[F32], bytes]:
-    """Returns what makes the JSON of an embedding: a list of numbers, or the text of its base64."""
+    """Returns what makes the JSON of an embedding: a list of numbers, or the text of its base64; of
+    several [P, hidden_size] a list of lists, or one text."""
     pooling, dimensions = frontend.pooling, body.dimensions
 
     def encode(state: F32) -> bytes:
         found = np.ascontiguousarray(pooling.embedding(state, dimensions, normalize))
         if body.encoding_format == "base64":
             return to_base64(found, body.embed_dtype, body.endianness)
-        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+        return numbers_json(found)
 
     return encode
 
@@ -376,7 +380,7 @@ async def _send(
             parts += [item[1:] if not index else item, encode(state), b"}"]
         return _merged([*parts, b"]}"])
 
-    numbers = sum(map(len, states))
+    numbers = sum(state.size for state in states)
     parts = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
     if len(parts) == 1:
         return web.Response(body=parts[0], content_type="application/json")

@@ -99,24 +99,35 @@ class EmbeddingRequest(InputBody, kw_only=True):
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """`POST /pooling`."""
 
-    pooling_type: Literal["last", "mean", "cls"] | None = None
+    pooling_type: Literal["last", "mean", "cls", "all"] | None = None
     task: str | None = None
 
     def check(self) -> None:
         super().check()
-        if self.task not in (None, "embed"):
+        if self.task not in (None, "embed", "token_embed"):
             raise RequestError(
-                f"Unsupported task: {self.task[:40]!r}; it may be 'embed', and /classify has "
-                "classes",
+                f"Unsupported task: {self.task[:40]!r}; it may be 'embed' or 'token_embed', and "
+                "/classify has classes",
                 param="task",
                 code="unsupported_parameter",
             )
+        if self.task == "token_embed" and self.pooling_type not in (None, "all"):
+            raise RequestError(
+                f"token_embed has a vector for each token, and pooling_type is "
+                f"{self.pooling_type!r}",
+                param="pooling_type",
+            )
+
+    @property
+    def kind(self) -> str | None:
+        """How to pool; None leaves it to the model."""
+        return "all" if self.task == "token_embed" else self.pooling_type
 
     @property
     def normalizes(self) -> bool | None:
         """See `EmbeddingRequest.normalizes`; an embedding is normalised."""
         found = super().normalizes
-        return True if found is None and self.task == "embed" else found
+        return True if found is None and self.task is not None else found
 
 
 class OllamaEmbedRequest(EmbeddingRequest, kw_only=True):

@@ -21,12 +21,14 @@ class StoredResponse:
     Attributes:
         body: of the reply.
         messages: the whole conversation as chat templates read it, the answer included.
-        num_bytes: the length of both as JSON.
+        num_bytes: the length of both as JSON, and of the events.
+        events: of the stream of a response in the background, by sequence number.
     """
 
     body: dict[str, Any]
     messages: Sequence[dict[str, Any]]
     num_bytes: int
+    events: Sequence[bytes] = ()
 
 
 class ResponseStore:
@@ -45,15 +47,23 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
+    def __contains__(self, place: tuple[str | None, str]) -> bool:
+        """Whether an API key has a response of this id."""
+        return place in self._stored
+
     def add(
-        self, owner: str | None, body: dict[str, Any], messages: Sequence[dict[str, Any]]
+        self,
+        owner: str | None,
+        body: dict[str, Any],
+        messages: Sequence[dict[str, Any]],
+        events: Sequence[bytes] = (),
     ) -> None:
         """Stores a response of an API key. One that is nested too deeply for JSON is not kept."""
         try:
-            size = len(orjson.dumps(body)) + len(orjson.dumps(messages))
+            size = len(orjson.dumps(body)) + len(orjson.dumps(messages)) + sum(map(len, events))
         except orjson.JSONEncodeError:
             return
-        self._stored[owner, body["id"]] = StoredResponse(body, messages, size)
+        self._stored[owner, body["id"]] = StoredResponse(body, messages, size, events)
         self.num_bytes += size
         while (
             len(self._stored) > self._config.max_stored_responses

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import orjson
 from aiohttp import web
 
 from aioinfer.api.admission import admit
-from aioinfer.api.blocks import Block, BlockKind
+from aioinfer.api.blocks import Block
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import describe, json_response, renamed
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.limits import ACCOUNT
+from aioinfer.api.response_events import Reply, ResponseEvents, answer
+from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRun
 from aioinfer.api.response_store import RESPONSE_STORE
 from aioinfer.api.responses_body import ResponseRequest, to_messages
-from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
-from aioinfer.engine.chat_turn import (
-    Turn,
-    call_input,
-    encode_turn,
-    make_parser,
-    make_turn,
-    new_call_id,
-    num_thought_tokens,
-)
+from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.api.turn_stream import read_blocks, stream_blocks
+from aioinfer.engine.chat_turn import Turn, encode_turn, make_parser, make_turn
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
-    from aioinfer.text.message_parser import MessageParser
 
 _PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation, and stores it unless `store` is false."""
+    """Answers a conversation, and stores it unless `store` is false.
+
+    With `background` it is generated without a connection: the reply says that it is queued, or
+    follows its events.
+    """
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("input")
     body = await read_body(request, ResponseRequest)
@@ -49,14 +42,18 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     messages = _conversation(request, body)
     with renamed(_PARAMS):
         turn = await _turn(frontend, body, messages)
-        reply = _Reply(frontend, body, turn)
+        if body.background:
+            run = ResponseRun(frontend, body, turn, messages)
+            queued = await request.app[RESPONSE_RUNS].begin(request, run)
+            return await _send(request, run.follow(0)) if body.stream else json_response(queued)
+        reply = Reply(frontend, body, turn)
         async with submitted(
             request, [turn.prompt], turn.params, name=reply.id, priority=body.priority
         ) as outputs:
             reply.output = outputs[0]
             store = partial(_store, request, body, messages)
             if body.stream:
-                events = _ResponseEvents(reply, make_parser(frontend, turn), store)
+                events = ResponseEvents(reply, make_parser(frontend, turn), store)
                 return await stream_blocks(request, outputs[0], events)
             (delta,) = (await collect(outputs)).choices
     blocks = (await read_blocks(frontend, turn, delta, reply.new_id)).all
@@ -65,16 +62,81 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     return json_response(ended)
 
 
-async def get_response(request: web.Request) -> web.Response:
-    """Returns a stored response."""
-    store = request.app[RESPONSE_STORE]
-    return json_response(store.find(_owner(request), request.match_info["id"]).body)
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """Returns a stored response, or one in the background as it stands.
+
+    With `stream`, its events behind number `starting_after`, where it was a stream in the
+    background.
+    """
+    id, owner = request.match_info["id"], _owner(request)
+    first = _first_event(request)
+    events: AsyncIterator[bytes] | None
+    if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
+        if first is None:
+            return json_response(run.body())
+        events = run.follow(first) if run.is_stream else None
+    else:
+        stored = request.app[RESPONSE_STORE].find(owner, id)
+        if first is None:
+            return json_response(stored.body)
+        events = _whole(stored.events[first:]) if stored.events else None
+    if events is None:
+        raise RequestError(
+            "only a response that was made with background and stream has events", param="stream"
+        )
+    return await _send(request, events)
+
+
+def _first_event(request: web.Request) -> int | None:
+    """Returns the number of the first event that a request asks for, None if it wants none."""
+    if request.query.get("stream", "false").lower() not in ("true", "1"):
+        return None
+    after = request.query.get("starting_after", "")
+    if after and not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise RequestError(
+            f"starting_after must be the number of an event, not {after[:40]!r}",
+            param="starting_after",
+        )
+    return int(after) + 1 if after else 0
+
+
+async def _whole(events: Sequence[bytes]) -> AsyncIterator[bytes]:
+    yield b"".join(events)
+
+
+async def _send(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
+    """Sends events as they come."""
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    async for data in events:
+        if data:
+            await response.write(data)
+    return response
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    """Ends a response in the background; one that is complete stays as it is."""
+    id, owner = request.match_info["id"], _owner(request)
+    runs = request.app[RESPONSE_RUNS]
+    if (run := runs.find(owner, id)) is not None:
+        await runs.cancel(run)
+        return json_response(run.body())
+    body = request.app[RESPONSE_STORE].find(owner, id).body
+    if not body["background"]:
+        raise RequestError(
+            "Cannot cancel a synchronous response: it was not made with background", param="id"
+        )
+    return json_response(body)
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    """Drops a stored response."""
-    id = request.match_info["id"]
-    request.app[RESPONSE_STORE].remove(_owner(request), id)
+    """Drops a stored response; one in the background is cancelled."""
+    id, owner = request.match_info["id"], _owner(request)
+    runs, store = request.app[RESPONSE_RUNS], request.app[RESPONSE_STORE]
+    if (run := runs.find(owner, id)) is not None:
+        await runs.cancel(run)
+    if run is None or (owner, id) in store:
+        store.remove(owner, id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
@@ -87,6 +149,10 @@ def _conversation(request: web.Request, body: ResponseRequest) -> list[dict[str,
     are of one response alone."""
     before: Sequence[dict[str, Any]] = ()
     if body.previous_response_id is not None:
+        if request.app[RESPONSE_RUNS].find(_owner(request), body.previous_response_id) is not None:
+            raise RequestError(
+                "the previous response has not ended yet", param="previous_response_id"
+            )
         found = request.app[RESPONSE_STORE].find(
             _owner(request), body.previous_response_id, "previous_response_id"
         )
@@ -113,209 +179,5 @@ def _store(
 ) -> None:
     """Stores a response that has ended."""
     if body.store is not False:
-        answer = _answer(blocks)
-        request.app[RESPONSE_STORE].add(_owner(request), ended, [*messages, answer])
-
-
-def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Returns a generated message as chat templates read it."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for block in blocks:
-        if block.kind == "text":
-            message["content"] += block.text
-        elif block.kind == "reasoning":
-            message["reasoning_content"] = block.text
-        else:
-            function = {"name": block.name, "arguments": call_input(block.text)}
-            call = {"type": "function", "id": block.id, "function": function}
-            message.setdefault("tool_calls", []).append(call)
-    return message
-
-
-class _Reply:
-    """A response as it comes about.
-
-    Attributes:
-        id: of the response.
-        output: what the engine generates for it.
-    """
-
-    output: RequestOutput
-
-    def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn):
-        self.id = f"resp_{secrets.token_hex(24)}"
-        self._frontend, self._turn = frontend, turn
-        params = turn.params
-        format = body.text.format if body.text is not None else None
-        tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
-        self._fields: dict[str, Any] = {
-            "id": self.id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": frontend.config.served_model_names[0],
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {
-                "effort": body.reasoning.effort if body.reasoning else None,
-                "summary": None,
-            },
-            "store": body.store is not False,
-            "temperature": params.temperature,
-            "text": {"format": {"type": "text"} if format is None else _plain(format)},
-            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-            "tools": tools,
-            "top_p": params.top_p,
-            "truncation": "disabled",
-            "user": body.user,
-        }
-        try:
-            orjson.dumps(self._fields)
-        except orjson.JSONEncodeError as error:
-            raise RequestError("the body is nested too deeply to be repeated") from error
-
-    def new_id(self, kind: BlockKind) -> str:
-        """Returns the id of a block; that of a call is the one which its result names."""
-        if kind == "call":
-            return new_call_id(self._frontend)
-        return f"{'msg' if kind == 'text' else 'rs'}_{secrets.token_hex(16)}"
-
-    def body(
-        self,
-        blocks: Sequence[Block],
-        reason: str | None = None,
-        num_tokens: int = 0,
-        error: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Returns the response: in progress without a reason for its end or an error."""
-        status = "in_progress" if reason is None else "completed"
-        incomplete = None
-        if reason == "length":
-            status, incomplete = "incomplete", {"reason": "max_output_tokens"}
-        if error is not None:
-            status = "failed"
-        last = "completed" if status == "completed" else "incomplete"
-        items = [_item(block, last if block is blocks[-1] else "completed") for block in blocks]
-        ended = {} if reason is None else {"usage": self._usage(num_tokens)}
-        return {
-            **self._fields,
-            "status": status,
-            "error": error,
-            "incomplete_details": incomplete,
-            "output": items,
-            "usage": None,
-            **ended,
-        }
-
-    def _usage(self, num_tokens: int) -> dict[str, Any]:
-        prompt = len(self.output.prompt_token_ids)
-        (tokens,) = self.output.generated()
-        thoughts = num_thought_tokens(self._frontend, self._turn, tokens)
-        return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self.output.num_cached_tokens},
-            "output_tokens": num_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(thoughts, num_tokens)},
-            "total_tokens": prompt + num_tokens,
-        }
-
-
-def _plain(struct: Any) -> dict[str, Any]:
-    return {
-        name: value for name, value in msgspec.structs.asdict(struct).items() if value is not None
-    }
-
-
-def _part(block: Block) -> dict[str, Any]:
-    """Returns the part of content that a block is."""
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _item(block: Block, status: str) -> dict[str, Any]:
-    """Returns the item of a block, with what it has so far."""
-    if block.kind == "call":
-        return {
-            "id": _item_id(block),
-            "type": "function_call",
-            "status": status,
-            "call_id": block.id,
-            "name": block.name,
-            "arguments": block.text,
-        }
-    content = [_part(block)] if block.parts else []
-    if block.kind == "reasoning":
-        head: dict[str, Any] = {"type": "reasoning", "summary": []}
-    else:
-        head = {"type": "message", "role": "assistant"}
-    return {"id": block.id, **head, "status": status, "content": content}
-
-
-def _item_id(block: Block) -> str:
-    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
-
-
-class _ResponseEvents(BlockEvents):
-    """The events of a response."""
-
-    def __init__(
-        self,
-        reply: _Reply,
-        parser: MessageParser,
-        store: Callable[[Sequence[Block], dict[str, Any]], None],
-    ):
-        super().__init__(parser, reply.new_id)
-        self._reply = reply
-        self._store = store
-        self._number = 0
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return named_event({"type": f"response.{kind}", "sequence_number": number, **fields})
-
-    def opening(self) -> bytes:
-        body = self._reply.body(())
-        return self._event("created", response=body) + self._event("in_progress", response=body)
-
-    def change(self, kind: str, block: Block, text: str) -> bytes:
-        index = block.index
-        place = {"item_id": _item_id(block), "output_index": index}
-        if block.kind != "call":
-            place["content_index"] = 0
-        if kind == "start":
-            data = self._event(
-                "output_item.added", output_index=index, item=_item(block, "in_progress")
-            )
-            return (
-                data
-                if block.kind == "call"
-                else data + self._event("content_part.added", **place, part=_part(block))
-            )
-        name = {"call": "function_call_arguments", "text": "output_text"}.get(
-            block.kind, "reasoning_text"
-        )
-        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        if kind == "delta":
-            return self._event(f"{name}.delta", **place, delta=text, **extra)
-        if block.kind == "call":
-            data = self._event(f"{name}.done", **place, name=block.name, arguments=block.text)
-        else:
-            data = self._event(f"{name}.done", **place, text=block.text, **extra)
-            data += self._event("content_part.done", **place, part=_part(block))
-        return data + self._event(
-            "output_item.done", output_index=index, item=_item(block, "completed")
-        )
-
-    def closing(self, reason: str, stop_reason: int | str | None) -> bytes:
-        body = self._reply.body(self.blocks.all, reason, self.num_tokens)
-        self._store(self.blocks.all, body)
-        return self._event(body["status"], response=body)
-
-    def failure(self, error: Exception) -> bytes:
-        described = describe(error)[1]["error"]
-        cause = {"code": described["code"] or "server_error", "message": described["message"]}
-        return self._event("failed", response=self._reply.body(self.blocks.all, error=cause))
+        conversation = [*messages, answer(blocks)]
+        request.app[RESPONSE_STORE].add(_owner(request), ended, conversation)

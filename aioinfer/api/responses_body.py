@@ -102,9 +102,13 @@ class ResponseRequest(Body, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
-        for name in ("background", "conversation", "prompt", "top_logprobs"):
+        for name in ("conversation", "prompt", "top_logprobs"):
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported here", param=name)
+        if self.background and self.store is False:
+            raise RequestError(
+                "background can only be used when `store` is true", param="background"
+            )
         if not self.input:
             raise RequestError("input is empty", param="input")
         self.tool_use()

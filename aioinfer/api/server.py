@@ -48,6 +48,7 @@ from aioinfer.api.paths import PREFIX
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
+from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRuns
 from aioinfer.api.response_store import RESPONSE_STORE, ResponseStore
 from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
@@ -112,6 +113,8 @@ class HttpServer:
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
         app[RESPONSE_STORE] = ResponseStore(frontend.config.chat)
+        app[RESPONSE_RUNS] = ResponseRuns(app[RESPONSE_STORE], frontend.config.chat)
+        app.on_shutdown.append(app[RESPONSE_RUNS].stop)
         app[CONNECTIONS] = connections
         app[REQUEST_BODIES] = RequestBodies(self._config, connections.counts)
         app[READINESS] = self._readiness
@@ -341,6 +344,7 @@ def _add_models(app: web.Application) -> None:
     app.router.add_get("/api/version", ollama.version)
     app.router.add_get("/v1/responses/{id}", responses.get_response)
     app.router.add_delete("/v1/responses/{id}", responses.delete_response)
+    app.router.add_post("/v1/responses/{id}/cancel", responses.cancel_response)
     app.router.add_get("/v1/models", info.list_models)
     app.router.add_get("/v1/models/{id:.+}", info.get_model)
     app.router.add_get("/models", info.list_models)

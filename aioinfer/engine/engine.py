@@ -366,8 +366,9 @@ class Engine:
                     self._executor.post(plan)
                 self.metrics.record_plan(plan, self.scheduler.running)
                 scored, pooled = self.scheduler.last_scored, self.scheduler.last_pooled
-                if scored or pooled:
-                    self.prompt_outputs.expect(plan.step_id, scored, pooled)
+                if scored or pooled or self.scheduler.last_stated:
+                    stated = self.scheduler.last_stated
+                    self.prompt_outputs.expect(plan.step_id, scored, pooled, stated)
                 self.masking.plan(plan, self.scheduler.last_sampled, self._executor)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:

@@ -182,6 +182,10 @@ class Frontend:
         if self.config.model.prepare_grammars:
             self._restrictions.prepare()
 
+    def check_states(self, num_tokens: int) -> None:
+        """Raises `RequestError` if a vector for each of so many tokens is too much to ask for."""
+        self._limits.check_states(num_tokens)
+
     def require_tokenizer(self, param: str | None = None) -> Tokenizer:
         """Returns the tokenizer.
 

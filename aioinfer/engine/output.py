@@ -20,7 +20,7 @@ from aioinfer.engine.beam_search import BeamRun
 from aioinfer.engine.metrics import RequestTimes
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
@@ -149,9 +149,11 @@ class RequestOutput:
 
     @property
     def pooled(self) -> F32 | None:
-        """The pooled hidden state of the prompt, float32 [hidden_size], if it was requested. Known
-        with the first delta."""
+        """The pooled hidden state of the prompt, float32 [hidden_size], or those of all tokens
+        [P, hidden_size], if it was requested. Known with the first delta."""
         rows = self.sequences[0].request.prompt_rows
+        if isinstance(rows, PromptStates):
+            return rows.states if rows.is_done else None
         return rows.state if isinstance(rows, PromptPool) else None
 
     @property

@@ -22,7 +22,7 @@ import numpy as np
 from aioinfer.config import PoolingConfig
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.ipc.sections import F32
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 from aioinfer.text.json_file import read_json
 
 #: The modes of sentence-transformers' pooling that are known here, by its configuration's names.
@@ -66,7 +66,7 @@ class Pooling:
     """How a model pools.
 
     Attributes:
-        kind: one of `sampling_params.POOLINGS`.
+        kind: one of `sampling_params.POOLINGS`, or "all": a vector for each token.
         normalize: whether embeddings have the length 1.
         prompts: texts that stand before what is embedded, by name.
         default_prompt: the name of the one that is used where none is named, or None.
@@ -101,11 +101,18 @@ class Pooling:
             _read_head(folder),
         )
 
-    def params(self, kind: str | None = None) -> SamplingParams:
+    def params(self, kind: str | None = None, *, takes_all: bool = False) -> SamplingParams:
         """Returns the parameters of a request that pools, in the model's way or in another.
 
-        Raises `RequestError` if the model cannot.
+        Raises `RequestError` if the model cannot, or if there would be a vector for each token and
+        not `takes_all`.
         """
+        if (kind or self.kind) == ALL_TOKENS and not takes_all:
+            raise RequestError(
+                "this would be a vector for each token (pooling all), which only /pooling and "
+                "/embedding return",
+                param="pooling",
+            )
         if self.obstacle is not None and kind is None:
             raise RequestError(
                 f"this model cannot embed: {self.obstacle}; pooling.type in the server's "
@@ -143,9 +150,13 @@ class Pooling:
     def embedding(
         self, state: F32, dimensions: int | None = None, normalize: bool | None = None
     ) -> F32:
-        """Returns the embedding of a pooled state: its first `dimensions` values, normalised."""
-        found = state if dimensions is None else state[:dimensions]
+        """Returns the embedding of a pooled state, or of each of several [P, hidden_size]: its
+        first `dimensions` values, normalised."""
+        found = state if dimensions is None else state[..., :dimensions]
         if self.normalize if normalize is None else normalize:
+            if found.ndim > 1:
+                lengths = np.linalg.norm(found, axis=1, keepdims=True)
+                return found / np.maximum(lengths, np.float32(1e-12))
             return found / np.float32(max(float(np.linalg.norm(found)), 1e-12))
         return found
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aioinfer.ipc.plan import StepResult
-from aioinfer.ipc.prompt_rows import PooledStates, PromptLogprobs
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
+from aioinfer.ipc.prompt_rows import PooledStates, PromptLogprobs, TokenStates
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 
-#: What a posted step will bring: (whose scores, first token, tokens) and whose pooled states, in
-#: the order of its result.
-_Expected = tuple[Sequence[tuple[PromptScores, int, int]], Sequence[PromptPool]]
+#: What a posted step will bring: (whose scores, first token, tokens), whose pooled states, and
+#: (whose states, first token, tokens), in the order of its result.
+_Expected = tuple[
+    Sequence[tuple[PromptScores, int, int]],
+    Sequence[PromptPool],
+    Sequence[tuple[PromptStates, int, int]],
+]
 
 
 class PromptOutputs:
@@ -29,16 +33,17 @@ class PromptOutputs:
         step_id: int,
         scored: Sequence[tuple[PromptScores, int, int]],
         pooled: Sequence[PromptPool],
+        stated: Sequence[tuple[PromptStates, int, int]] = (),
     ) -> None:
         """Notes what a posted plan will bring; see `PlanBuilder`."""
-        self._expected[step_id] = scored, pooled
+        self._expected[step_id] = scored, pooled, stated
 
     def accept(self, result: StepResult) -> None:
         """Enters what a result brings. Does nothing for a step without such rows."""
         expected = self._expected.pop(result.step_id, None)
         if expected is None:
             return
-        scored, pooled = expected
+        scored, pooled, stated = expected
         found, first = result.section(PromptLogprobs), 0
         if found is not None:
             for scores, start, count in scored:
@@ -48,6 +53,11 @@ class PromptOutputs:
         if states is not None:
             for row, pool in enumerate(pooled):
                 pool.take(states, row)
+        of_tokens, first = result.section(TokenStates), 0
+        if of_tokens is not None:
+            for rows, start, count in stated:
+                rows.take(start, of_tokens, first, count)
+                first += count
 
     def clear(self) -> None:
         """Forgets the posted steps, whose results will not come."""

@@ -14,9 +14,12 @@ from aioinfer.engine.encoding import PreparedPrompt
 from aioinfer.engine.served_model import ServedModel
 from aioinfer.errors import RequestError
 from aioinfer.ipc.prompt_rows import MAX_LOGPROB_BYTES, logprob_bytes
-from aioinfer.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores
+from aioinfer.sampling_params import ALL_TOKENS, MAX_BEAM_CANDIDATES, SamplingParams
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores, PromptStates
 from aioinfer.scheduler.scheduler import Scheduler
+
+#: Bytes of hidden states that a request may ask for: they are held until all have come.
+MAX_REQUEST_STATE_BYTES = 32 * 2**20
 
 
 class RequestLimits:
@@ -118,6 +121,9 @@ class RequestLimits:
     def prompt_rows(self, prompt: PreparedPrompt, params: SamplingParams) -> PromptRows | None:
         """Returns what is wanted of the rows of a prompt. Raises `RequestError` if the results of a
         step could be too long."""
+        if params.pooling == ALL_TOKENS:
+            self.check_states(len(prompt.tokens))
+            return PromptStates.of(len(prompt.tokens), self._model.hidden_size)
         if params.pooling is not None:
             return PromptPool(params.pooling, len(prompt.tokens), self._model.hidden_size)
         if params.prompt_logprobs is None:
@@ -130,6 +136,17 @@ class RequestLimits:
                 param="prompt_logprobs",
             )
         return PromptScores.of(prompt.tokens, min(params.prompt_logprobs, self._model.vocab_size))
+
+    def check_states(self, num_tokens: int) -> None:
+        """Raises `RequestError` if the hidden states of so many tokens are too many for one
+        request."""
+        most = MAX_REQUEST_STATE_BYTES // (4 * self._model.hidden_size)
+        if num_tokens > most:
+            raise RequestError(
+                f"the hidden states of {num_tokens} tokens are too many for one request, which may "
+                f"have those of {most}",
+                param="prompt",
+            )
 
     def check_token_ids(self, params: SamplingParams) -> None:
         """Raises `RequestError` naming a field with a token id that the model does not have."""

@@ -22,7 +22,14 @@ from typing import TypeVar
 import numpy as np
 
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
-from aioinfer.ipc.prompt_rows import PooledRows, PooledStates, PromptLogprobRows, PromptLogprobs
+from aioinfer.ipc.prompt_rows import (
+    PooledRows,
+    PooledStates,
+    PromptLogprobRows,
+    PromptLogprobs,
+    TokenStateRows,
+    TokenStates,
+)
 from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
 from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
@@ -49,6 +56,7 @@ S = TypeVar("S", bound=Section)
 #: The sections that a plan may have. A new one is entered here.
 PLAN_SECTIONS: tuple[type[Section], ...] = (
     Admissions, Vacated, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
+    TokenStateRows,
 )  # fmt: skip
 
 
@@ -180,7 +188,12 @@ class Logprobs(Section):
 
 
 #: The sections that a result may have. A new one is entered here.
-RESULT_SECTIONS: tuple[type[Section], ...] = (Logprobs, PromptLogprobs, PooledStates)
+RESULT_SECTIONS: tuple[type[Section], ...] = (
+    Logprobs,
+    PromptLogprobs,
+    PooledStates,
+    TokenStates,
+)
 
 
 @dataclass(slots=True)

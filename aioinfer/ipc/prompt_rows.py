@@ -1,8 +1,8 @@
 """What crosses the ring for requests that ask for outputs of their prompt's rows: the
-log-probabilities of the prompt's tokens, or its pooled hidden state.
+log-probabilities of the prompt's tokens, or its hidden states, pooled or one for each token.
 
 A plan lists the rows of a step that belong to such requests; other plans have no such section. The
-slots name the rows: a slot has one row in a step. What a step may send back is bounded by the two
+slots name the rows: a slot has one row in a step. What a step may send back is bounded by the
 constants below, so that a result fits into the ring.
 """
 
@@ -15,10 +15,11 @@ import numpy as np
 from aioinfer.ipc.sections import F32, I32, Section, array
 from aioinfer.sampling_params import POOLINGS
 
-#: Bytes of a result that log-probabilities of prompt tokens, and pooled hidden states, may take. A
-#: message of the usual ring has 16 MiB at most.
-MAX_LOGPROB_BYTES = 8 * 2**20
+#: Bytes of a result that log-probabilities of prompt tokens, pooled hidden states, and those of
+#: each token may take. A message of the usual ring has 16 MiB at most.
+MAX_LOGPROB_BYTES = 6 * 2**20
 MAX_POOLED_BYTES = 6 * 2**20
+MAX_STATE_BYTES = 3 * 2**20
 
 #: The numbers that stand for `POOLINGS` in `PooledRows`.
 LAST, MEAN, CLS = range(len(POOLINGS))
@@ -64,6 +65,20 @@ class PooledRows(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenStateRows(Section):
+    """Rows of a plan whose hidden states, after the model's last norm, are wanted. P rows.
+
+    Attributes:
+        slots: int32 [P].
+        counts: int32 [P], of how many tokens from the row's first one on.
+    """
+
+    kind = 12
+    slots: I32 = array(np.int32)
+    counts: I32 = array(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs(Section):
     """Log-probabilities of prompt tokens, of the rows of `PromptLogprobRows` one after the other: N
     tokens in all.
@@ -91,4 +106,16 @@ class PooledStates(Section):
     """
 
     kind = 11
+    states: F32 = array(np.float32, ndim=2)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStates(Section):
+    """The hidden states of the tokens of `TokenStateRows`, one row after the other.
+
+    Attributes:
+        states: float32 [tokens, hidden_size].
+    """
+
+    kind = 12
     states: F32 = array(np.float32, ndim=2)

@@ -12,10 +12,15 @@ import numpy as np
 
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
-from aioinfer.ipc.prompt_rows import PooledRows, PromptLogprobRows
+from aioinfer.ipc.prompt_rows import (
+    MAX_STATE_BYTES,
+    PooledRows,
+    PromptLogprobRows,
+    TokenStateRows,
+)
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
 from aioinfer.ipc.sections import Section
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
@@ -37,6 +42,7 @@ class PlanBuilder:
         scored: of each row in `PromptLogprobRows`, whose it is, its first token, and how many
             tokens are scored.
         pooled: whose pooled states the step brings, in the order of its result.
+        stated: of each row in `TokenStateRows`, as `scored`.
     """
 
     def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
@@ -56,7 +62,10 @@ class PlanBuilder:
         self._packer = AdmissionPacker()
         self.scored: list[tuple[PromptScores, int, int]] = []
         self.pooled: list[PromptPool] = []
+        self.stated: list[tuple[PromptStates, int, int]] = []
+        self._state_bytes_left = MAX_STATE_BYTES
         self._scored_rows: list[tuple[int, int, int]] = []
+        self._stated_rows: list[tuple[int, int]] = []
         self._pooled_rows: list[tuple[int, int, int]] = []
         self._tokens_of_group: dict[ForkGroup, I32] = {}
 
@@ -87,6 +96,14 @@ class PlanBuilder:
         self.budget_left -= granted
         return granted
 
+    def bounded(self, request: Request, wanted: int) -> int:
+        """Returns how many of `wanted` tokens of a request the step may compute: hidden states of
+        its tokens must fit into the result."""
+        rows = request.prompt_rows
+        if not isinstance(rows, PromptStates):
+            return wanted
+        return min(wanted, self._state_bytes_left // rows.token_bytes)
+
     def add_row(self, request: Request, start: int, length: int, samples: bool) -> None:
         """Adds the row of a request: `length` tokens from position `start`."""
         if length == 1 and samples:
@@ -103,6 +120,11 @@ class PlanBuilder:
             if (count := rows.count(start, end)) > 0:
                 self.scored.append((rows, start, count))
                 self._scored_rows.append((request.slot, count, rows.num_top))
+        elif isinstance(rows, PromptStates):
+            if (count := rows.count(start, end)) > 0:
+                self.stated.append((rows, start, count))
+                self._stated_rows.append((request.slot, count))
+                self._state_bytes_left -= count * rows.token_bytes
         elif rows is not None and rows.wants(end):
             ends = end >= rows.prompt_len
             self._pooled_rows.append((request.slot, rows.number, int(ends)))
@@ -201,6 +223,8 @@ class PlanBuilder:
             sections.append(PromptLogprobRows(*_columns(self._scored_rows, 3)))
         if self._pooled_rows:
             sections.append(PooledRows(*_columns(self._pooled_rows, 3)))
+        if self._stated_rows:
+            sections.append(TokenStateRows(*_columns(self._stated_rows, 2)))
         return sections
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aioinfer.ipc.prompt_rows import LAST, PooledStates, PromptLogprobs
+from aioinfer.ipc.prompt_rows import LAST, PooledStates, PromptLogprobs, TokenStates
 from aioinfer.ipc.sections import F32, I32
 from aioinfer.sampling_params import POOLINGS
 
@@ -128,5 +128,52 @@ class PromptPool:
         self.state = found.states[row]
 
 
+@dataclass(slots=True)
+class PromptStates:
+    """Wanted: the hidden states of all tokens of the prompt.
+
+    Attributes:
+        states: float32 [P, hidden_size].
+        num_known: how many of them, from the first one on, have come.
+    """
+
+    states: F32
+    num_known: int = 0
+
+    #: Bytes of a result that the request holds while it runs: a step bounds them by its rows.
+    held_bytes = 0
+
+    @classmethod
+    def of(cls, prompt_len: int, hidden_size: int) -> PromptStates:
+        """Returns an array for a prompt; it takes memory as it is filled."""
+        return cls(np.empty((prompt_len, hidden_size), np.float32))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a result that a token takes."""
+        return 4 * self.states.shape[1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all have come."""
+        return self.num_known >= len(self.states)
+
+    def max_prefix(self) -> int:
+        """Returns how many tokens of the prompt may be taken from the cache."""
+        return self.num_known
+
+    def count(self, start: int, end: int) -> int:
+        """Returns of how many tokens of a row from `start` to `end` the states are wanted, from its
+        first one on."""
+        return 0 if end <= self.num_known else min(end, len(self.states)) - start
+
+    def take(self, start: int, found: TokenStates, first: int, count: int) -> None:
+        """Enters what has come of a row that began at token `start`: entries `first` to `first +
+        count` of a result."""
+        self.states[start : start + count] = found.states[first : first + count]
+        if start <= self.num_known:
+            self.num_known = max(self.num_known, start + count)
+
+
 #: What a request may ask for.
-PromptRows = PromptScores | PromptPool
+PromptRows = PromptScores | PromptPool | PromptStates

@@ -45,7 +45,7 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores
+from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 from aioinfer.scheduler.request import BeamGroup, Request, Status
 from aioinfer.scheduler.running import RunningRequests
 from aioinfer.scheduler.stats import SchedulerStats
@@ -67,6 +67,7 @@ class Scheduler:
         # what the last plan will bring beside tokens: see `PlanBuilder`
         self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
         self.last_pooled: Sequence[PromptPool] = ()
+        self.last_stated: Sequence[tuple[PromptStates, int, int]] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
 
@@ -297,6 +298,7 @@ class Scheduler:
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
+        self.last_stated = builder.stated
         constrained: list[int] = []
         if running.num_constrained:
             constrained = [row for row, r in enumerate(sampled) if r.is_constrained]

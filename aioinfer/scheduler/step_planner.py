@@ -78,7 +78,7 @@ class StepPlanner:
                     continue
                 if request.awaits_result:
                     continue  # its last token, or the one that the next depends on, is on its way
-            tokens = builder.grant(total - start)
+            tokens = builder.grant(builder.bounded(request, total - start))
             if not tokens:
                 continue
             missing = -((request.num_blocks * block_size - start - tokens) // block_size)
@@ -117,6 +117,8 @@ class StepPlanner:
         rows = request.prompt_rows
         if rows is not None and 0 < self._running.held_bytes > MAX_POOLED_BYTES - rows.held_bytes:
             return False
+        if not builder.bounded(request, 1):
+            return False
         return builder.has_bytes(self._admission_bytes(builder, request))
 
     def _admission_bytes(self, builder: PlanBuilder, request: Request) -> int:
@@ -149,7 +151,8 @@ class StepPlanner:
             return False
         self._waiting.pop()
         size = self._admission_bytes(builder, request)
-        tokens = builder.grant(request.total - prefix.num_tokens, prefill=True)
+        wanted = builder.bounded(request, request.total - prefix.num_tokens)
+        tokens = builder.grant(wanted, prefill=True)
         self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
         self._running.enter(request, prefix.num_tokens)
         if request.num_cached < 0:

@@ -1,4 +1,5 @@
-"""Outputs of prompt rows: log-probabilities of the prompt's tokens, and pooled hidden states.
+"""Outputs of prompt rows: log-probabilities of the prompt's tokens, and hidden states, pooled or
+one for each token.
 
 The runners call `PromptOutputs` in steps whose plan has such rows (`ipc.prompt_rows`). Logits are
 computed for `CHUNK_ROWS` tokens at a time, so that those of a whole prompt never exist together.
@@ -28,6 +29,8 @@ from aioinfer.ipc.prompt_rows import (
     PooledStates,
     PromptLogprobRows,
     PromptLogprobs,
+    TokenStateRows,
+    TokenStates,
 )
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.embedding import Vocabulary
@@ -45,7 +48,9 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def has_prompt_rows(plan: StepPlan) -> bool:
     """Whether a plan has rows with outputs of their own."""
-    return any(isinstance(each, PromptLogprobRows | PooledRows) for each in plan.sections)
+    return any(
+        isinstance(each, PromptLogprobRows | PooledRows | TokenStateRows) for each in plan.sections
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class PromptOutputs:
         pooled = plan.section(PooledRows)
         return (
             plan.section(PromptLogprobRows) is not None
+            or plan.section(TokenStateRows) is not None
             or not self._model.finishes_with_hidden_states
             or (pooled is not None and bool((pooled.poolings != LAST).any()))
         )
@@ -97,6 +103,7 @@ class PromptOutputs:
         """
         found: list[PendingSection] = []
         scored, pooled = plan.section(PromptLogprobRows), plan.section(PooledRows)
+        stated = plan.section(TokenStateRows)
         if scored is not None:
             found.append(PendingSection(PromptLogprobs, self._score(plan, scored, hidden)))
         if pooled is not None:
@@ -106,6 +113,10 @@ class PromptOutputs:
                 states = self._pool(plan, pooled, hidden)
             if len(states):
                 found.append(PendingSection(PooledStates, (self._fetch(states),)))
+        if stated is not None:
+            tokens = _spread(_first_tokens(plan, stated.slots), stated.counts, 1)
+            states = self._model.normed(hidden.index_select(0, self._upload(tokens))).float()
+            found.append(PendingSection(TokenStates, (self._fetch(states),)))
         return found
 
     # ---------------------------------------------------------------- log-probabilities

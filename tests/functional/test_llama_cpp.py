@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-from tests.functional.conftest import Served
+from tests.functional.conftest import Served, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -197,3 +198,21 @@ async def test_errors(served: Served) -> None:
     assert "/v1/completions" in error["message"]
     assert (await served.post("/completions", **GREEDY))["content"]
     await served.post("/infill", 400, input_prefix="a", input_suffix="b", input_extra=[{}])
+
+
+async def test_embeddings_without_pooling() -> None:
+    async with serve(pooling__type="all") as served:
+        tokens = (await served.post("/tokenize", content="a river and a hill"))["tokens"]
+        (reply,) = await served.post("/embedding", content="a river and a hill")  # type: ignore[misc]
+        vectors = torch.tensor(reply["embedding"])
+        assert vectors.shape == (len(tokens), 576)
+        assert not torch.allclose(vectors.norm(dim=1), torch.ones(len(tokens)))
+        for path, body in (
+            ("/v1/embeddings", {"input": "x"}),
+            ("/rerank", {"query": "x", "documents": ["y"]}),
+            ("/api/embed", {"input": "x"}),
+        ):
+            error = await served.post(path, 400, **body)  # type: ignore[arg-type]
+            assert "each token" in str(error["error"])
+        (plain,) = (await served.post("/pooling", input=tokens))["data"]
+        assert torch.allclose(torch.tensor(plain["data"]), vectors, atol=1e-4)

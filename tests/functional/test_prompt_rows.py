@@ -62,6 +62,26 @@ def test_every_way_gives_what_transformers_does(reference: Reference, way: str) 
             assert cached == [384, 0, 0, 0, 0, 384]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_of_all_tokens(reference: Reference, ranks: int) -> None:
+    """In chunks, beside generation, with the cache full of the same prompts, and preempted."""
+    settings: dict[str, Any] = {"scheduler.max_num_batched_tokens": 24}
+    if ranks > 1:
+        settings |= {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": ranks}
+    every, others = SamplingParams(pooling="all"), SamplingParams(temperature=0, max_tokens=90)
+    with LLM(str(reference.folder), settings=BASE | settings, progress=False) as llm:
+        growing = [(reference.prompts[3], others)] * 5
+        requests = [(prompt, every) for prompt in reference.prompts]
+        for outputs in (run(llm, [*growing, *requests]), run(llm, requests)):
+            for number, output in enumerate(outputs[-len(requests) :]):
+                expected = reference.states[number].numpy()
+                assert output.pooled is not None
+                assert output.pooled.shape == expected.shape
+                assert np.abs(output.pooled - expected).max() < 1e-4 * np.abs(expected).max()
+        with pytest.raises(RequestError, match="a vector for each token"):
+            llm.embed("x", pooling="all")
+
+
 @pytest.mark.parametrize("pooling", [None, *POOLINGS])
 def test_a_preempted_prompt_is_computed_anew(reference: Reference, pooling: str | None) -> None:
     """Requests before it keep growing at its cost, while few tokens of it are computed a step."""

@@ -186,6 +186,9 @@ async def test_embeddings(llm: AsyncLLM) -> None:
     state = await llm.encode("a cat")
     length = float((state @ state) ** 0.5)
     assert np.allclose(state / length, found[0], atol=1e-5)
+    states = await llm.encode("a cat", "all")
+    assert states.ndim == 2
+    assert np.allclose(states[-1], state, atol=1e-3 * float(np.abs(state).max()))
     assert await llm.score(*texts[:2]) == pytest.approx(float(found[0] @ found[1]), abs=1e-4)
     with pytest.raises(RequestError, match="dimensions"):
         await llm.embed("a", dimensions=100_000)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jsonschema
@@ -135,7 +136,7 @@ async def test_conversations_are_kept_unless_not_wanted(client: openai.AsyncOpen
     ("fields", "param"),
     [
         ({"input": []}, "input"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -157,3 +158,108 @@ async def test_the_oldest_responses_go() -> None:
             assert response.status == 404
         async with served.http.get(f"/v1/responses/{ids[1]}") as response:
             assert response.status == 200
+
+
+async def retrieved(client: openai.AsyncOpenAI, id: str, is_wanted: Callable[[Any], bool]) -> Any:
+    """Returns a response in the background once it is as wanted."""
+    for _ in range(3000):
+        found = await client.responses.retrieve(id)
+        if is_wanted(found):
+            return found
+        await asyncio.sleep(0.02)
+    raise TimeoutError(found)
+
+
+async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
+    """Returns a response in the background when it has ended."""
+    return await retrieved(client, id, lambda r: r.status not in ("queued", "in_progress"))
+
+
+async def test_a_response_in_the_background(client: openai.AsyncOpenAI) -> None:
+    ask = "What is the capital of France?"
+    whole = await client.responses.create(**USUAL, input=ask)
+    queued = await client.responses.create(**USUAL, input=ask, background=True)
+    assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+    found = await ended(client, queued.id)
+    assert (found.status, found.output_text) == (whole.status, whole.output_text)
+    assert found.usage.output_tokens == 6
+    # it goes on as any other, and what is complete stays complete
+    sequel = [
+        await client.responses.create(**USUAL, input="So?", previous_response_id=id)
+        for id in (whole.id, found.id)
+    ]
+    assert sequel[0].output_text == sequel[1].output_text
+    assert (await client.responses.cancel(found.id)).status == found.status
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        await client.responses.cancel(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.cancel("resp_none")
+
+
+LONG: Any = {"model": "smollm2", "temperature": 0, "input": "Tell me a long story."}
+
+
+async def test_a_response_is_cancelled(client: openai.AsyncOpenAI, served: Served) -> None:
+    response = await client.responses.create(**LONG, background=True)
+    found = await retrieved(client, response.id, lambda r: bool(r.output_text))
+    assert found.status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="has not ended"):
+        await client.responses.create(**USUAL, input="So?", previous_response_id=response.id)
+    cancelled = await client.responses.cancel(response.id)
+    assert cancelled.status == "cancelled"
+    assert cancelled.output_text.startswith(found.output_text)
+    assert await client.responses.retrieve(response.id) == cancelled
+    assert not served.engine._sequences
+    other = await client.responses.create(**LONG, background=True)
+    await client.responses.delete(other.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(other.id)
+    assert not served.engine._sequences
+
+
+async def test_a_failure_in_the_background(client: openai.AsyncOpenAI, served: Served) -> None:
+    response = await client.responses.create(**LONG, background=True)
+    (sequence,) = served.engine._sequences.values()
+    served.engine.fail(sequence.output, GenerationError("the logits held NaN"))
+    found = await ended(client, response.id)
+    assert found.status == "failed"
+    assert found.error.message == "the logits held NaN"
+
+
+async def test_events_of_the_background_are_resumed(
+    client: openai.AsyncOpenAI, served: Served
+) -> None:
+    stream = await client.responses.create(
+        **USUAL | {"max_output_tokens": 40}, input="Name a river.", background=True, stream=True
+    )
+    seen = [await anext(stream) for _ in range(6)]
+    await stream.close()  # it goes on without a reader
+    id = seen[0].response.id
+    resumed = await client.responses.retrieve(id, stream=True, starting_after=3)
+    rest = [event async for event in resumed]
+    assert rest[:2] == seen[4:6]
+    assert [event.sequence_number for event in rest] == list(range(4, 4 + len(rest)))
+    events = [*seen[:4], *rest]
+    text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    found = await ended(client, id)
+    assert found.output_text == text
+    again = await client.responses.retrieve(id, stream=True)
+    assert [event async for event in again] == events
+    async with served.http.get(f"/v1/responses/{id}?stream=true&starting_after=x") as reply:
+        assert reply.status == 400
+    plain = await client.responses.create(**USUAL, input="Hi")
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.retrieve(plain.id, stream=True)
+
+
+async def test_the_background_is_bounded() -> None:
+    async with serve(chat__max_stored_responses=1, chat__max_stored_bytes=1500) as served:
+        body: Any = {"input": "Tell me a long story.", "background": True}
+        first = await served.post("/v1/responses", **body)
+        error = await served.post("/v1/responses", 503, **body)
+        assert error["error"]["code"] == "overloaded"
+        await served.post(f"/v1/responses/{first['id']}/cancel")
+        error = await served.post("/v1/responses", 400, **body | {"input": "x" * 2000})
+        assert error["error"]["param"] == "background"
+        second = await served.post("/v1/responses", **body)
+        assert second["status"] == "queued"  # and the server ends all the same

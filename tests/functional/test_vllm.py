@@ -37,6 +37,28 @@ async def test_an_echo_in_a_chat(served: Served) -> None:
     assert [answer] == contents(await served.post(CHAT, messages=ASK, **GREEDY))
 
 
+async def test_a_vector_for_each_token(served: Served) -> None:
+    ids = [list(range(20, 320)), [7, 8, 9]]
+    body: dict[str, Any] = {"input": ids, "task": "token_embed"}
+    data = (await served.post("/pooling", **body))["data"]
+    found = [torch.tensor(each["data"]) for each in data]
+    assert [each.shape for each in found] == [(300, 576), (3, 576)]
+    assert all(torch.allclose(each.norm(dim=1), torch.ones(len(each))) for each in found)
+    coded = (await served.post("/pooling", **body, encoding_format="base64"))["data"]
+    same = torch.frombuffer(bytearray(base64.b64decode(coded[0]["data"])), dtype=torch.float32)
+    assert torch.equal(same.view(300, 576), found[0])
+    # as they are, the last one is what pooling by the last token gives
+    plain = await served.post("/pooling", input=ids, pooling_type="all")
+    last = await served.post("/pooling", input=ids, pooling_type="last")
+    for whole, one in zip(plain["data"], last["data"], strict=True):
+        assert torch.allclose(torch.tensor(whole["data"][-1]), torch.tensor(one["data"]), atol=1e-3)
+    cut = await served.post("/pooling", **body, dimensions=8)
+    assert torch.tensor(cut["data"][1]["data"]).shape == (3, 8)
+    error = await served.post("/pooling", 400, input=[[5] * 500] * 40, task="token_embed")
+    assert error["error"]["param"] == "input"
+    await served.post("/pooling", 400, input="x", task="token_embed", pooling_type="mean")
+
+
 async def test_a_role_of_any_name(served: Served) -> None:
     parts = [{"type": "text", "text": "What is 1+1?"}]
     for content in ("What is 1+1?", parts):
@@ -187,8 +209,8 @@ async def test_names_of_embeddings_and_scores(served: Served) -> None:
     assert await vector("/v1/embeddings", use_activation=True) == pytest.approx(1, abs=1e-3)
     assert await vector("/v1/embeddings", use_activation=False) > 2
     assert await vector("/pooling", task="embed") == pytest.approx(1, abs=1e-3)
-    reply = await served.post("/pooling", 400, input="x", task="token_embed")
-    assert reply["error"]["message"].startswith("Unsupported task: 'token_embed'")
+    reply = await served.post("/pooling", 400, input="x", task="token_classify")
+    assert reply["error"]["message"].startswith("Unsupported task: 'token_classify'")
     one, two = ["a river", "a stone"], ["a stream", "a rock"]
     first = await served.post("/score", text_1=one, text_2=two)
     for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):

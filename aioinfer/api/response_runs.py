@@ -1,0 +1,222 @@
+"""Responses in the background (`"background": true`): they are generated without a connection until
+they end, or are cancelled. Clients ask for them again, or follow their events.
+
+`responses` begins them. `ResponseRuns` knows those that have not ended; the `ResponseStore` has the
+others. Both are in memory: a server that ends cancels what it has not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from aioinfer.api.admission import bounded
+from aioinfer.api.delivery import submitted
+from aioinfer.api.limits import ACCOUNT
+from aioinfer.api.record import RECORD, RequestRecord
+from aioinfer.api.response_events import Reply, ResponseEvents, answer
+from aioinfer.api.response_store import ResponseStore
+from aioinfer.api.responses_body import ResponseRequest
+from aioinfer.config import ChatConfig
+from aioinfer.engine.chat_turn import Turn, make_parser
+from aioinfer.errors import OverloadedError, RequestError
+from aioinfer.scheduler.request import Status
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import RequestOutput
+
+
+class ResponseRun:
+    """A response that is generated in the background.
+
+    Attributes:
+        messages: the conversation before it.
+        num_bytes: the length of the conversation as JSON.
+        events: the events so far by their sequence numbers, if it was asked to be a stream.
+        ended: the response, once it has ended.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        body: ResponseRequest,
+        turn: Turn,
+        messages: Sequence[dict[str, Any]],
+    ):
+        """Raises `RequestError` for a conversation that is nested too deeply to be stored."""
+        self.messages = messages
+        self.events: list[bytes] = []
+        self.ended: dict[str, Any] | None = None
+        self._body, self._turn = body, turn
+        self._reply = Reply(frontend, body, turn)
+        self._makes = ResponseEvents(self._reply, make_parser(frontend, turn), self._end)
+        self._output: RequestOutput | None = None
+        self._news = asyncio.Event()
+        try:
+            self.num_bytes = len(orjson.dumps(messages))
+        except orjson.JSONEncodeError as error:
+            raise RequestError("the input is nested too deeply", param="input") from error
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return self._reply.id
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its events are kept."""
+        return bool(self._body.stream)
+
+    def body(self) -> dict[str, Any]:
+        """Returns the response as it stands."""
+        if self.ended is not None:
+            return self.ended
+        blocks = self._makes.blocks.all
+        is_running = self._output is not None and self._output.sequences[0].request.status in (
+            Status.RUNNING,
+            Status.FINISHED,
+        )
+        waits = not blocks and not is_running  # one that was preempted is in progress
+        return self._reply.body(blocks, unfinished="queued" if waits else "in_progress")
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Returns the conversation with what has been generated."""
+        return [*self.messages, answer(self._makes.blocks.all)]
+
+    def cancel(self) -> None:
+        """Has the generation end; the response is cancelled unless it is complete."""
+        if self._output is not None:
+            self._output.abort()
+
+    async def generate(self, request: web.Request, queued: asyncio.Future[dict[str, Any]]) -> None:
+        """Generates the response for a request, beyond its reply. `queued` becomes the response
+        when it is in the queue, or the error that kept it out."""
+        request[RECORD] = RequestRecord(request[RECORD].arrived)  # the other ends with the reply
+        try:
+            async with (
+                bounded(request, self._body.timeout_s),
+                submitted(
+                    request,
+                    [self._turn.prompt],
+                    self._turn.params,
+                    name=self.id,
+                    priority=self._body.priority,
+                ) as outputs,
+            ):
+                self._reply.output = self._output = outputs[0]
+                queued.set_result(self.body())
+                async for delta in outputs[0]:
+                    self._note(self._makes.events(delta))
+        except Exception as error:
+            if not queued.done():
+                queued.set_exception(error)
+                return
+            self._end((), self._makes.failed(error))
+            self._note(self._makes.failure(error))
+        if self.ended is None:
+            self.ended = self._reply.body(self._makes.blocks.all, unfinished="cancelled")
+        self._note(b"")
+
+    def _end(self, blocks: Sequence[Any], ended: dict[str, Any]) -> None:
+        self.ended = ended
+
+    def _note(self, events: bytes) -> None:
+        """Keeps events, and tells those who follow them that something is new."""
+        if self.is_stream:
+            # JSON has no line ends of its own
+            self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, first: int) -> AsyncIterator[bytes]:
+        """Yields the events from this sequence number on as they come."""
+        while True:
+            if first < len(self.events):
+                found = b"".join(self.events[first:])
+                first = len(self.events)
+                yield found
+            elif self.ended is not None:
+                return
+            else:
+                await self._news.wait()
+
+
+class ResponseRuns:
+    """The responses in the background that have not ended, of all API keys. There are no more of
+    them than are stored, by number and by bytes."""
+
+    def __init__(self, store: ResponseStore, config: ChatConfig):
+        self._store, self._config = store, config
+        self._runs: dict[tuple[str | None, str], ResponseRun] = {}
+        self._tasks: dict[ResponseRun, asyncio.Task[None]] = {}
+
+    def find(self, owner: str | None, id: str) -> ResponseRun | None:
+        """Returns a response of an API key that has not ended; None where there is none."""
+        return self._runs.get((owner, id))
+
+    async def begin(self, request: web.Request, run: ResponseRun) -> dict[str, Any]:
+        """Begins a response for a request, and returns it when it is in the queue.
+
+        Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
+        and what `submitted` does.
+        """
+        limits = self._config
+        if not limits.max_stored_responses or run.num_bytes > limits.max_stored_bytes:
+            raise RequestError(
+                "a response in the background is stored, and the server's "
+                "chat.max_stored_responses or chat.max_stored_bytes leaves no room for it",
+                param="background",
+            )
+        num_bytes = sum(other.num_bytes for other in self._tasks) + run.num_bytes
+        if len(self._tasks) >= limits.max_stored_responses or num_bytes > limits.max_stored_bytes:
+            raise OverloadedError(
+                f"{len(self._tasks)} responses are in the background, one more is too many; try "
+                "again later"
+            )
+        queued: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(request, run, queued))
+        self._tasks[run] = task
+        task.add_done_callback(partial(self._forget, run))
+        try:
+            return await queued
+        except asyncio.CancelledError:  # the client is gone, and nobody knows the id
+            task.cancel()
+            raise
+
+    async def cancel(self, run: ResponseRun) -> None:
+        """Cancels a response, and returns when it has ended."""
+        run.cancel()
+        await asyncio.wait([self._tasks[run]])
+
+    async def stop(self, app: web.Application) -> None:
+        """Ends all of them; a handler of `on_shutdown`."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(
+        self, request: web.Request, run: ResponseRun, queued: asyncio.Future[dict[str, Any]]
+    ) -> None:
+        account = request[ACCOUNT]
+        place = (account.key.name, run.id)
+        self._runs[place] = run
+        try:
+            with account.occupied():
+                await run.generate(request, queued)
+            if run.ended is not None:
+                self._store.add(place[0], run.ended, run.conversation(), run.events)
+        finally:
+            del self._runs[place]
+
+    def _forget(self, run: ResponseRun, task: asyncio.Task[None]) -> None:
+        del self._tasks[run]
+
+
+RESPONSE_RUNS = web.AppKey("response_runs", ResponseRuns)
