@@ -66,6 +66,7 @@ async def test_many_sequences_have_several_parsers(
     """Requests that come together start when there are parsers enough, in turn; each parser knows
     its own sequences alone, and all give the same masks."""
     monkeypatch.setattr(grammar, "num_threads", lambda: 3)
+    monkeypatch.setattr(grammar, "_PARSERS_A_THREAD", 1)
     compiler = RestrictionCompiler(tokenizer, VOCAB_SIZE, [END])
     params = regex("[ab]{3}c")
     alone = await compiler.compile(params)
