@@ -98,8 +98,9 @@ def test_products_of_many_rows(
 ) -> None:
     weight = FP8 if kind == BF16 else kind
     kernel = product(config, kind, weight, scaling, run, gated=gated)
-    # the widest tile has as many sums as a warpgroup has registers for, and spills a few addresses
-    assert spilled(kernel, tmp_path) <= (64 if config.tokens == 256 else 0)
+    # the widest tiles have as many sums as warps have registers for, and spill a few addresses
+    is_widest = config.tokens * config.features >= 32768
+    assert spilled(kernel, tmp_path) <= (64 if is_widest else 0)
     assert kernel.metadata.shared <= SHARED_MEMORY
     products = set(re.findall(r"wgmma\.mma_async\S*", kernel.asm["ptx"]))
     assert {name.partition("k")[2].partition(".")[2] for name in products} == {WGMMA[kind]}
