@@ -89,7 +89,7 @@ WIDE_CONFIG = ProductConfig(64, 32, 32, 4, 2)
 #: input costs more instructions, so that fewer pay.
 _MIN_SHARE, _MIN_BLOCK_SHARE = 4096, 1024
 #: And only if that gives no more programs than run at a time.
-_MAX_PROGRAMS = 264
+MAX_PROGRAMS = 264
 
 
 def product_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> ProductConfig:
@@ -101,7 +101,7 @@ def product_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> Prod
     share = _MIN_BLOCK_SHARE if grouped else _MIN_SHARE
     tiles = -(-lines // config.features) * -(-rows // config.tokens)
     splits = config.splits
-    while splits > 1 and (inputs < splits * share or tiles * splits > _MAX_PROGRAMS):
+    while splits > 1 and (inputs < splits * share or tiles * splits > MAX_PROGRAMS):
         splits //= 2
     return replace(config, splits=splits)
 

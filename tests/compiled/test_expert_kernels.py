@@ -5,16 +5,12 @@ loads 16 bytes at a time."""
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels import expert_linear, expert_routing
 from aioinfer.kernels.expert_linear import (
     CONFIGS,
@@ -24,45 +20,12 @@ from aioinfer.kernels.expert_linear import (
     vector_config,
 )
 from aioinfer.kernels.expert_routing import routing_config
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # of a thread block
+from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
+
 #: Qwen3-30B-A3B.
 HIDDEN, CHANNELS, EXPERTS, TOP_K = 2048, 768, 128, 8
-
-
-def compile_kernel(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], config: Any
-) -> CompiledKernel:
-    """Compiles a kernel whose pointers are aligned, and whose other arguments are integers."""
-    names = kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    unspecialized = kernel.do_not_specialize or ()
-    aligned = [
-        name
-        for name, kind in signature.items()
-        if kind.startswith("*") or (kind == "i32" and name not in unspecialized)
-    ]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
-    return triton.compile(source, target=HOPPER, options=options)
-
-
-def spilled(kernel: CompiledKernel, folder: Path) -> int:
-    """Returns the bytes of each thread's stack."""
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", lines)[0])
 
 
 def product(

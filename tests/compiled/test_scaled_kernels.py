@@ -5,61 +5,23 @@ at a time."""
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
 import triton.language as tl
 from aioinfer.kernels import quantize, scaled_linear, scaled_product
 from aioinfer.kernels.scaled_linear import scaled_linear_config
 from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, PLAIN_CONFIG, ProductConfig
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # of a thread block
+from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
+
 FP8, BF16, INT8 = "fp8e4nv", "bf16", "i8"
 GROUP = 128
-
-
-def compile_kernel(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], config: Any
-) -> CompiledKernel:
-    """Compiles a kernel whose other arguments are integers that 16 divides, but for those that it
-    does not specialize."""
-    names = kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    unspecialized = kernel.do_not_specialize or ()
-    aligned = [
-        name
-        for name, kind in signature.items()
-        if kind.startswith("*") or (kind == "i32" and name not in unspecialized)
-    ]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=HOPPER, options=options)
-
-
-def spilled(kernel: CompiledKernel, folder: Path) -> int:
-    """Returns the bytes of each thread's stack."""
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", lines)[0])
 
 
 def product(

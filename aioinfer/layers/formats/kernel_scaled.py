@@ -1,9 +1,9 @@
 """Weights of one byte that stay so, computed with by our kernels and cuBLASLt.
 
 One row is multiplied as it is, in 16 bits, in one launch with the norm before it. More are
-quantized first, where the scheme says so, in the launch of the norm or the gate before the product:
-converting weights in registers takes longer, also for two rows. That an all-reduce with norm could
-quantize as well is a matter of `ResidualStream.normed`: `multiply` takes `ScaledInputs`.
+quantized first, where the scheme says so, in the launch of the norm before the product or in one of
+its own: converting weights in registers takes longer, also for two rows. That an all-reduce with
+norm could quantize as well is a matter of `ResidualStream.normed`: `multiply` takes `ScaledInputs`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from aioinfer.kernels.scaled_product import (
     ALIGNMENT,
     CONFIGS,
     CUBLAS_ROWS,
+    MAX_PROGRAMS,
     cublas_product,
     scaled_product,
     use_cublas,
@@ -38,8 +39,6 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
 Inputs: TypeAlias = "torch.Tensor | ScaledInputs"
-#: Tiles of a product whose inputs several programs share: no more programs run at a time.
-_MAX_SHARED_TILES = 264
 
 
 class KernelScaledWeight(ScaledWeight):
@@ -79,7 +78,7 @@ class KernelScaledWeight(ScaledWeight):
             rows = rows[order]
         run = _common_run(rows)
         scales = self.scales[rows[::run]].view(-(-self._out // run), -1).contiguous()
-        counters = torch.zeros(_MAX_SHARED_TILES, dtype=torch.int32, device=values.device)
+        counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=values.device)
         self._loaded = ScaledMatrix(values, scales, run, counters)
         if self._scheme.inputs != "none":
             static = self.input_scale
