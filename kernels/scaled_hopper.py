@@ -1,6 +1,7 @@
 """Float8 products of many rows on Hopper GPUs, in Triton's Gluon dialect.
 
-The alternative to `scaled_product` for activations and weights in float8 (`supports` says which).
+The alternative to `scaled_product` for activations and weights in float8 (`supports` says which);
+not yet measured, and so called by benchmarks and tests alone.
 The schedule is `gated_product`'s: a tile of the output's transpose is 64 weight rows for each of
 three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a ring of
 stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent. Scales of
