@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
@@ -22,13 +23,15 @@ from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
+from aioinfer.api.logprobs import formatted
 from aioinfer.api.record import RECORD
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event, with_usage
 from aioinfer.api.timings import timings
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, RequestOutput, TokenLogprob
+    from aioinfer.engine.logprobs import TokenLogprob
+    from aioinfer.engine.output import Delta, RequestOutput
 
 T = TypeVar("T")
 #: Returns how many of a choice's tokens are thoughts.
@@ -264,7 +267,7 @@ async def _send(
         num_tokens += len(delta.token_ids)
         if delta.logprobs:
             await choices[delta.index].open()
-        events = choices[delta.index].events(delta)
+        events = await formatted(delta.logprobs or (), partial(choices[delta.index].events, delta))
         if continuous_usage:
             lengths[delta.index] += len(delta.token_ids)
             events = with_usage(events, usage([output], lengths[delta.index]))

@@ -12,7 +12,12 @@ from aioinfer.api.mixed_prompts import Prompt, Prompts, is_single, split_prompts
 from aioinfer.api.protocol import IgnoredFields, Int32, Int64, Length, Seconds
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, GrammarSpec, SamplingParams
+from aioinfer.sampling_params import (
+    MAX_LOGIT_BIAS_VALUE,
+    MAX_SORTED_LOGPROBS,
+    GrammarSpec,
+    SamplingParams,
+)
 
 _Unused = Annotated[
     float | list[str] | bool | None,
@@ -71,6 +76,11 @@ class Sampling(IgnoredFields, kw_only=True):
             raise RequestError(
                 "grammar and json_schema cannot be combined: an output follows one grammar",
                 param="json_schema",
+            )
+        if not 0 <= (self.n_probs or 0) <= MAX_SORTED_LOGPROBS:
+            raise RequestError(
+                f"n_probs must be in [0, {MAX_SORTED_LOGPROBS}], not {self.n_probs}",
+                param="n_probs",
             )
         if self.post_sampling_probs and not self._is_greedy:
             raise RequestError(

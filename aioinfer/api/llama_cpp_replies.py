@@ -7,6 +7,7 @@ text. It ends without `[DONE]`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -15,14 +16,15 @@ from aiohttp import web
 from aioinfer.api.delivery import together
 from aioinfer.api.errors import describe, llama_cpp_error
 from aioinfer.api.llama_cpp_body import Sampling
-from aioinfer.api.logprobs import LOWEST
+from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.api.timings import timings
 from aioinfer.engine.output import Delta
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput, TokenLogprob
+    from aioinfer.engine.logprobs import TokenLogprob
+    from aioinfer.engine.output import RequestOutput
     from aioinfer.text.tokenizer import Tokenizer
 
 
@@ -147,8 +149,8 @@ async def stream_replies(
 
     async def send(output: RequestOutput, each: Sequence[LlamaReply]) -> None:
         async for delta in output:
-            events = each[delta.index].events(delta)
-            await response.write(b"".join(_event(event) for event in events))
+            events = partial(_events, each[delta.index], delta)
+            await response.write(await formatted(delta.logprobs or (), events))
 
     try:
         await together([send(*pair) for pair in zip(outputs, replies, strict=True)])
@@ -157,6 +159,10 @@ async def stream_replies(
     except Exception as error:
         await response.write(_event(llama_cpp_error(*describe(error))))
     return response
+
+
+def _events(reply: LlamaReply, delta: Delta) -> bytes:
+    return b"".join(_event(event) for event in reply.events(delta))
 
 
 def _event(fields: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aioinfer.engine.beam_search import BeamRun
+from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.metrics import RequestTimes
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
@@ -25,16 +26,6 @@ from aioinfer.scheduler.request import Request, Status
 from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.stops import StopStrings
-
-
-@dataclass(slots=True)
-class TokenLogprob:
-    """The log-probability of a sampled token, and (token id, log-probability) of the likeliest
-    tokens at its position."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from aioinfer.ipc.prompt_rows import (
     TokenStateRows,
 )
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
+from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
@@ -192,7 +193,12 @@ class PlanBuilder:
         """Has the workers copy a KV block of a group before the step computes anything."""
         self._copies.append((group, source, target))
 
-    def to_plan(self, vacated: Sequence[int] = (), constrained: Sequence[int] = ()) -> StepPlan:
+    def to_plan(
+        self,
+        vacated: Sequence[int] = (),
+        constrained: Sequence[int] = (),
+        requested: RequestedLogprobRows | None = None,
+    ) -> StepPlan:
         """Returns the plan as flat arrays. `vacated`, `constrained`: see `Vacated` and
         `ConstrainedRows`."""
         decodes, prefills = len(self._decodes), len(self._prefills)
@@ -205,11 +211,16 @@ class PlanBuilder:
         copy_groups, copy_sources, copy_targets = _columns(self._copies, 3)
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
-            table_blocks, copy_sources, copy_targets, self._sections(vacated, constrained),
-            copy_groups,
+            table_blocks, copy_sources, copy_targets,
+            self._sections(vacated, constrained, requested), copy_groups,
         )  # fmt: skip
 
-    def _sections(self, vacated: Sequence[int], constrained: Sequence[int]) -> Sequence[Section]:
+    def _sections(
+        self,
+        vacated: Sequence[int],
+        constrained: Sequence[int],
+        requested: RequestedLogprobRows | None,
+    ) -> Sequence[Section]:
         sections: list[Section] = []
         if vacated:
             sections.append(Vacated(np.array(vacated, np.int32)))
@@ -225,6 +236,8 @@ class PlanBuilder:
             sections.append(PooledRows(*_columns(self._pooled_rows, 3)))
         if self._stated_rows:
             sections.append(TokenStateRows(*_columns(self._stated_rows, 2)))
+        if requested is not None:
+            sections.append(requested)
         return sections
 
 

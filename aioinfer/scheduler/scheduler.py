@@ -47,6 +47,7 @@ from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 from aioinfer.scheduler.request import BeamGroup, Request, Status
+from aioinfer.scheduler.requested_tokens import section_of
 from aioinfer.scheduler.running import RunningRequests
 from aioinfer.scheduler.stats import SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
@@ -302,7 +303,12 @@ class Scheduler:
         constrained: list[int] = []
         if running.num_constrained:
             constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
-        plan = builder.to_plan(running.vacated, constrained)
+        requested = None
+        if running.num_requesting:
+            requested = section_of(
+                (row, r.requested) for row, r in enumerate(sampled) if r.requested is not None
+            )
+        plan = builder.to_plan(running.vacated, constrained, requested)
         running.vacated.clear()
         return plan
 
