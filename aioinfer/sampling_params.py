@@ -292,6 +292,8 @@ class SamplingParams:
         logprob_token_ids: report those of these tokens instead of the likeliest.
         prompt_logprobs: the same for the tokens of the prompt, each given those before it.
         prompt_only: generate nothing: only what is asked of the prompt comes back.
+        reports_progress: wake the reader of a stream after each step that has computed some of the
+            prompt. It goes with no outputs of the prompt.
         pooling: return the prompt's hidden states pooled in this way ("last", "mean" or "cls", the
             first token's), or "all" of them, after the model's last norm; nothing is generated.
         skip_special_tokens: leave special tokens out of the text.
@@ -324,6 +326,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = integer(None, -1, MAX_INT32)
     prompt_only: bool = False
+    reports_progress: bool = False
     pooling: str | None = None
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
@@ -359,6 +362,11 @@ class SamplingParams:
             self._check_logprob_token_ids(self.logprob_token_ids)
         if self.pooling is not None:
             self._check_pooling()
+        if self.reports_progress and self.prompt_logprobs is not None:
+            raise RequestError(
+                "return_progress is not supported together with log-probabilities of the prompt",
+                param="return_progress",
+            )
         if self.is_restricted:
             self._check_restrictions()
         if self.beam_search is not None:

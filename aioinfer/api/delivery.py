@@ -24,6 +24,7 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.logprobs import formatted
+from aioinfer.api.prompt_progress import ProgressReader
 from aioinfer.api.record import RECORD
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event, with_usage
 from aioinfer.api.timings import timings
@@ -250,20 +251,25 @@ class DirectSink:
 async def _send(
     request: web.Request,
     response: web.StreamResponse,
+    envelope: Envelope,
     output: RequestOutput,
     choices: Sequence[ChoiceEvents],
-    *,
-    continuous_usage: bool,
+    first: int,
 ) -> int:
-    """Sends the events of an output, and returns the number of its tokens. With `continuous_usage`,
-    each holds the usage of its choice so far.
+    """Sends the events of an output, whose first choice is number `first`, and returns the number
+    of its tokens. With `continuous_usage`, each holds the usage of its choice so far.
 
     The first ones are written by the handler, behind the headers; then a `DirectSink` is attached.
     """
     sink: DirectSink | None = None
     num_tokens = 0
-    lengths = [0] * len(choices)
+    lengths, progress = [0] * len(choices), ProgressReader(output)
+    continuous_usage = envelope.continuous_usage
     async for delta in output:
+        if (news := progress.news()) is not None:
+            await response.write(envelope.progress_event(first, news))
+            if not delta.token_ids and delta.finish_reason is None:
+                continue
         num_tokens += len(delta.token_ids)
         if delta.logprobs:
             await choices[delta.index].open()
@@ -308,8 +314,8 @@ async def stream(
     try:
         num_tokens = await together(
             [
-                _send(request, response, *pair, continuous_usage=envelope.continuous_usage)
-                for pair in zip(outputs, choices, strict=True)
+                _send(request, response, envelope, output, of_output, number * len(of_output))
+                for number, (output, of_output) in enumerate(zip(outputs, choices, strict=True))
             ]
         )
         end = b""

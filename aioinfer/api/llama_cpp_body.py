@@ -55,6 +55,7 @@ class Sampling(IgnoredFields, kw_only=True):
     stream: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     response_fields: list[str] | None = None
     timeout_s: Seconds | None = None
     # of what is off
@@ -131,6 +132,7 @@ class Sampling(IgnoredFields, kw_only=True):
             fields["max_tokens"] = self.max_length
         fields["n"] = self.n_cmpl
         fields["logprobs"] = self.n_probs or None
+        fields["reports_progress"] = bool(self.return_progress and self.stream)
         if self.grammar:
             fields["grammar"] = GrammarSpec("lark", self.grammar)
         elif is_given(self.json_schema):

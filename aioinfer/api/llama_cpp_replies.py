@@ -17,6 +17,7 @@ from aioinfer.api.delivery import together
 from aioinfer.api.errors import describe, llama_cpp_error
 from aioinfer.api.llama_cpp_body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
+from aioinfer.api.prompt_progress import ProgressReader
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.api.timings import timings
 from aioinfer.engine.output import Delta
@@ -74,6 +75,19 @@ class LlamaReply:
                 delta.index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
             )
             yield self.whole(end)
+
+    def progress(self, news: Mapping[str, float]) -> Mapping[str, Any]:
+        """Returns the event that tells how far the prompt is."""
+        return {
+            "index": self._index,
+            "content": "",
+            "tokens": [],
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": 0,
+            "tokens_evaluated": len(self._output.prompt_token_ids),
+            "prompt_progress": news,
+        }
 
     def whole(self, delta: Delta) -> Mapping[str, Any]:
         """Returns the reply, whose text and tokens are those of a last delta."""
@@ -148,7 +162,10 @@ async def stream_replies(
     await response.prepare(request)
 
     async def send(output: RequestOutput, each: Sequence[LlamaReply]) -> None:
+        progress = ProgressReader(output)
         async for delta in output:
+            if (news := progress.news()) is not None:
+                await response.write(_event(each[0].progress(news)))
             events = partial(_events, each[delta.index], delta)
             await response.write(await formatted(delta.logprobs or (), events))
 

@@ -98,8 +98,8 @@ class IgnoredFields(Body, kw_only=True):
     timings_per_token: _Ignored = None
 
 
-#: Their names.
-IGNORED = frozenset(IgnoredFields.__struct_fields__) - {"model"}
+#: Their names. `return_progress` is more than that in completions and chat.
+IGNORED = frozenset(IgnoredFields.__struct_fields__) - {"model", "return_progress"}
 
 
 class SamplingBody(IgnoredFields, kw_only=True):
@@ -143,6 +143,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    return_progress: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -222,6 +223,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
             }
         if (grammar := find_grammar(self)) is not None:
             fields["grammar"] = grammar
+        if self.return_progress and self.stream:
+            fields["reports_progress"] = True
         if self.use_beam_search:
             given = {
                 name: value

@@ -20,7 +20,13 @@ from aioinfer.sampling_params import (
     MAX_LOGPROBS,
     SamplingParams,
 )
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptRows,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.scheduler import Scheduler
 
 #: Bytes of hidden states that a request may ask for: they are held until all have come.
@@ -169,7 +175,7 @@ class RequestLimits:
         if params.pooling is not None:
             return PromptPool(params.pooling, len(prompt.tokens), self._model.hidden_size)
         if params.prompt_logprobs is None:
-            return None
+            return PromptProgress(len(prompt.tokens)) if params.reports_progress else None
         budget, count = (
             self._config.max_num_batched_tokens, self._num_logprobs(params.prompt_logprobs),
         )  # fmt: skip

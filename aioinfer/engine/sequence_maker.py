@@ -15,7 +15,7 @@ from aioinfer.engine.encoding import PreparedPrompt
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.served_model import ServedModel
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptRows
+from aioinfer.scheduler.prompt_rows import PromptProgress, PromptRows
 from aioinfer.scheduler.request import Beam, BeamGroup, Flow, ForkGroup, Request
 from aioinfer.scheduler.requested_tokens import RequestedTokens
 from aioinfer.text.constraints import CompiledConstraint
@@ -117,5 +117,7 @@ def attach_rows(prompt_rows: PromptRows, output: RequestOutput) -> None:
     """Makes the first sequence of a request bring the outputs of the prompt's rows."""
     first = output.sequences[0].request
     first.prompt_rows = prompt_rows
+    if isinstance(prompt_rows, PromptProgress):
+        prompt_rows.report = output.report_progress
     if first.group is not None:
         first.group.prompt_rows = prompt_rows

@@ -21,7 +21,12 @@ from aioinfer.ipc.prompt_rows import (
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.ipc.sections import Section
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
@@ -44,6 +49,7 @@ class PlanBuilder:
             tokens are scored.
         pooled: whose pooled states the step brings, in the order of its result.
         stated: of each row in `TokenStateRows`, as `scored`.
+        advanced: whose progress is reported, and the end of the row.
     """
 
     def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
@@ -64,6 +70,7 @@ class PlanBuilder:
         self.scored: list[tuple[PromptScores, int, int]] = []
         self.pooled: list[PromptPool] = []
         self.stated: list[tuple[PromptStates, int, int]] = []
+        self.advanced: list[tuple[PromptProgress, int]] = []
         self._state_bytes_left = MAX_STATE_BYTES
         self._scored_rows: list[tuple[int, int, int]] = []
         self._stated_rows: list[tuple[int, int]] = []
@@ -126,6 +133,8 @@ class PlanBuilder:
                 self.stated.append((rows, start, count))
                 self._stated_rows.append((request.slot, count))
                 self._state_bytes_left -= count * rows.token_bytes
+        elif isinstance(rows, PromptProgress):
+            self.advanced.append((rows, end))
         elif rows is not None and rows.wants(end):
             ends = end >= rows.prompt_len
             self._pooled_rows.append((request.slot, rows.number, int(ends)))

@@ -45,7 +45,12 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.request import BeamGroup, Request, Status
 from aioinfer.scheduler.requested_tokens import section_of
 from aioinfer.scheduler.running import RunningRequests
@@ -69,6 +74,7 @@ class Scheduler:
         self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
         self.last_pooled: Sequence[PromptPool] = ()
         self.last_stated: Sequence[tuple[PromptStates, int, int]] = ()
+        self.last_advanced: Sequence[tuple[PromptProgress, int]] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
 
@@ -299,7 +305,7 @@ class Scheduler:
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
-        self.last_stated = builder.stated
+        self.last_stated, self.last_advanced = builder.stated, builder.advanced
         constrained: list[int] = []
         if running.num_constrained:
             constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
