@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,41 @@ from aioinfer.ipc.sections import F32
 from aioinfer.llm import Completion, Output, Prompt
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
+from aioinfer.text.growing_text import GrowingText
+
+
+class StreamedCompletion(Completion):
+    """A completion while it is generated. Its text and its message are joined when they are
+    read."""
+
+    __slots__ = ("_message", "_text", "builder")
+
+    def __init__(self, builder: MessageBuilder | None = None, **fields: Any):
+        """`builder` makes the message of a chat; `fields` are those of `Completion`."""
+        self.builder = builder
+        super().__init__(**fields)
+
+    def append(self, text: str) -> None:
+        """Adds to the text."""
+        self._text.append(text)
+
+    @property
+    def text(self) -> str:
+        """See `Completion`."""
+        return str(self._text)
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text = GrowingText(text)
+
+    @property
+    def message(self) -> dict[str, Any] | None:
+        """See `Completion`."""
+        return self._message if self.builder is None else self.builder.as_dict
+
+    @message.setter
+    def message(self, message: dict[str, Any] | None) -> None:
+        self._message = message
 
 
 @dataclass(slots=True)
@@ -81,7 +116,8 @@ class RequestStream:
         self._last = self._new()
 
     def _new(self) -> StreamedOutput:
-        completions = [Completion() for _ in range(self._output.params.n)]
+        builders = self._builders or repeat(None, self._output.params.n)
+        completions: list[Completion] = [StreamedCompletion(builder) for builder in builders]
         return StreamedOutput(
             self._output.prompt_token_ids, completions, 0, 0, request_id=self.request_id
         )
@@ -112,15 +148,16 @@ class RequestStream:
 
     def _take(self, delta: Delta) -> None:
         completion = self._last.completions[delta.index]
-        completion.text += delta.text
+        assert isinstance(completion, StreamedCompletion)
+        completion.append(delta.text)
         completion.token_ids += delta.token_ids
         if delta.logprobs:
-            completion.logprobs = (completion.logprobs or []) + delta.logprobs
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs += delta.logprobs
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
         if self._builders:
             builder = self._builders[delta.index]
             builder.feed(delta.text, ended=delta.finish_reason is not None)
-            completion.message = builder.as_dict
         completion.cumulative_logprob = delta.cumulative_logprob
         sequences = self._output.sequences  # one, of a beam search
         request = sequences[min(delta.index, len(sequences) - 1)].request

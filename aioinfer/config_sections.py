@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from aioinfer.config_keys import key
+from aioinfer.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +235,13 @@ class SchedulerConfig:
         "length.",
         None,
         minimum=1,
+    )
+    max_logprobs: int = key(
+        "Maximum number of likeliest tokens whose log-probabilities a request may ask for at each "
+        "position (`logprobs`, `top_logprobs`, `prompt_logprobs`); -1: all tokens of the "
+        "vocabulary. Above 20 they cost time, and above 128 a lot of it.",
+        MAX_LOGPROBS,
+        minimum=-1,
     )
     plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
 

@@ -14,7 +14,8 @@ from rich.progress import Progress, TaskID
 
 from aioinfer.background import BackgroundModel
 from aioinfer.engine.chat_turn import conversation_turn, parse_message
-from aioinfer.engine.output import RequestOutput, TokenLogprob
+from aioinfer.engine.logprobs import TokenLogprob
+from aioinfer.engine.output import RequestOutput
 from aioinfer.engine.pooling import cosine_similarity
 from aioinfer.errors import GenerationError
 from aioinfer.ipc.sections import F32

@@ -22,7 +22,11 @@ from typing import Any, Literal, get_args
 
 from aioinfer.errors import RequestError
 
+#: The default of `scheduler.max_logprobs`, and as many of the likeliest tokens as kernels find.
 MAX_LOGPROBS = 20
+#: As many of the likeliest tokens as workers sort. Where more are requested, they bring the
+#: log-probabilities of all tokens, which are sorted where they are read.
+MAX_SORTED_LOGPROBS = 128
 #: The ways to pool hidden states: the last token's, the mean of all tokens', the first token's.
 POOLINGS = ("last", "mean", "cls")
 #: In the place of one of these: the hidden states of all tokens.
@@ -41,6 +45,8 @@ MAX_LOGIT_BIAS_VALUE = 100.0
 #: Entries of `allowed_token_ids`, which become bits of one mask; of `bad_words`, whose encodings
 #: are looked for at the end of the output for each token; and the characters of all bad words.
 MAX_ALLOWED_TOKEN_IDS = 2**18
+#: Entries of `logprob_token_ids`, which go with each step's plan.
+MAX_LOGPROB_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 4096
 #: Characters of a grammar's source; the kinds of grammars have further limits (`text.grammar`).
@@ -48,7 +54,7 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 #: Beams of a beam search, and the likeliest tokens that are compared of each: as many as there are
 #: beams and end tokens, so that enough go on whichever end.
 MAX_BEAM_WIDTH = 64
-MAX_BEAM_CANDIDATES = 128
+MAX_BEAM_CANDIDATES = MAX_SORTED_LOGPROBS
 #: Beyond this, the power of a long output's length is no float32.
 MAX_LENGTH_PENALTY = 5.0
 MAX_INT32 = 2**31 - 1  # the largest integer that crosses
@@ -282,9 +288,12 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens (for benchmarks).
         include_stop: keep the matched stop string at the end of the text.
         logprobs: report the log-probabilities of each sampled token and of this many of the
-            likeliest.
+            likeliest, up to `scheduler.max_logprobs`; -1: of all tokens.
+        logprob_token_ids: report those of these tokens instead of the likeliest.
         prompt_logprobs: the same for the tokens of the prompt, each given those before it.
         prompt_only: generate nothing: only what is asked of the prompt comes back.
+        reports_progress: wake the reader of a stream after each step that has computed some of the
+            prompt. It goes with no outputs of the prompt.
         pooling: return the prompt's hidden states pooled in this way ("last", "mean" or "cls", the
             first token's), or "all" of them, after the model's last norm; nothing is generated.
         skip_special_tokens: leave special tokens out of the text.
@@ -313,9 +322,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
-    logprobs: int | None = integer(None, 0, MAX_LOGPROBS, crosses=True)
-    prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
+    logprobs: int | None = integer(None, -1, MAX_INT32, crosses=True)
+    logprob_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = integer(None, -1, MAX_INT32)
     prompt_only: bool = False
+    reports_progress: bool = False
     pooling: str | None = None
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
@@ -347,8 +358,15 @@ class SamplingParams:
             object.__setattr__(self, "stop_token_ids", ())
         if self.logit_bias:
             _check_logit_bias(self.logit_bias)
+        if self.logprob_token_ids is not None:
+            self._check_logprob_token_ids(self.logprob_token_ids)
         if self.pooling is not None:
             self._check_pooling()
+        if self.reports_progress and self.prompt_logprobs is not None:
+            raise RequestError(
+                "return_progress is not supported together with log-probabilities of the prompt",
+                param="return_progress",
+            )
         if self.is_restricted:
             self._check_restrictions()
         if self.beam_search is not None:
@@ -363,6 +381,12 @@ class SamplingParams:
                 param="temperature",
             )
         object.__setattr__(self, "temperature", 0.0)
+        if self.requests_tokens:
+            raise RequestError(
+                f"logprobs must be in [0, {MAX_SORTED_LOGPROBS}] in a beam search, not "
+                f"{self.logprobs}",
+                param="logprobs",
+            )
         for name, neutral in _NEUTRAL_IN_BEAM_SEARCH:
             if getattr(self, name) != neutral:
                 raise RequestError(f"{name} is not supported in a beam search", param=name)
@@ -381,6 +405,13 @@ class SamplingParams:
         if self.n != 1 or self.prompt_logprobs is not None:
             raise RequestError("pooling goes with no n and no prompt_logprobs", param="pooling")
         object.__setattr__(self, "prompt_only", True)
+
+    def _check_logprob_token_ids(self, token_ids: Collection[int]) -> None:
+        """Keeps the ids, and has log-probabilities reported at all."""
+        ids = _as_token_ids("logprob_token_ids", token_ids, MAX_LOGPROB_TOKEN_IDS)
+        object.__setattr__(self, "logprob_token_ids", tuple(dict.fromkeys(ids)))
+        if self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
     def _check_restrictions(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, GrammarSpec):
@@ -401,6 +432,14 @@ class SamplingParams:
         """Whether some tokens may not come next: the sampler then needs a mask."""
         return bool(
             self.grammar is not None or self.allowed_token_ids is not None or self.bad_words
+        )
+
+    @property
+    def requests_tokens(self) -> bool:
+        """Whether log-probabilities are requested of given tokens, or of all, rather than of a few
+        of the likeliest. See `ipc.requested_logprobs`."""
+        return self.logprob_token_ids is not None or (
+            self.logprobs is not None and not 0 <= self.logprobs <= MAX_SORTED_LOGPROBS
         )
 
     @property
@@ -469,6 +508,7 @@ class BeamSearchParams:
 _NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, Any], ...] = (
     ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),
     ("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("stop", ()),
+    ("logprob_token_ids", None),
     ("grammar", None), ("allowed_token_ids", None), ("bad_words", ()), ("pooling", None),
     ("prompt_only", False),
 )  # fmt: skip

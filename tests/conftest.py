@@ -69,6 +69,7 @@ EXTENDED = frozenset(
         "compiled/test_expert_kernels.py",
         "compiled/test_hopper_products.py",
         "compiled/test_scaled_kernels.py",
+        "test_requested_logprobs.py::test_several_ranks",
         "functional/test_admin.py",
         "functional/test_api_page.py",
         "functional/test_batches.py",

@@ -3,6 +3,7 @@ transformers that theirs should equal."""
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import deque
 from pathlib import Path
@@ -90,3 +91,35 @@ def generate(
     scheduler.check_integrity()
     assert scheduler.kv_cache.num_free == scheduler.kv_cache.num_blocks
     return [request.tokens[request.prompt_len :].tolist() for request in requests], scheduler
+
+
+def prompts_that_begin_alike(count: int, vocab_size: int = 200) -> list[list[int]]:
+    """Returns prompts of 2 to 69 tokens, of which many have a prefix in common."""
+    rng = random.Random(1)
+    stem = [rng.randrange(vocab_size) for _ in range(30)]
+    return [
+        stem[: rng.randrange(1, 31)]
+        + [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 40))]
+        for _ in range(count)
+    ]
+
+
+def check_prefix_hits(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], **cache: Any
+) -> Scheduler:
+    """Outputs are as expected, and all different, while prefixes come from the cache. Returns the
+    scheduler."""
+    outputs, scheduler = generate(folder, prompts, **cache)
+    assert outputs == expected
+    assert len({tuple(output) for output in outputs}) == len(prompts)
+    assert scheduler.stats.prefix_hit > 0
+    return scheduler
+
+
+def check_chunks_and_preemption(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Outputs are as expected with prompts in chunks of 7 tokens and too few KV blocks."""
+    outputs, scheduler = generate(folder, prompts, budget=7, num_blocks=28)
+    assert outputs == expected
+    assert scheduler.stats.preemptions > 3

@@ -107,7 +107,8 @@ def test_a_round_begins_anew_after_a_preemption() -> None:
         ({"beam_width": 2, "temperature": 0.7}, "temperature"),
         ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
         ({"beam_width": 2, "early_stopping": "no"}, "early_stopping"),
-        ({"beam_width": 2, "logprobs": 21}, "logprobs"),
+        ({"beam_width": 2, "logprobs": 129}, "logprobs"),
+        ({"beam_width": 2, "logprobs": -1}, "logprobs"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], param: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from aioinfer.async_llm import StreamedCompletion
 from aioinfer.engine.chat_turn import MessageBuilder, Turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.sampling_params import SamplingParams
@@ -37,3 +39,17 @@ def test_the_dict_grows_to_the_message(text: str) -> None:
         assert as_dict == builder.message.to_dict()
     assert len(builder.message.calls) == text.count("<tool_call>")
     assert bool(builder.message.reasoning) == ("Hm" in text)
+
+
+def test_a_streamed_completion_joins_what_is_read() -> None:
+    completion = StreamedCompletion()
+    for piece in ("Two", "", " and", " two"):
+        completion.append(piece)
+    assert completion.text == "Two and two"
+    completion.append(" are")
+    copied = replace(completion, message={"role": "assistant"})
+    completion.append(" four")
+    assert (copied.text, copied.message) == ("Two and two are", {"role": "assistant"})
+    assert (completion.text, completion.message) == ("Two and two are four", None)
+    assert completion != copied
+    assert completion == StreamedCompletion(text="Two and two are four")

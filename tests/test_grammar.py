@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from aioinfer.errors import GenerationError, RequestError
+from aioinfer.errors import GenerationError, NoTokenError, RequestError
 from aioinfer.sampling_params import GrammarKind, GrammarSpec
 from aioinfer.text.constraints import mask_words
 from aioinfer.text.grammar import GrammarCompiler, GrammarState
@@ -290,6 +290,15 @@ def test_a_vocabulary_without_most_characters() -> None:
     assert state.is_finished
     with pytest.raises(RequestError, match="cannot spell"):
         compiler.compile(GrammarSpec("json_object"))
+
+
+def test_a_character_that_the_vocabulary_lacks_is_no_fault_of_the_server() -> None:
+    compiler = GrammarCompiler(one_character_tokenizer(1000), 1000, [])
+    state = compiler.compile(GrammarSpec("regex", r"[\x00-\x02]Z")).start()
+    state.accept([min(allowed(state, 1000))])
+    (other,) = allowed(state, 1000)  # where no token spells the text, the library allows some other
+    with pytest.raises(NoTokenError, match="cannot spell"):
+        state.accept([other])
 
 
 def test_random_schemas(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

@@ -326,7 +326,9 @@ class TestMalformed:
         ],
     )
     def test_refused(self, raw: bytes) -> None:
-        refused(raw)
+        error = refused(raw)
+        assert (error.param or "prompt").startswith("prompt")
+        assert error.message
 
     @pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"text"'])
     def test_not_an_object(self, raw: bytes) -> None:
@@ -346,7 +348,9 @@ class TestChat:
         assert chat(logprobs=False).sampling_fields() == {}
 
     def test_plain_text_may_be_requested(self) -> None:
-        chat(response_format={"type": "text"}, tool_choice="auto")
+        body = chat(response_format={"type": "text"}, tool_choice="auto")
+        assert body.sampling_fields() == {}
+        assert body.tool_use().tools == ()
 
     @pytest.mark.parametrize(
         ("fields", "param"),
@@ -374,8 +378,8 @@ class TestChat:
             ({"max_completion_tokens": 0}, "max_completion_tokens"),
             ({"logprobs": 3}, "logprobs"),
             ({"top_logprobs": 2}, "top_logprobs"),
-            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-            ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+            ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+            ({"logprobs": True, "logprob_token_ids": [-5]}, "logprob_token_ids[0]"),
             ({"response_format": "json"}, "response_format"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

@@ -12,7 +12,7 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
 from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.logprobs import chat_logprobs
+from aioinfer.api.logprobs import chat_logprobs, formatted
 from aioinfer.api.message_events import MessageEvents, finish_reason
 from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
@@ -29,7 +29,8 @@ from aioinfer.engine.chat_turn import (
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import Delta, TokenLogprob
+    from aioinfer.engine.logprobs import TokenLogprob
+    from aioinfer.engine.output import Delta
     from aioinfer.text.tokenizer import Tokenizer
 
 
@@ -123,7 +124,7 @@ async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
 def names_of_fields(body: ChatRequest) -> dict[str, str]:
     """Returns the client's names for parameters that the engine may reject."""
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": length}
+    return {"prompt": "messages", "max_tokens": length, "logprobs": "top_logprobs"}
 
 
 def _stream_choices(
@@ -184,10 +185,12 @@ async def choice_of(
         if parsed.calls:
             message["tool_calls"] = [call.to_dict() for call in parsed.calls]
             reason = finish_reason(reason or "stop", len(parsed.calls))
+    tokens = delta.logprobs or ()
+    logprobs = await formatted(tokens, partial(chat_logprobs, tokenizer, tokens))
     choice = {
         "index": index,
         "message": message,
-        "logprobs": chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None,
+        "logprobs": logprobs if tokens else None,
         "finish_reason": reason,
         "stop_reason": delta.stop_reason,
     }

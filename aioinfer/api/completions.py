@@ -23,7 +23,7 @@ from aioinfer.api.delivery import (
     usage_of,
 )
 from aioinfer.api.errors import json_response
-from aioinfer.api.logprobs import completion_logprobs
+from aioinfer.api.logprobs import completion_logprobs, formatted
 from aioinfer.api.prompt_logprobs import echoed_logprobs, prompt_logprobs
 from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
 from aioinfer.api.protocol import CompletionRequest
@@ -223,7 +223,9 @@ async def _logprobs(
     generated = delta.logprobs or ()
     if body.logprobs is not None and body.echo and scores is not None:
         return await echoed_logprobs(tokenizer, scores, body.logprobs, generated)
-    return completion_logprobs(tokenizer, generated, 0) if generated else None
+    if not generated:
+        return None
+    return await formatted(generated, partial(completion_logprobs, tokenizer, generated, 0))
 
 
 async def _of_prompt(

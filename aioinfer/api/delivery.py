@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
@@ -22,13 +23,16 @@ from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
+from aioinfer.api.logprobs import formatted
+from aioinfer.api.prompt_progress import ProgressReader
 from aioinfer.api.record import RECORD
 from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event, with_usage
 from aioinfer.api.timings import timings
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, RequestOutput, TokenLogprob
+    from aioinfer.engine.logprobs import TokenLogprob
+    from aioinfer.engine.output import Delta, RequestOutput
 
 T = TypeVar("T")
 #: Returns how many of a choice's tokens are thoughts.
@@ -247,24 +251,29 @@ class DirectSink:
 async def _send(
     request: web.Request,
     response: web.StreamResponse,
+    envelope: Envelope,
     output: RequestOutput,
     choices: Sequence[ChoiceEvents],
-    *,
-    continuous_usage: bool,
+    first: int,
 ) -> int:
-    """Sends the events of an output, and returns the number of its tokens. With `continuous_usage`,
-    each holds the usage of its choice so far.
+    """Sends the events of an output, whose first choice is number `first`, and returns the number
+    of its tokens. With `continuous_usage`, each holds the usage of its choice so far.
 
     The first ones are written by the handler, behind the headers; then a `DirectSink` is attached.
     """
     sink: DirectSink | None = None
     num_tokens = 0
-    lengths = [0] * len(choices)
+    lengths, progress = [0] * len(choices), ProgressReader(output)
+    continuous_usage = envelope.continuous_usage
     async for delta in output:
+        if (news := progress.news()) is not None:
+            await response.write(envelope.progress_event(first, news))
+            if not delta.token_ids and delta.finish_reason is None:
+                continue
         num_tokens += len(delta.token_ids)
         if delta.logprobs:
             await choices[delta.index].open()
-        events = choices[delta.index].events(delta)
+        events = await formatted(delta.logprobs or (), partial(choices[delta.index].events, delta))
         if continuous_usage:
             lengths[delta.index] += len(delta.token_ids)
             events = with_usage(events, usage([output], lengths[delta.index]))
@@ -305,8 +314,8 @@ async def stream(
     try:
         num_tokens = await together(
             [
-                _send(request, response, *pair, continuous_usage=envelope.continuous_usage)
-                for pair in zip(outputs, choices, strict=True)
+                _send(request, response, envelope, output, of_output, number * len(of_output))
+                for number, (output, of_output) in enumerate(zip(outputs, choices, strict=True))
             ]
         )
         end = b""

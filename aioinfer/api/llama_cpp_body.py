@@ -12,7 +12,12 @@ from aioinfer.api.mixed_prompts import Prompt, Prompts, is_single, split_prompts
 from aioinfer.api.protocol import IgnoredFields, Int32, Int64, Length, Seconds
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, GrammarSpec, SamplingParams
+from aioinfer.sampling_params import (
+    MAX_LOGIT_BIAS_VALUE,
+    MAX_SORTED_LOGPROBS,
+    GrammarSpec,
+    SamplingParams,
+)
 
 _Unused = Annotated[
     float | list[str] | bool | None,
@@ -50,6 +55,7 @@ class Sampling(IgnoredFields, kw_only=True):
     stream: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     response_fields: list[str] | None = None
     timeout_s: Seconds | None = None
     # of what is off
@@ -71,6 +77,11 @@ class Sampling(IgnoredFields, kw_only=True):
             raise RequestError(
                 "grammar and json_schema cannot be combined: an output follows one grammar",
                 param="json_schema",
+            )
+        if not 0 <= (self.n_probs or 0) <= MAX_SORTED_LOGPROBS:
+            raise RequestError(
+                f"n_probs must be in [0, {MAX_SORTED_LOGPROBS}], not {self.n_probs}",
+                param="n_probs",
             )
         if self.post_sampling_probs and not self._is_greedy:
             raise RequestError(
@@ -121,6 +132,7 @@ class Sampling(IgnoredFields, kw_only=True):
             fields["max_tokens"] = self.max_length
         fields["n"] = self.n_cmpl
         fields["logprobs"] = self.n_probs or None
+        fields["reports_progress"] = bool(self.return_progress and self.stream)
         if self.grammar:
             fields["grammar"] = GrammarSpec("lark", self.grammar)
         elif is_given(self.json_schema):

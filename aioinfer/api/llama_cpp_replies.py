@@ -7,6 +7,7 @@ text. It ends without `[DONE]`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -15,14 +16,16 @@ from aiohttp import web
 from aioinfer.api.delivery import together
 from aioinfer.api.errors import describe, llama_cpp_error
 from aioinfer.api.llama_cpp_body import Sampling
-from aioinfer.api.logprobs import LOWEST
+from aioinfer.api.logprobs import LOWEST, formatted
+from aioinfer.api.prompt_progress import ProgressReader
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.api.timings import timings
 from aioinfer.engine.output import Delta
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput, TokenLogprob
+    from aioinfer.engine.logprobs import TokenLogprob
+    from aioinfer.engine.output import RequestOutput
     from aioinfer.text.tokenizer import Tokenizer
 
 
@@ -72,6 +75,19 @@ class LlamaReply:
                 delta.index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
             )
             yield self.whole(end)
+
+    def progress(self, news: Mapping[str, float]) -> Mapping[str, Any]:
+        """Returns the event that tells how far the prompt is."""
+        return {
+            "index": self._index,
+            "content": "",
+            "tokens": [],
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": 0,
+            "tokens_evaluated": len(self._output.prompt_token_ids),
+            "prompt_progress": news,
+        }
 
     def whole(self, delta: Delta) -> Mapping[str, Any]:
         """Returns the reply, whose text and tokens are those of a last delta."""
@@ -146,9 +162,12 @@ async def stream_replies(
     await response.prepare(request)
 
     async def send(output: RequestOutput, each: Sequence[LlamaReply]) -> None:
+        progress = ProgressReader(output)
         async for delta in output:
-            events = each[delta.index].events(delta)
-            await response.write(b"".join(_event(event) for event in events))
+            if (news := progress.news()) is not None:
+                await response.write(_event(each[0].progress(news)))
+            events = partial(_events, each[delta.index], delta)
+            await response.write(await formatted(delta.logprobs or (), events))
 
     try:
         await together([send(*pair) for pair in zip(outputs, replies, strict=True)])
@@ -157,6 +176,10 @@ async def stream_replies(
     except Exception as error:
         await response.write(_event(llama_cpp_error(*describe(error))))
     return response
+
+
+def _events(reply: LlamaReply, delta: Delta) -> bytes:
+    return b"".join(_event(event) for event in reply.events(delta))
 
 
 def _event(fields: Mapping[str, Any]) -> bytes:

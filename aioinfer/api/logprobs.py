@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import TokenLogprob
+    from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
 #: JSON has no infinity: what is less likely than this is reported as this, as vLLM does.
 LOWEST = -9999.0
+#: Log-probabilities that are formatted on the event loop, in a millisecond or two, and that are
+#: made into JSON in one go elsewhere.
+_AT_ONCE = 1024
+
+T = TypeVar("T")
+
+
+async def formatted(tokens: Sequence[TokenLogprob], make: Callable[[], T]) -> T:
+    """Returns what `make` makes of the log-probabilities of tokens: in a thread where they are
+    many."""
+    if are_many(tokens):
+        return await asyncio.to_thread(make)
+    return make()
+
+
+def are_many(tokens: Sequence[TokenLogprob]) -> bool:
+    """Whether formatting takes so long that it has to be done in a thread."""
+    return bool(tokens) and len(tokens) * (1 + len(tokens[0].top)) > _AT_ONCE
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -18,7 +40,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -
     place."""
     content = [
         _entry(tokenizer, token.token_id, token.logprob)
-        | {"top_logprobs": [_entry(tokenizer, *likely) for likely in token.top]}
+        | {"top_logprobs": _entries(tokenizer, token.top)}
         for token in tokens
     ]
     return {"content": content, "refusal": None}
@@ -38,6 +60,23 @@ def token_name(tokenizer: Tokenizer | None, token_id: int) -> str:
 def _entry(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
     text, data = _token_text(tokenizer, token_id)
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+def _entries(
+    tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]
+) -> list[dict[str, Any]] | orjson.Fragment:
+    """Returns the entries of the likeliest tokens; of many as JSON that is made in pieces, between
+    which other threads may run."""
+    entries = (_entry(tokenizer, *likely) for likely in top)
+    if len(top) <= _AT_ONCE:
+        return list(entries)
+    pieces = [orjson.dumps(piece)[1:-1] for piece in _pieces(entries)]
+    return orjson.Fragment(b"[" + b",".join(pieces) + b"]")
+
+
+def _pieces(values: Iterator[T]) -> Iterator[list[T]]:
+    while piece := list(islice(values, _AT_ONCE)):
+        yield piece
 
 
 def completion_logprobs(
@@ -65,12 +104,17 @@ def completion_logprobs(
     }
 
 
-def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> dict[str, float]:
+def _by_text(
+    tokenizer: Tokenizer | None, token: TokenLogprob, text: str
+) -> dict[str, float] | orjson.Fragment:
     """Returns the likeliest tokens' log-probabilities by text, the sampled one's always among
-    them."""
+    them; many as in `_entries`."""
     likely = [(_token_text(tokenizer, token_id)[0], logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:
         # tokens of the same text: the likeliest counts
         found.setdefault(name, max(logprob, LOWEST))
-    return found
+    if len(found) <= _AT_ONCE:
+        return found
+    pieces = [orjson.dumps(dict(piece))[1:-1] for piece in _pieces(iter(found.items()))]
+    return orjson.Fragment(b"{" + b",".join(pieces) + b"}")

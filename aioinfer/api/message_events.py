@@ -43,6 +43,7 @@ class MessageEvents(ChoiceEvents):
         self._parser = parser
         self._new_id = new_id
         self._format_logprobs = format_logprobs
+        self._echoed = None
 
     def events(self, delta: Delta) -> bytes:
         """See `ChoiceEvents.events`."""

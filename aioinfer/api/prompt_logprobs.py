@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from aioinfer.api.logprobs import LOWEST, completion_logprobs, token_name
-from aioinfer.engine.output import TokenLogprob
+from aioinfer.engine.logprobs import TokenLogprob
+from aioinfer.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from aioinfer.scheduler.prompt_rows import PromptScores
@@ -38,7 +39,7 @@ async def echoed_logprobs(
     Args:
         tokenizer: gives the tokens' texts; without it they name ids.
         scores: of the prompt, complete.
-        num_top: how many of the likeliest tokens the request wants.
+        num_top: how many of the likeliest tokens the request wants; -1: all.
         generated: the tokens behind the prompt.
     """
 
@@ -58,7 +59,7 @@ async def echoed_logprobs(
                 parts[name].append(orjson.dumps(values)[1:-1])
         return {name: _as_list(found) for name, found in parts.items()}
 
-    return await _in_thread(make, len(scores.tokens) + len(generated))
+    return await _in_thread(make, len(scores.tokens) + len(generated), num_top)
 
 
 async def prompt_logprobs(
@@ -88,12 +89,12 @@ async def prompt_logprobs(
             parts.append(orjson.dumps(entries)[1:-1])
         return _as_list(parts)
 
-    return await _in_thread(make, len(scores.tokens))
+    return await _in_thread(make, len(scores.tokens), num_top)
 
 
 def _scored(scores: PromptScores, num_top: int) -> Iterator[TokenLogprob]:
     """Yields the tokens of a prompt from the second one on, with their log-probabilities."""
-    num_top = min(num_top, scores.num_top)
+    num_top = scores.num_top if num_top < 0 else min(num_top, scores.num_top)
     for start in range(0, len(scores.logprobs), _PIECE):
         rows = slice(start, start + _PIECE)
         for token, logprob, tops, values in zip(
@@ -117,5 +118,6 @@ def _as_list(parts: Sequence[bytes]) -> orjson.Fragment:
     return orjson.Fragment(b"[" + b",".join(parts) + b"]")
 
 
-async def _in_thread(make: Callable[[], Any], num_tokens: int) -> Any:
-    return make() if num_tokens <= _PIECE else await asyncio.to_thread(make)
+async def _in_thread(make: Callable[[], Any], num_tokens: int, num_top: int) -> Any:
+    few = num_tokens <= _PIECE and 0 <= num_top <= MAX_LOGPROBS
+    return make() if few else await asyncio.to_thread(make)

@@ -26,7 +26,7 @@ from aioinfer.api.structured_output import (
 )
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import RequestError
-from aioinfer.sampling_params import MAX_LOGPROBS, MAX_N, BeamSearch
+from aioinfer.sampling_params import MAX_N, BeamSearch
 from aioinfer.text.message_parser import ToolUse
 
 #: Prompts in one request; each is a request of its own to the scheduler.
@@ -98,8 +98,8 @@ class IgnoredFields(Body, kw_only=True):
     timings_per_token: _Ignored = None
 
 
-#: Their names.
-IGNORED = frozenset(IgnoredFields.__struct_fields__) - {"model"}
+#: Their names. `return_progress` is more than that in completions and chat.
+IGNORED = frozenset(IgnoredFields.__struct_fields__) - {"model", "return_progress"}
 
 
 class SamplingBody(IgnoredFields, kw_only=True):
@@ -118,6 +118,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     logit_bias: dict[str, float] | None = None
     max_tokens: Length | None = None
     n_predict: Int32 | None = None
+    logprob_token_ids: list[TokenId] | None = None
     prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
@@ -142,6 +143,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    return_progress: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -221,6 +223,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
             }
         if (grammar := find_grammar(self)) is not None:
             fields["grammar"] = grammar
+        if self.return_progress and self.stream:
+            fields["reports_progress"] = True
         if self.use_beam_search:
             given = {
                 name: value
@@ -236,7 +240,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
     "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "allowed_token_ids", "bad_words", "prompt_logprobs",
+    "allowed_token_ids", "bad_words", "logprob_token_ids", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -288,8 +292,9 @@ class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
         fields = super().sampling_fields()
         if self.logprobs is not None:
             fields["logprobs"] = self.logprobs
-            if self.echo:
-                fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+            if self.echo:  # -1, which stands for all, is the most
+                wanted = self.logprobs, self.prompt_logprobs or 0
+                fields["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)
         if fields.get("max_tokens") == 0:
             del fields["max_tokens"]
             fields["prompt_only"] = True
@@ -346,14 +351,9 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         super().check()
         check_messages(self.messages, any_role=True)
-        if self.top_logprobs is not None:
-            if not self.logprobs:
-                raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise RequestError(
-                    f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
-                    param="top_logprobs",
-                )
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) is not None and not self.logprobs:
+                raise RequestError(f"{name} needs logprobs to be true", param=name)
         self.tool_use()
 
     def check_beam_search(self) -> None:

@@ -58,6 +58,13 @@ class Envelope:
         more = b"" if timings is None else b',"timings":' + orjson.dumps(timings)
         return self.head() + b'],"usage":' + orjson.dumps(usage) + more + b"}\n\n"
 
+    def progress_event(self, index: int, progress: Mapping[str, float]) -> bytes:
+        """Returns the event of choice `index` that has llama.cpp's `prompt_progress` alone."""
+        text: dict[str, Any] = {"delta": {}} if "chat" in self.object else {"text": ""}
+        choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
+        more = b'],"prompt_progress":' + orjson.dumps(progress)
+        return self.head() + orjson.dumps(choice) + more + self.tail()[1:]
+
 
 class ChunkTemplate:
     """The events of one choice. Made by `for_completion` or `for_chat`."""

@@ -15,7 +15,8 @@ from functools import partial
 
 from aioinfer.engine.beam_search import Hypothesis
 from aioinfer.engine.emission import EmittingEngine
-from aioinfer.engine.output import Delta, OutputSequence, TokenLogprob
+from aioinfer.engine.logprobs import TokenLogprob
+from aioinfer.engine.output import Delta, OutputSequence
 from aioinfer.errors import GenerationError
 from aioinfer.ipc.plan import StepResult
 from aioinfer.sampling_params import SamplingParams

@@ -15,6 +15,7 @@ import msgspec
 
 from aioinfer.engine.tools import NO_TOOLS, read_tools, settle_schemas, show_tools
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.growing_text import GrowingText
 from aioinfer.text.message_parser import MessageDelta, MessageParser, ToolUse
 
 if TYPE_CHECKING:
@@ -318,19 +319,28 @@ def new_call_id(frontend: Frontend, prefix: str = "call_") -> str:
 
 
 class MessageBuilder:
-    """The message of a choice while its text comes.
-
-    Attributes:
-        message: all so far.
-        as_dict: the same as `ChatMessage.to_dict` returns it. It is one object, in which each piece
-            of text changes what is new and nothing else.
-    """
+    """The message of a choice while its text comes. It is joined when it is read."""
 
     def __init__(self, frontend: Frontend, turn: Turn):
-        self.message = ChatMessage()
-        self.as_dict = self.message.to_dict()
+        self._message = ChatMessage()
+        self._as_dict = self._message.to_dict()
+        self._content, self._reasoning = GrowingText(), GrowingText()
+        self._arguments: list[GrowingText] = []  # of each call
         self._frontend = frontend
         self._parser = make_parser(frontend, turn)
+
+    @property
+    def message(self) -> ChatMessage:
+        """All so far. It is one object."""
+        self._join()
+        return self._message
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """The same as `ChatMessage.to_dict` returns it. It is one object, in which reading changes
+        what is new and nothing else."""
+        self._join()
+        return self._as_dict
 
     def feed(self, text: str, *, ended: bool = False) -> None:
         """Takes the next piece of text, which may be the last."""
@@ -339,17 +349,22 @@ class MessageBuilder:
             self._take(self._parser.flush())
 
     def _take(self, delta: MessageDelta) -> None:
-        message, as_dict = self.message, self.as_dict
-        message.content += delta.content
-        message.reasoning += delta.reasoning
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
         for change in delta.calls:
             if change.name is not None:
                 call = Call(new_call_id(self._frontend), change.name)
-                message.calls.append(call)
-                as_dict.setdefault("tool_calls", []).append(call.to_dict())
-            call = message.calls[change.index]
-            call.arguments += change.arguments
-            as_dict["tool_calls"][change.index]["function"]["arguments"] = call.arguments
+                self._message.calls.append(call)
+                self._as_dict.setdefault("tool_calls", []).append(call.to_dict())
+                self._arguments.append(GrowingText())
+            self._arguments[change.index].append(change.arguments)
+
+    def _join(self) -> None:
+        message, as_dict = self._message, self._as_dict
+        message.content, message.reasoning = str(self._content), str(self._reasoning)
+        for index, (call, arguments) in enumerate(zip(message.calls, self._arguments, strict=True)):
+            call.arguments = str(arguments)
+            as_dict["tool_calls"][index]["function"]["arguments"] = call.arguments
         as_dict["content"] = message.content_or_none
         if message.reasoning:
             as_dict["reasoning_content"] = message.reasoning

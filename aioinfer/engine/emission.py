@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from aioinfer.engine.logprobs import ResultLogprobs
 from aioinfer.engine.metrics import EngineMetrics
-from aioinfer.engine.output import OutputSequence, RequestOutput, TokenLogprob
+from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.errors import EngineDeadError, GenerationError, NoTokenError
-from aioinfer.ipc.plan import Logprobs, StepResult
-from aioinfer.sampling_params import SamplingParams
+from aioinfer.ipc.plan import StepResult
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.scheduler.steps import StepOutput
@@ -86,7 +86,8 @@ class Emission:
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
-        engine, sequences, logprobs = self._engine, self._sequences, result.logprobs
+        engine, sequences = self._engine, self._sequences
+        logprobs = ResultLogprobs(result) if result.sections else None
         stopped, num_more, several = False, 0, output.has_several
         for number, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True), 1
@@ -102,7 +103,7 @@ class Emission:
             try:
                 stop = sequence.append(
                     token,
-                    None if logprobs is None else _logprob(logprobs, row, token, request.params),
+                    None if logprobs is None else logprobs.of(row, token, request.params),
                     num_more,
                 )
             except Exception as error:  # one request's text must not end the others
@@ -137,16 +138,3 @@ def _count_equal(requests: Sequence[Request], start: int) -> int:
     while end < len(requests) and requests[end] is requests[start - 1]:
         end += 1
     return end - start
-
-
-def _logprob(
-    logprobs: Logprobs, row: int, token: int, params: SamplingParams
-) -> TokenLogprob | None:
-    if params.logprobs is None:
-        return None
-    top = zip(
-        logprobs.top_tokens[row, : params.logprobs].tolist(),
-        logprobs.top_logprobs[row, : params.logprobs].tolist(),
-        strict=True,
-    )
-    return TokenLogprob(token, float(logprobs.sampled[row]), list(top))

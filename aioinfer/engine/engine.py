@@ -333,8 +333,7 @@ class Engine:
         emission.is_whole = False
         with timer.update:
             output = self.scheduler.update(result)
-            if result.sections:
-                self.prompt_outputs.accept(result)
+            self.prompt_outputs.accept(result)
             self.masking.accept(output)
             searched = self.beam_searches.accept(output, result) if output.beam_rows else []
         self.masking.fill()
@@ -365,10 +364,10 @@ class Engine:
                 with timer.post:
                     self._executor.post(plan)
                 self.metrics.record_plan(plan, self.scheduler.running)
-                scored, pooled = self.scheduler.last_scored, self.scheduler.last_pooled
-                if scored or pooled or self.scheduler.last_stated:
-                    stated = self.scheduler.last_stated
-                    self.prompt_outputs.expect(plan.step_id, scored, pooled, stated)
+                self.prompt_outputs.expect(
+                    plan.step_id, self.scheduler.last_scored, self.scheduler.last_pooled,
+                    self.scheduler.last_stated, self.scheduler.last_advanced,
+                )  # fmt: skip
                 self.masking.plan(plan, self.scheduler.last_sampled, self._executor)
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:

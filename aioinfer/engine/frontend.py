@@ -400,6 +400,7 @@ class Frontend:
                 "/rerank or /v1/embeddings"
             )
         max_len = self._limits.end_of(len(prompt.tokens), params)
+        self._limits.check_logprobs(len(prompt.tokens), max_len - len(prompt.tokens), params)
         prompt_rows = self._limits.prompt_rows(prompt, params)
         self._limits.check_token_ids(params)
         # no `await` from here on: the loads by which the request is routed are those that it meets

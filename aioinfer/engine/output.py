@@ -17,24 +17,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aioinfer.engine.beam_search import BeamRun
+from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.metrics import RequestTimes
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.stops import StopStrings
-
-
-@dataclass(slots=True)
-class TokenLogprob:
-    """The log-probability of a sampled token, and (token id, log-probability) of the likeliest
-    tokens at its position."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -146,6 +142,16 @@ class RequestOutput:
         first delta."""
         rows = self.sequences[0].request.prompt_rows
         return rows if isinstance(rows, PromptScores) else None
+
+    @property
+    def prompt_progress(self) -> PromptProgress | None:
+        """How much of the prompt is computed, if that was requested."""
+        rows = self.sequences[0].request.prompt_rows
+        return rows if isinstance(rows, PromptProgress) else None
+
+    def report_progress(self) -> None:
+        """Wakes the reader with a delta without tokens, since its prompt has advanced."""
+        self.put(Delta(0))
 
     @property
     def pooled(self) -> F32 | None:

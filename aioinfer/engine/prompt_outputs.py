@@ -11,14 +11,20 @@ from collections.abc import Sequence
 
 from aioinfer.ipc.plan import StepResult
 from aioinfer.ipc.prompt_rows import PooledStates, PromptLogprobs, TokenStates
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptScores,
+    PromptStates,
+)
 
 #: What a posted step will bring: (whose scores, first token, tokens), whose pooled states, and
-#: (whose states, first token, tokens), in the order of its result.
+#: (whose states, first token, tokens), in the order of its result; and (whose progress, end).
 _Expected = tuple[
     Sequence[tuple[PromptScores, int, int]],
     Sequence[PromptPool],
     Sequence[tuple[PromptStates, int, int]],
+    Sequence[tuple[PromptProgress, int]],
 ]
 
 
@@ -34,16 +40,22 @@ class PromptOutputs:
         scored: Sequence[tuple[PromptScores, int, int]],
         pooled: Sequence[PromptPool],
         stated: Sequence[tuple[PromptStates, int, int]] = (),
+        advanced: Sequence[tuple[PromptProgress, int]] = (),
     ) -> None:
-        """Notes what a posted plan will bring; see `PlanBuilder`."""
-        self._expected[step_id] = scored, pooled, stated
+        """Notes what a posted plan will bring, if anything; see `PlanBuilder`."""
+        if scored or pooled or stated or advanced:
+            self._expected[step_id] = scored, pooled, stated, advanced
 
     def accept(self, result: StepResult) -> None:
         """Enters what a result brings. Does nothing for a step without such rows."""
+        if not self._expected:
+            return
         expected = self._expected.pop(result.step_id, None)
         if expected is None:
             return
-        scored, pooled, stated = expected
+        scored, pooled, stated, advanced = expected
+        for progress, end in advanced:
+            progress.take(end)
         found, first = result.section(PromptLogprobs), 0
         if found is not None:
             for scores, start, count in scored:

@@ -14,12 +14,26 @@ from aioinfer.engine.encoding import PreparedPrompt
 from aioinfer.engine.served_model import ServedModel
 from aioinfer.errors import RequestError
 from aioinfer.ipc.prompt_rows import MAX_LOGPROB_BYTES, logprob_bytes
-from aioinfer.sampling_params import ALL_TOKENS, MAX_BEAM_CANDIDATES, SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptRows, PromptScores, PromptStates
+from aioinfer.sampling_params import (
+    ALL_TOKENS,
+    MAX_BEAM_CANDIDATES,
+    MAX_LOGPROBS,
+    SamplingParams,
+)
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptRows,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.scheduler import Scheduler
 
 #: Bytes of hidden states that a request may ask for: they are held until all have come.
 MAX_REQUEST_STATE_BYTES = 32 * 2**20
+#: Log-probabilities that a request may ask for at all of its positions together, where it asks for
+#: more than 20 at each: a reply with so many has some 100 MB.
+MAX_REQUEST_LOGPROBS = 2**20
 
 
 class RequestLimits:
@@ -77,6 +91,40 @@ class RequestLimits:
             )
         return prompt_len + max_tokens
 
+    def check_logprobs(self, prompt_len: int, max_tokens: int, params: SamplingParams) -> None:
+        """Raises `RequestError` if a request asks for more log-probabilities than it may.
+
+        Args:
+            prompt_len: of the prompt, in tokens.
+            max_tokens: that the output may have.
+            params: of the request.
+        """
+        for name, length in (
+            ("logprobs", max_tokens * params.n),
+            ("prompt_logprobs", prompt_len),
+        ):
+            wanted = getattr(params, name)
+            most = self._config.max_logprobs
+            if wanted is None:
+                continue
+            if most >= 0 and not 0 <= wanted <= most:
+                raise RequestError(
+                    f"{name} must be in [0, {most}], not {wanted} (scheduler.max_logprobs)",
+                    param=name,
+                )
+            count = self._num_logprobs(wanted)
+            if count > MAX_LOGPROBS and count * length > MAX_REQUEST_LOGPROBS:
+                raise RequestError(
+                    f"{name} is {wanted}, which are {count} at each of {length} positions; a "
+                    f"request may ask for {MAX_REQUEST_LOGPROBS} in all",
+                    param=name,
+                )
+
+    def _num_logprobs(self, wanted: int) -> int:
+        """Returns how many of the likeliest tokens there are where `wanted` are wanted."""
+        vocab_size = self._model.vocab_size
+        return vocab_size if wanted < 0 else min(wanted, vocab_size)
+
     def _room_of_beams(self, prompt_len: int, params: SamplingParams) -> int:
         """Returns how many tokens a beam search can generate, at least 1: all of its beams have to
         fit the KV cache at the same time.
@@ -127,15 +175,17 @@ class RequestLimits:
         if params.pooling is not None:
             return PromptPool(params.pooling, len(prompt.tokens), self._model.hidden_size)
         if params.prompt_logprobs is None:
-            return None
-        budget = self._config.max_num_batched_tokens
-        if budget * logprob_bytes(params.prompt_logprobs) > MAX_LOGPROB_BYTES:
+            return PromptProgress(len(prompt.tokens)) if params.reports_progress else None
+        budget, count = (
+            self._config.max_num_batched_tokens, self._num_logprobs(params.prompt_logprobs),
+        )  # fmt: skip
+        if budget * logprob_bytes(count) > MAX_LOGPROB_BYTES:
             raise RequestError(
                 f"prompt_logprobs is {params.prompt_logprobs}: too many for steps of {budget} "
                 "tokens (scheduler.max_num_batched_tokens)",
                 param="prompt_logprobs",
             )
-        return PromptScores.of(prompt.tokens, min(params.prompt_logprobs, self._model.vocab_size))
+        return PromptScores.of(prompt.tokens, count)
 
     def check_states(self, num_tokens: int) -> None:
         """Raises `RequestError` if the hidden states of so many tokens are too many for one
@@ -153,6 +203,7 @@ class RequestLimits:
         for name, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
         ):
             if any(not 0 <= token < self._model.vocab_size for token in ids):
                 raise RequestError(

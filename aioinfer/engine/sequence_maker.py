@@ -8,12 +8,16 @@ from __future__ import annotations
 import random
 from functools import partial
 
+import numpy as np
+
 from aioinfer.engine.beam_search import BeamRun, BeamSearch
 from aioinfer.engine.encoding import PreparedPrompt
 from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.served_model import ServedModel
-from aioinfer.scheduler.prompt_rows import PromptRows
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.prompt_rows import PromptProgress, PromptRows
 from aioinfer.scheduler.request import Beam, BeamGroup, Flow, ForkGroup, Request
+from aioinfer.scheduler.requested_tokens import RequestedTokens
 from aioinfer.text.constraints import CompiledConstraint
 
 
@@ -45,6 +49,7 @@ class SequenceMaker:
         if params.beam_search is not None:
             end_tokens = frozenset()  # the search finds them
         group = ForkGroup() if params.num_sequences > 1 else None
+        requested = self._requested(params)
         for index in range(params.num_sequences):
             request = Request(
                 output.request_id,
@@ -58,6 +63,7 @@ class SequenceMaker:
                 prompt.hashes[:],
                 prompt.root,
                 group=group,
+                requested=requested,
                 flow=flow,
                 # the first computes the prompt for all
                 num_expected=num_expected if index == 0 else len(tokens) - 1,
@@ -69,6 +75,16 @@ class SequenceMaker:
                 )
             restricted = None if constraint is None else constraint.start()
             output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))
+
+    def _requested(self, params: SamplingParams) -> RequestedTokens | None:
+        """Returns the tokens whose log-probabilities are asked for, but for a few of the
+        likeliest."""
+        if not params.requests_tokens:
+            return None
+        if params.logprob_token_ids is None:
+            return RequestedTokens(None, self._model.vocab_size)
+        ids = np.array(params.logprob_token_ids, np.int32)
+        return RequestedTokens(ids, len(ids))
 
     def make_beams(self, output: RequestOutput) -> None:
         """Makes beams of the sequences of a request: the first then stands for all."""
@@ -101,5 +117,7 @@ def attach_rows(prompt_rows: PromptRows, output: RequestOutput) -> None:
     """Makes the first sequence of a request bring the outputs of the prompt's rows."""
     first = output.sequences[0].request
     first.prompt_rows = prompt_rows
+    if isinstance(prompt_rows, PromptProgress):
+        prompt_rows.report = output.report_progress
     if first.group is not None:
         first.group.prompt_rows = prompt_rows

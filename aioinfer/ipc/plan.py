@@ -31,6 +31,7 @@ from aioinfer.ipc.prompt_rows import (
     TokenStates,
 )
 from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
+from aioinfer.ipc.requested_logprobs import RequestedLogprobRows, RequestedLogprobs
 from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
 
@@ -56,7 +57,7 @@ S = TypeVar("S", bound=Section)
 #: The sections that a plan may have. A new one is entered here.
 PLAN_SECTIONS: tuple[type[Section], ...] = (
     Admissions, Vacated, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
-    TokenStateRows,
+    TokenStateRows, RequestedLogprobRows,
 )  # fmt: skip
 
 
@@ -193,6 +194,7 @@ RESULT_SECTIONS: tuple[type[Section], ...] = (
     PromptLogprobs,
     PooledStates,
     TokenStates,
+    RequestedLogprobs,
 )
 
 

@@ -213,6 +213,8 @@ class AdmissionPacker:
         crossing = [-1 if value is None else value for value in _parameters_of(params)]
         if admission.num_candidates:
             crossing[_LOGPROBS] = admission.num_candidates
+        elif params.requests_tokens:  # the likeliest come by `ipc.requested_logprobs`
+            crossing[_LOGPROBS] = 0
         self._records.append(
             (
                 admission.slot,

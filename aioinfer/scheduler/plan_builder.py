@@ -19,8 +19,14 @@ from aioinfer.ipc.prompt_rows import (
     TokenStateRows,
 )
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
+from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.ipc.sections import Section
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
@@ -43,6 +49,7 @@ class PlanBuilder:
             tokens are scored.
         pooled: whose pooled states the step brings, in the order of its result.
         stated: of each row in `TokenStateRows`, as `scored`.
+        advanced: whose progress is reported, and the end of the row.
     """
 
     def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
@@ -63,6 +70,7 @@ class PlanBuilder:
         self.scored: list[tuple[PromptScores, int, int]] = []
         self.pooled: list[PromptPool] = []
         self.stated: list[tuple[PromptStates, int, int]] = []
+        self.advanced: list[tuple[PromptProgress, int]] = []
         self._state_bytes_left = MAX_STATE_BYTES
         self._scored_rows: list[tuple[int, int, int]] = []
         self._stated_rows: list[tuple[int, int]] = []
@@ -125,6 +133,8 @@ class PlanBuilder:
                 self.stated.append((rows, start, count))
                 self._stated_rows.append((request.slot, count))
                 self._state_bytes_left -= count * rows.token_bytes
+        elif isinstance(rows, PromptProgress):
+            self.advanced.append((rows, end))
         elif rows is not None and rows.wants(end):
             ends = end >= rows.prompt_len
             self._pooled_rows.append((request.slot, rows.number, int(ends)))
@@ -192,7 +202,12 @@ class PlanBuilder:
         """Has the workers copy a KV block of a group before the step computes anything."""
         self._copies.append((group, source, target))
 
-    def to_plan(self, vacated: Sequence[int] = (), constrained: Sequence[int] = ()) -> StepPlan:
+    def to_plan(
+        self,
+        vacated: Sequence[int] = (),
+        constrained: Sequence[int] = (),
+        requested: RequestedLogprobRows | None = None,
+    ) -> StepPlan:
         """Returns the plan as flat arrays. `vacated`, `constrained`: see `Vacated` and
         `ConstrainedRows`."""
         decodes, prefills = len(self._decodes), len(self._prefills)
@@ -205,11 +220,16 @@ class PlanBuilder:
         copy_groups, copy_sources, copy_targets = _columns(self._copies, 3)
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
-            table_blocks, copy_sources, copy_targets, self._sections(vacated, constrained),
-            copy_groups,
+            table_blocks, copy_sources, copy_targets,
+            self._sections(vacated, constrained, requested), copy_groups,
         )  # fmt: skip
 
-    def _sections(self, vacated: Sequence[int], constrained: Sequence[int]) -> Sequence[Section]:
+    def _sections(
+        self,
+        vacated: Sequence[int],
+        constrained: Sequence[int],
+        requested: RequestedLogprobRows | None,
+    ) -> Sequence[Section]:
         sections: list[Section] = []
         if vacated:
             sections.append(Vacated(np.array(vacated, np.int32)))
@@ -225,6 +245,8 @@ class PlanBuilder:
             sections.append(PooledRows(*_columns(self._pooled_rows, 3)))
         if self._stated_rows:
             sections.append(TokenStateRows(*_columns(self._stated_rows, 2)))
+        if requested is not None:
+            sections.append(requested)
         return sections
 
 

@@ -9,6 +9,7 @@ workers send back. A request without it has None there, and nothing of this modu
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -175,5 +176,37 @@ class PromptStates:
             self.num_known = max(self.num_known, start + count)
 
 
+@dataclass(slots=True)
+class PromptProgress:
+    """Wanted: how much of the prompt is computed, after each step that has computed some of it.
+
+    Attributes:
+        prompt_len: tokens of the prompt.
+        report: called when `num_computed` has grown.
+        num_computed: tokens that are computed or were in the cache.
+    """
+
+    prompt_len: int
+    report: Callable[[], None] | None = None
+    num_computed: int = 0
+
+    #: It adds nothing to a result, and siblings need not wait for it.
+    held_bytes = 0
+    is_done = True
+
+    def max_prefix(self) -> int:
+        """Returns how many tokens of the prompt may be taken from the cache."""
+        return self.prompt_len
+
+    def take(self, end: int) -> None:
+        """Notes that the result of a row has come which ended before token `end`. After a
+        preemption it is less than before, and nothing is reported."""
+        end = min(end, self.prompt_len)
+        if end > self.num_computed:
+            self.num_computed = end
+            if self.report is not None:
+                self.report()
+
+
 #: What a request may ask for.
-PromptRows = PromptScores | PromptPool | PromptStates
+PromptRows = PromptScores | PromptPool | PromptStates | PromptProgress

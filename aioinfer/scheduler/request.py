@@ -12,6 +12,7 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
 from aioinfer.scheduler.prefix_cache import root_hash
 from aioinfer.scheduler.prompt_rows import PromptRows
+from aioinfer.scheduler.requested_tokens import RequestedTokens
 
 #: Stands in a block table where no block is needed any more: all tokens that read it are computed.
 NULL_BLOCK = -1
@@ -132,6 +133,7 @@ class Request:
         blocked_on: what it waits for before it can be scheduled at all, such as "grammar", or None.
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
         prompt_rows: what is wanted of the rows of its prompt, or None.
+        requested: the tokens whose log-probabilities its sampled rows bring, or None.
         plans_ahead: whether a step may be planned while the result of the former step is pending.
             Required if every row takes exactly one token; without it, rows may take any number.
         is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
@@ -175,6 +177,7 @@ class Request:
     num_expected: int = 0
     blocked_on: str | None = None
     prompt_rows: PromptRows | None = None
+    requested: RequestedTokens | None = None
     plans_ahead: bool = True
     flow: Flow = ONE_FLOW
     is_constrained: bool = False
@@ -222,6 +225,12 @@ class Request:
     def num_pending(self) -> int:
         """Tokens sampled in posted steps whose results have not come yet."""
         return self.total - len(self.tokens)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it may add to each result beside its tokens, while it runs."""
+        held = 0 if self.prompt_rows is None else self.prompt_rows.held_bytes
+        return held if self.requested is None else held + self.requested.held_bytes
 
     @property
     def num_slots(self) -> int:

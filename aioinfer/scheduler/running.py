@@ -32,6 +32,7 @@ class RunningRequests:
         free_slots: slots that nobody has.
         num_prefill: prompt tokens that they, and all beams, have to compute.
         num_constrained: requests whose rows wait for masks.
+        num_requesting: requests with `Request.requested`.
         held_bytes: what the requests may add to a result beside their tokens.
         vacated: slots that the next plan names in its `Vacated`.
     """
@@ -52,6 +53,7 @@ class RunningRequests:
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.num_prefill = 0
         self.num_constrained = 0
+        self.num_requesting = 0
         self.held_bytes = 0
         self.vacated: list[int] = []
         # whose prompts the last plan went on with: blocks may be behind a window now
@@ -69,8 +71,8 @@ class RunningRequests:
         request.num_computed = num_computed
         self.num_prefill += request.num_uncomputed
         self.num_constrained += request.is_constrained
-        if request.prompt_rows is not None:
-            self.held_bytes += request.prompt_rows.held_bytes
+        self.num_requesting += request.requested is not None
+        self.held_bytes += request.held_bytes
         insort(self.requests, request)
 
     def remove(self, request: Request) -> None:
@@ -89,8 +91,8 @@ class RunningRequests:
         self.num_constrained -= request.is_constrained
         if self._forced:  # if it is admitted anew, then with all of its tokens
             self._forced = [forced for forced in self._forced if forced[0] is not request]
-        if request.prompt_rows is not None:
-            self.held_bytes -= request.prompt_rows.held_bytes
+        self.num_requesting -= request.requested is not None
+        self.held_bytes -= request.held_bytes
         self.kv_cache.free(request)
         self.free_slots.append(request.slot)
         if request.params.has_penalties:

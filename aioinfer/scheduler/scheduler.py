@@ -45,8 +45,14 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
+from aioinfer.scheduler.prompt_rows import (
+    PromptPool,
+    PromptProgress,
+    PromptScores,
+    PromptStates,
+)
 from aioinfer.scheduler.request import BeamGroup, Request, Status
+from aioinfer.scheduler.requested_tokens import section_of
 from aioinfer.scheduler.running import RunningRequests
 from aioinfer.scheduler.stats import SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
@@ -68,6 +74,7 @@ class Scheduler:
         self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
         self.last_pooled: Sequence[PromptPool] = ()
         self.last_stated: Sequence[tuple[PromptStates, int, int]] = ()
+        self.last_advanced: Sequence[tuple[PromptProgress, int]] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
 
@@ -298,11 +305,16 @@ class Scheduler:
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
-        self.last_stated = builder.stated
+        self.last_stated, self.last_advanced = builder.stated, builder.advanced
         constrained: list[int] = []
         if running.num_constrained:
             constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
-        plan = builder.to_plan(running.vacated, constrained)
+        requested = None
+        if running.num_requesting:
+            requested = section_of(
+                (row, r.requested) for row, r in enumerate(sampled) if r.requested is not None
+            )
+        plan = builder.to_plan(running.vacated, constrained, requested)
         running.vacated.clear()
         return plan
 

@@ -114,8 +114,8 @@ class StepPlanner:
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the plan has the bytes for a request, and later results have them; the first
         always fits (see `fits`)."""
-        rows = request.prompt_rows
-        if rows is not None and 0 < self._running.held_bytes > MAX_POOLED_BYTES - rows.held_bytes:
+        more = request.held_bytes
+        if more and 0 < self._running.held_bytes > MAX_POOLED_BYTES - more:
             return False
         if not builder.bounded(request, 1):
             return False

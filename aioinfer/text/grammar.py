@@ -18,7 +18,7 @@ from functools import cached_property
 import llguidance
 import numpy as np
 
-from aioinfer.errors import GenerationError, RequestError
+from aioinfer.errors import GenerationError, NoTokenError, RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.constraints import Mask, mask_words
 from aioinfer.text.grammar_source import grammar_text
@@ -43,6 +43,8 @@ _SLICES = [
     *(f"{_TEXT}{{1,{count}}}" for count in (1, 2, 3, 5, 7, 10, 15, 30)),
     f"{_TEXT}+",
 ]
+#: In the error of a text that no tokens of the vocabulary make up.
+_UNSPELLABLE = "forced bytes: got"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _FORMAT = re.compile(r"Unknown format: (\S+)")
 _PLACE = re.compile(r"^at (\d+)\((\d+)\): ")
@@ -95,11 +97,11 @@ class GrammarState:
 
     def raise_error(self) -> None:
         """Raises `GenerationError` if the parser has failed: a limit was exceeded, or the tokens do
-        not follow the grammar."""
+        not follow the grammar; `NoTokenError` if the vocabulary cannot spell what must come."""
         if self.matcher.is_error():
-            raise GenerationError(
-                f"the output cannot follow the grammar: {describe(self.matcher.get_error())}"
-            )
+            message = self.matcher.get_error()
+            kind = NoTokenError if _UNSPELLABLE in message else GenerationError
+            raise kind(f"the output cannot follow the grammar: {describe(message)}")
 
 
 class CompiledGrammar:
@@ -249,7 +251,7 @@ def describe(message: str) -> str:
         )
     if "Unable to determine if regex is empty" in message:
         return "its combination of 'pattern', lengths or formats is too complex"
-    if "forced bytes: got" in message:
+    if _UNSPELLABLE in message:
         return "the model's vocabulary cannot spell its text"
     if message.startswith("NoExtension"):
         return "it allows nothing"

@@ -29,6 +29,7 @@ import torch
 
 from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
+from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.kernels import prepare
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.layers.formats.dense import SKINNY_ROWS
@@ -47,6 +48,7 @@ from aioinfer.worker.prompt_rows import (
     has_prompt_rows,
     sections_of,
 )
+from aioinfer.worker.requested_logprobs import requested_logprobs
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
 from aioinfer.worker.step_inputs import count_decodes
@@ -76,7 +78,7 @@ class PendingGpuResult:
         logprobs: float32 [S], int32 [S, K] and float32 [S, K] in pinned memory, or nothing.
         arrived: recorded behind the copy to the host.
         busy_ns: nanoseconds that the host spent on the step, less those spent waiting for masks.
-        prompt_outputs: of prompt rows that have outputs of their own; valid after `arrived`.
+        outputs: further sections, valid after `arrived`.
     """
 
     step_id: int
@@ -84,7 +86,7 @@ class PendingGpuResult:
     logprobs: tuple[torch.Tensor, ...]
     arrived: torch.cuda.Event
     busy_ns: int
-    prompt_outputs: Sequence[PendingSection] = ()
+    outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result once it has reached the host."""
@@ -92,8 +94,8 @@ class PendingGpuResult:
         result = StepResult(self.step_id, self.tokens.numpy().copy(), busy_ns=self.busy_ns)
         if self.logprobs:
             result.sections = [Logprobs(*(part.numpy() for part in self.logprobs))]
-        if self.prompt_outputs:
-            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
+        if self.outputs:
+            result.sections = [*result.sections, *sections_of(self.outputs)]
         return result
 
 
@@ -154,7 +156,7 @@ class GpuModelRunner:
         self._logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
         self._prompt_rows = PromptOutputs(model, slots)
         # of the step that is being launched
-        self._prompt_outputs: Sequence[PendingSection] = ()
+        self._outputs: Sequence[PendingSection] = ()
         self._copies = torch.cuda.Stream(device)
         self._decode_graphs = CudaGraphs()
         self._mixed_graphs = CudaGraphs()
@@ -175,12 +177,13 @@ class GpuModelRunner:
         else:
             launched = self._launch(plan, index, staged)
         logprobs, waited_ns = self._sample_masked(plan, launched, masks)
+        self._find_requested(plan, launched)
         count = 0 if launched.logits is None else len(launched.logits)
         tokens, logprobs, arrived = self._fetch(index, count, logprobs)
         self._staging.end(arrived)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
-        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, prompt_outputs)
+        outputs, self._outputs = self._outputs, ()
+        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, outputs)
 
     def _has_graph(self, plan: StepPlan) -> bool:
         """Whether the step does nothing but decode, and is captured."""
@@ -279,6 +282,14 @@ class GpuModelRunner:
         )
         return logprobs, waited_ns
 
+    def _find_requested(self, plan: StepPlan, launched: _Launched) -> None:
+        """Launches what brings the log-probabilities of tokens that requests name."""
+        wanted = plan.section(RequestedLogprobRows) if plan.sections else None
+        if wanted is not None and launched.logits is not None:
+            vocabulary = self.model.vocabulary
+            found = requested_logprobs(launched.logits, wanted, vocabulary, self._upload)
+            self._outputs = [*self._outputs, found]
+
     def _upload(self, array: I32) -> torch.Tensor:
         """Copies an array to the device, through pinned memory that torch keeps until it is
         over."""
@@ -306,7 +317,7 @@ class GpuModelRunner:
             every_token=every,
         )  # fmt: skip
         if has_outputs:
-            self._prompt_outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+            self._outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
         if not every:
             return hidden
         hidden = hidden.index_select(0, places[1])

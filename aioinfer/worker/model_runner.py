@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
+from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
+from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
@@ -25,6 +26,7 @@ from aioinfer.worker.prompt_rows import (
     has_prompt_rows,
     sections_of,
 )
+from aioinfer.worker.requested_logprobs import requested_logprobs
 from aioinfer.worker.sampler import Sampled, sample
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_inputs import prepare_step
@@ -38,13 +40,13 @@ class PendingResult:
         step_id: the plan's.
         sampled: what was sampled.
         busy_ns: nanoseconds that the step took, less those spent waiting for masks.
-        prompt_outputs: of prompt rows that have outputs of their own.
+        outputs: further sections.
     """
 
     step_id: int
     sampled: Sampled
     busy_ns: int
-    prompt_outputs: Sequence[PendingSection] = ()
+    outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result."""
@@ -53,8 +55,8 @@ class PendingResult:
         if len(sampled.logprobs):
             parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
             result.sections = [Logprobs(*(part.cpu().numpy() for part in parts))]
-        if self.prompt_outputs:
-            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
+        if self.outputs:
+            result.sections = [*result.sections, *sections_of(self.outputs)]
         return result
 
 
@@ -73,7 +75,7 @@ class ModelRunner:
         self.slots = slots
         self._prompt_rows = PromptOutputs(model, slots)
         # of the step that is being computed
-        self._prompt_outputs: Sequence[PendingSection] = ()
+        self._outputs: Sequence[PendingSection] = ()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingResult:
@@ -88,8 +90,8 @@ class ModelRunner:
         masked, waited_ns = await_masks(plan, masks)
         sampled = self._sample(plan, logits, masked)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
-        return PendingResult(plan.step_id, sampled, busy_ns, prompt_outputs)
+        outputs, self._outputs = self._outputs, ()
+        return PendingResult(plan.step_id, sampled, busy_ns, outputs)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
@@ -109,7 +111,7 @@ class ModelRunner:
         model.plan(step)
         finish = model.finish_all if every else model.finish
         hidden = finish(step, model.begin(step))
-        self._prompt_outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        self._outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
         if not plan.samples.any():
             return None
         if not every:
@@ -128,6 +130,14 @@ class ModelRunner:
         slot_ids = plan.slots[rows]
         positions = plan.starts[rows] + plan.lengths[rows]
         vocabulary = self.model.vocabulary
+        wanted = plan.section(RequestedLogprobRows)
+        if wanted is not None:  # before the sampler changes the logits
+            found = requested_logprobs(logits, wanted, vocabulary, self._upload)
+            self._outputs = [*self._outputs, found]
         sampled = sample(logits, self.slots, slot_ids, positions, vocabulary, masked)
         self.slots.append(slot_ids, positions, sampled.tokens)
         return sampled
+
+    def _upload(self, array: I32) -> torch.Tensor:
+        """Copies an array, which may be a view into the ring, to the device."""
+        return torch.tensor(array, device=self.slots.device)

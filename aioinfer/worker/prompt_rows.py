@@ -35,13 +35,17 @@ from aioinfer.ipc.prompt_rows import (
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.models.decoder import CausalLM
+from aioinfer.sampling_params import MAX_LOGPROBS
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.vocab_parallel import merge_logprobs
 
 #: Tokens whose logits exist at a time.
 CHUNK_ROWS = 256
+#: The same, where more of the likeliest tokens are wanted than the kernels find: torch takes more
+#: memory for them.
+_SORTED_ROWS = 16
 #: As many of the likeliest tokens as the kernels always find: one compiled variant.
-_KERNEL_TOP = 20
+_KERNEL_TOP = MAX_LOGPROBS
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -133,11 +137,10 @@ class PromptOutputs:
         there = self._upload(np.stack([token_of, slot_of, position_of]))
         targets = self._slots.tokens[there[1], there[2]]
         top = min(int(rows.num_top.max()), self._model.vocabulary.vocab_size)
+        size = CHUNK_ROWS if top <= _KERNEL_TOP else _SORTED_ROWS
         chunks = [
             self._score_chunk(hidden.index_select(0, tokens), of_tokens, top)
-            for tokens, of_tokens in zip(
-                there[0].split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True
-            )
+            for tokens, of_tokens in zip(there[0].split(size), targets.split(size), strict=True)
         ]
         return tuple(self._fetch(torch.cat(parts)) for parts in zip(*chunks, strict=True))
 
@@ -244,7 +247,7 @@ def _find_in_shard(
     logits: torch.Tensor, targets: torch.Tensor, top: int, vocabulary: Vocabulary
 ) -> Found:
     """Returns what `merge_logprobs` takes, of the logits [c, local_size] of a rank's shard."""
-    if logits.device.type == "cuda":
+    if logits.device.type == "cuda" and top <= _KERNEL_TOP:
         from aioinfer.kernels.logprobs import shard_logprobs
 
         requested = torch.ones_like(targets)
@@ -252,6 +255,7 @@ def _find_in_shard(
         return shard_logprobs(logits, targets, requested, count, vocabulary.start)
     local, start = vocabulary.local_size, vocabulary.start
     # the last column is for tokens out of the shard
+    logits = logits.float()
     padded = torch.nn.functional.pad(logits, (0, 1), value=-math.inf)
     inside = (targets >= start) & (targets < start + local)
     column = torch.where(inside, targets - start, local).long()

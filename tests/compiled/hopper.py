@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,35 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # of a thread block
 
 
+def names_to_types(names_of: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Returns the types of arguments by their names, from the names by type."""
+    return {name: kind for kind, names in names_of.items() for name in names}
+
+
 def compile_kernel(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], config: Any
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    config: Any,
+    *,
+    divisible: str = "",
 ) -> CompiledKernel:
     """Compiles a kernel whose other arguments are integers that 16 divides, but for those that it
-    does not specialize."""
+    does not specialize, and those whose names do not end in `divisible`."""
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
     unspecialized = kernel.do_not_specialize or ()
+    is_divisible = {
+        name: name not in unspecialized and name.endswith(divisible)
+        for name, kind in signature.items()
+        if kind == "i32"
+    }
     aligned = [
         name
         for name, kind in signature.items()
-        if kind.startswith("*") or (kind == "i32" and name not in unspecialized)
+        if kind.startswith("*") or is_divisible.get(name, False)
     ]
     source = ASTSource(
         kernel,

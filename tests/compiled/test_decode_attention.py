@@ -7,15 +7,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels.decode_attention import (
     PLAN_FIELDS,
     _decode_kernel,
     decode_config,
     merged_splits,
 )
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+from tests.compiled.hopper import compile_kernel, names_to_types
 
 HEAD_SIZE, KV_HEADS = 128, 8
 TYPES = {
@@ -36,7 +35,7 @@ def compiled(
 ) -> str:
     """Returns the PTX of the kernel that `launch_decode` launches for Qwen3's heads and queries in
     bf16."""
-    config, names = decode_config(HEAD_SIZE, 1 if is_float8 else 2), _decode_kernel.arg_names
+    config = decode_config(HEAD_SIZE, 1 if is_float8 else 2)
     constants = {
         "KV_HEADS": KV_HEADS, "GROUP": group, "GROUP_PAD": group, "ROWS": 16,
         "HEAD_SIZE": HEAD_SIZE, "HEAD_PAD": HEAD_SIZE,
@@ -47,21 +46,10 @@ def compiled(
         "HAS_SCALES": is_float8, "HAS_SHIFTS": is_float8 and projected,
         "FP16_OPERANDS": fp16_operands, "HAS_SINKS": has_sinks,
     }  # fmt: skip
-    types = {name: kind for kind, those in TYPES.items() for name in those}
+    types = names_to_types(TYPES)
     types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    aligned = [
-        name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride")
-    ]
-    source = ASTSource(
-        _decode_kernel, signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    kernel = compile_kernel(_decode_kernel, types, constants, config, divisible="stride")
+    ptx: str = kernel.asm["ptx"]
     return ptx
 
 

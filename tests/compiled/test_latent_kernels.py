@@ -3,22 +3,20 @@ shared memory, and which tensor-core instructions they take."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels.decode_attention import PLAN_FIELDS, QUERY_ROWS, merged_splits
 from aioinfer.kernels.latent_attention import _latent_decode_kernel, head_group, latent_config
 from aioinfer.kernels.latent_cache import _latent_cache_kernel
 from aioinfer.kernels.latent_prefill import ITEM_FIELDS, _latent_prefill_kernel, tile_config
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-#: Of a multiprocessor, less what each program takes besides.
-SHARED_MEMORY = 227 * 1024
+from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, names_to_types
+
 TYPES = {
     "*bf16": (
         "absorbed", "rotated", "cache", "out", "queries", "expanded", "keys", "latents", "weight"
@@ -32,20 +30,8 @@ TYPES = {
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int, num_stages: int) -> Any:
     """Returns a kernel compiled for bfloat16."""
-    names, types = kernel.arg_names, {name: kind for kind, own in TYPES.items() for name in own}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    aligned = [
-        name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride")
-    ]
-    source = ASTSource(
-        kernel, signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    config = SimpleNamespace(num_warps=num_warps, num_stages=num_stages)
+    return compile_kernel(kernel, names_to_types(TYPES), constants, config, divisible="stride")
 
 
 @pytest.mark.parametrize(("num_heads", "instruction"), [(16, "mma.sync"), (128, "wgmma.mma_async")])

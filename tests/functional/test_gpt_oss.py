@@ -3,7 +3,6 @@ with its experts in bfloat16 and in MXFP4."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from aioinfer import LLM, SamplingParams
 from tests.gpu.engine_settings import engine_settings
-from tests.gpu.random_models import random_model
+from tests.gpu.random_models import greedy_outputs, random_model, random_prompts
 from tests.mxfp4_models import quantize_experts
 
 VOCAB = 512
@@ -49,23 +48,12 @@ def make_case(root: Path, device: str, *, is_mxfp4: bool, **fields: Any) -> Case
     if is_mxfp4:
         dense = root / "dense"
         quantize_experts(folder, folder, dense=dense)
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+    prompts = random_prompts(LENGTHS, VOCAB)
     model = AutoModelForCausalLM.from_pretrained(
         dense, dtype=torch.float32, attn_implementation="eager"
     )
     model.eval().to(device)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=device)
-        tokens = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=None,
-        )
-        expected.append(tokens[0, len(prompt) :].tolist())
+    expected = greedy_outputs(model, prompts, NEW_TOKENS, eos_token_id=None)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     return Case(folder, prompts, expected)
 

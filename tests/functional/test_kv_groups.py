@@ -3,12 +3,17 @@ some, all tokens in the others. Greedy outputs equal transformers', however they
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from tests.scheduled_worker import expected_outputs, generate
+from tests.scheduled_worker import (
+    check_chunks_and_preemption,
+    check_prefix_hits,
+    expected_outputs,
+    generate,
+    prompts_that_begin_alike,
+)
 from tests.tiny_models import tiny_model
 
 WINDOW = 13
@@ -30,12 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Prompts of which many begin alike, most of them longer than the window."""
-    rng = random.Random(1)
-    stem = [rng.randrange(200) for _ in range(30)]
-    return [
-        stem[: rng.randrange(1, 31)] + [rng.randrange(200) for _ in range(rng.randrange(1, 40))]
-        for _ in range(12)
-    ]
+    return prompts_that_begin_alike(12)
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,14 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 def test_a_window_beside_full_attention_equals_transformers(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], block_size: int
 ) -> None:
-    outputs, scheduler = generate(folder, prompts, block_size=block_size)
+    scheduler = check_prefix_hits(folder, prompts, expected, block_size=block_size)
     assert [group.window for group in scheduler.kv_cache.groups] == [None, WINDOW]
-    assert outputs == expected
-    assert len({tuple(output) for output in outputs}) == len(prompts)
-    assert scheduler.stats.prefix_hit > 0
 
 
 def test_chunks_and_preemption_change_nothing(
     folder: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    outputs, scheduler = generate(folder, prompts, budget=7, num_blocks=28)
-    assert outputs == expected
-    assert scheduler.stats.preemptions > 3
+    check_chunks_and_preemption(folder, prompts, expected)
 
 
 def test_forks_share_the_blocks_of_all_groups(

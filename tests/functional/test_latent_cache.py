@@ -3,13 +3,18 @@ prefix-cache hits, prompts in chunks, preemption and forks."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from aioinfer.ipc.kv_spec import LatentSpec
-from tests.scheduled_worker import expected_outputs, generate
+from tests.scheduled_worker import (
+    check_chunks_and_preemption,
+    check_prefix_hits,
+    expected_outputs,
+    generate,
+    prompts_that_begin_alike,
+)
 from tests.tiny_models import tiny_model
 
 FAMILIES = ("deepseek_v2", "deepseek_v3")
@@ -23,12 +28,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Prompts of which many begin alike."""
-    rng = random.Random(1)
-    stem = [rng.randrange(200) for _ in range(30)]
-    return [
-        stem[: rng.randrange(1, 31)] + [rng.randrange(200) for _ in range(rng.randrange(1, 40))]
-        for _ in range(9)
-    ]
+    return prompts_that_begin_alike(9)
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +37,14 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_prefix_hits(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    outputs, scheduler = generate(folder, prompts)
+    scheduler = check_prefix_hits(folder, prompts, expected)
     assert [group.spec for group in scheduler.kv_cache.groups] == [LatentSpec(24 + 8)]
-    assert outputs == expected
-    assert len({tuple(output) for output in outputs}) == len(prompts)
-    assert scheduler.stats.prefix_hit > 0
 
 
 def test_chunks_and_preemption_change_nothing(
     folder: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    outputs, scheduler = generate(folder, prompts, budget=7, num_blocks=28)
-    assert outputs == expected
-    assert scheduler.stats.preemptions > 3
+    check_chunks_and_preemption(folder, prompts, expected)
 
 
 def test_forks_share_blocks(

@@ -216,3 +216,38 @@ async def test_embeddings_without_pooling() -> None:
             assert "each token" in str(error["error"])
         (plain,) = (await served.post("/pooling", input=tokens))["data"]
         assert torch.allclose(torch.tensor(plain["data"]), vectors, atol=1e-4)
+
+
+async def test_a_stream_reports_how_far_the_prompt_is(served: Served) -> None:
+    """Steps of 256 tokens; the second time most of the prompt is in the cache."""
+    prompt = [7, 8, 9, 10] * 100
+    body: dict[str, Any] = {"temperature": 0, "return_progress": True}
+    found = await served.stream("/v1/completions", prompt=prompt, max_tokens=3, **body)
+    reports = [event.pop("prompt_progress") for event in found if "prompt_progress" in event]
+    assert [each["processed"] for each in reports] == [256, 400]
+    assert {(each["total"], each["cache"]) for each in reports} == {(400, 0)}
+    assert 0 <= reports[0]["time_ms"] <= reports[1]["time_ms"]
+    assert [event["choices"][0]["text"] for event in found[:2]] == ["", ""]
+    plain = await served.complete(prompt=prompt, max_tokens=3, temperature=0)
+    assert "".join(event["choices"][0]["text"] for event in found) == plain["text"]
+    (report,) = [
+        event["prompt_progress"]
+        for event in await events(served, "/completion", prompt=prompt, n_predict=2, **body)
+        if "prompt_progress" in event
+    ]
+    assert (report["total"], report["processed"]) == (400, 400)
+    assert report["cache"] > 300
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "n": 2}
+    found = await served.stream("/v1/chat/completions", **chat, **body)
+    (report,) = [event for event in found if "prompt_progress" in event]
+    assert report["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}]
+    whole = await served.post("/v1/chat/completions", **chat, **body)
+    texts = ["", ""]
+    for event in found:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    error = await served.post(
+        "/v1/completions", 400, prompt=prompt, **body, stream=True, echo=True, logprobs=1
+    )
+    assert error["error"]["param"] == "return_progress"

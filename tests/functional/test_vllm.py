@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from tests.functional.conftest import Served
+from tests.functional.conftest import Served, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -233,3 +234,63 @@ async def test_forms_of_reranking(served: Served) -> None:
     less = whole["usage"]["total_tokens"] - cut["usage"]["total_tokens"]
     assert less == len(await served.frontend.encode(long["documents"][0])) - 10
     await served.post("/rerank", 400, query="x", documents=["y"], texts=["y"])
+
+
+async def test_log_probabilities_of_the_whole_vocabulary() -> None:
+    """With `scheduler.max_logprobs = -1`, streamed and not, of completions and chats; the loop goes
+    on meanwhile."""
+    async with serve(**{"scheduler.max_logprobs": -1}) as served:
+        vocab_size = served.frontend.vocab_size
+        chat = {"messages": ASK, "temperature": 0, "max_tokens": 3, "logprobs": True}
+        whole = await served.post(CHAT, **chat, top_logprobs=-1)
+        content = whole["choices"][0]["logprobs"]["content"]
+        for entry in content:
+            top = entry["top_logprobs"]
+            assert len(top) == vocab_size
+            assert top[0]["token"] == entry["token"]
+            assert sum(math.exp(each["logprob"]) for each in top) == pytest.approx(1, abs=1e-3)
+        events = await served.stream(CHAT, **chat, top_logprobs=-1)
+        found = [event["choices"][0]["logprobs"] for event in events]
+        assert [entry for each in found if each for entry in each["content"]] == content
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 2}
+        many = (await served.complete(**body, logprobs=1500))["logprobs"]
+        few = (await served.complete(**body, logprobs=20))["logprobs"]
+        for top, known in zip(many["top_logprobs"], few["top_logprobs"], strict=True):
+            assert 1400 < len(top) <= 1500  # tokens of the same text count as one
+            assert {name: top[name] for name in known} == pytest.approx(known, abs=1e-4)
+        echoed = (await served.complete(**body, logprobs=60, echo=True))["logprobs"]
+        assert echoed["tokens"][-2:] == few["tokens"]
+        assert [len(top) for top in echoed["top_logprobs"][-2:]] == [60, 60]
+        assert min(len(top) for top in echoed["top_logprobs"][1:]) >= 60
+        error = await served.post("/v1/completions", 400, **body, prompt_logprobs=-1)
+        assert "max_num_batched_tokens" in error["error"]["message"]
+        error = await served.post(CHAT, 400, **chat | {"max_tokens": 400}, top_logprobs=-1)
+        assert error["error"]["param"] == "top_logprobs"
+        error = await served.post("/completion", 400, prompt=PROMPT, n_probs=129)
+        assert error["error"]["type"] == "invalid_request_error"
+
+
+async def test_log_probabilities_of_given_tokens(served: Served) -> None:
+    chat = {"messages": ASK, **GREEDY, "logprobs": True, "logprob_token_ids": [42, 28, 999]}
+    plain = (await served.post(CHAT, messages=ASK, **GREEDY, logprobs=True))["choices"][0]
+    reply = (await served.post(CHAT, **chat, return_tokens_as_token_ids=True))["choices"][0]
+    assert reply["message"] == plain["message"]
+    for entry, known in zip(
+        reply["logprobs"]["content"], plain["logprobs"]["content"], strict=True
+    ):
+        assert entry["logprob"] == known["logprob"]
+        names = [each["token"] for each in entry["top_logprobs"]]
+        assert names == ["token_id:42", "token_id:28", "token_id:999"]
+    events = await served.stream(CHAT, **chat, n=2, return_tokens_as_token_ids=True)
+    first = [event["choices"][0] for event in events if event["choices"][0]["index"] == 0]
+    found = [entry for each in first if each["logprobs"] for entry in each["logprobs"]["content"]]
+    assert found == reply["logprobs"]["content"]
+    likely = (await served.complete(prompt=PROMPT, **GREEDY, logprobs=5))["logprobs"]
+    ids = [served.frontend.tokenizer.encode(name)[0] for name in likely["top_logprobs"][0]]
+    named = await served.complete(prompt=PROMPT, **GREEDY, logprob_token_ids=ids)
+    assert named["logprobs"]["top_logprobs"][0] == pytest.approx(
+        likely["top_logprobs"][0], abs=1e-4
+    )
+    for wrong in ([-1], [49_152], "5"):
+        error = await served.post(CHAT, 400, **chat | {"logprob_token_ids": wrong})
+        assert error["error"]["param"].startswith("logprob_token_ids")

@@ -3,6 +3,8 @@ of data is installed."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,28 @@ def random_model(folder: Path, *, vocab_size: int, family: str = "qwen3", **fiel
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Returns prompts of these lengths, without the first three tokens of the vocabulary."""
+    rng = random.Random(1)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def greedy_outputs(
+    model: Any, prompts: Sequence[list[int]], num_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Returns the tokens that transformers generates for each prompt alone; `options` go to
+    `generate`."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        tokens = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            **options,
+        )
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from aioinfer import LLM, SamplingParams
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
-from aioinfer.engine.output import TokenLogprob
+from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.errors import ConfigError
 from aioinfer.llm import Output
 from tests.functional.prompts import PROMPTS

@@ -7,7 +7,6 @@ The models are random, with heads of the size that the family's published models
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from engine_settings import engine_settings
-from random_models import random_model
+from random_models import greedy_outputs, random_model, random_prompts
 from transformers import AutoModelForCausalLM
 
 from aioinfer import LLM, SamplingParams
@@ -79,20 +78,9 @@ def make_case(
 ) -> Case:
     family, *_ = name.split()
     random_model(folder, family=family, vocab_size=VOCAB, **{**SIZES, **models[name]})
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+    prompts = random_prompts(LENGTHS, VOCAB)
     model = reference(folder, torch.float32, device)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=device)
-        tokens = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-        )
-        expected.append(tokens[0, len(prompt) :].tolist())
+    expected = greedy_outputs(model, prompts, NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     return Case(folder, prompts, expected)
 
 
