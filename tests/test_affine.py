@@ -20,7 +20,8 @@ from aioinfer.checkpoint.gguf_groups import GROUPED_TYPES, Groups, pack_pairs
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.affine import AffineRows, AffineWeight
+from aioinfer.layers.formats.affine import AffineWeight
+from aioinfer.layers.formats.affine_rows import AffineRows
 from aioinfer.layers.formats.dense import PackedWeight
 from aioinfer.layers.formats.half import HalfDenseWeight, HalfWeight
 from aioinfer.layers.formats.schemes import AffineScheme
