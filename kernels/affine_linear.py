@@ -17,19 +17,12 @@ Products are described by a task in memory (`Task`, `Segment`), so that a call t
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import hashlib
-import os
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numba
 import numpy as np
-from numba import cfunc, njit, types
-
-from aioinfer.kernels import cpu_vectors
+from aioinfer.kernels.cpu_functions import Compiled, compile_functions
 from aioinfer.kernels.cpu_vectors import (
     HAS_AVX512,
     LANES,
@@ -38,20 +31,17 @@ from aioinfer.kernels.cpu_vectors import (
     add_outer,
     broadcast,
     divide,
+    exponential,
     fetch_add,
     high_bits,
-    higher_of,
     load,
     load_bytes,
     load_integer,
     load_number,
     load_signed,
     low_bits,
-    lower_of,
     multiply,
     multiply_add,
-    nearest,
-    power_of_two,
     run_in_threads,
     store,
     store_integer,
@@ -59,6 +49,7 @@ from aioinfer.kernels.cpu_vectors import (
     sum_lanes,
     zero_tile,
 )
+from numba import njit
 
 #: Output features of a pair of panels.
 PAIR = 2 * LANES
@@ -128,25 +119,9 @@ _SEGMENT_BYTES = 8 * len(Segment)
 
 @njit
 def _silu(x):
-    """Returns x / (1 + exp(-x)) of a vector; exp as in the Cephes library (Moshier 1992), within
-    two units in the last place."""
-    limited = higher_of(lower_of(multiply(x, broadcast(np.float32(-1.0))),
-                                 broadcast(np.float32(87.0))),
-                        broadcast(np.float32(-87.0)))  # fmt: skip
-    power = nearest(multiply(limited, broadcast(np.float32(1.44269504))))
-    rest = multiply_add(power, broadcast(np.float32(-0.693359375)), limited)
-    rest = multiply_add(power, broadcast(np.float32(2.12194440e-4)), rest)
-    sum_ = broadcast(np.float32(1.9875691500e-4))
-    sum_ = multiply_add(sum_, rest, broadcast(np.float32(1.3981999507e-3)))
-    sum_ = multiply_add(sum_, rest, broadcast(np.float32(8.3334519073e-3)))
-    sum_ = multiply_add(sum_, rest, broadcast(np.float32(4.1665795894e-2)))
-    sum_ = multiply_add(sum_, rest, broadcast(np.float32(1.6666665459e-1)))
-    sum_ = multiply_add(sum_, rest, broadcast(np.float32(5.0000001201e-1)))
-    one = broadcast(np.float32(1.0))
-    exponential = multiply(
-        add(multiply_add(sum_, multiply(rest, rest), rest), one), power_of_two(power)
-    )
-    return divide(x, add(exponential, one))
+    """Returns x / (1 + exp(-x)) of a vector."""
+    minus = multiply(x, broadcast(np.float32(-1.0)))
+    return divide(x, add(exponential(minus), broadcast(np.float32(1.0))))
 
 
 @njit
@@ -402,34 +377,7 @@ def _run_entry(task):
         _work(task)
 
 
-class Compiled(NamedTuple):
-    """The compiled functions.
-
-    Attributes:
-        run: takes the address of a task and computes it; does not hold the GIL.
-        work: the address for `Task.BODY`.
-        start: the address for `Task.START`, or 0 if there are no threads of OpenMP.
-    """
-
-    run: Any
-    work: int
-    start: int
-
-
 @cache
 def compile_products() -> Compiled:
-    """Compiles the functions, or reads what an earlier process compiled from the cache folder."""
-    # numba would miss changes of the module that it does not compile directly, so they have a key
-    sources = (Path(module).read_bytes() for module in (__file__, cpu_vectors.__file__))
-    key = hashlib.sha256(b"".join(sources)).hexdigest()[:12]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aioinfer"
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(root / f"numba-{key}")
-    try:
-        signature = types.void(types.int64)
-        work = cfunc(signature, cache=True)(_work_entry)
-        run = cfunc(signature, cache=True)(_run_entry)
-    finally:
-        numba.config.CACHE_DIR = before
-    start = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    address = 0 if start is None else ctypes.cast(start, ctypes.c_void_p).value or 0
-    return Compiled(run.ctypes, work.address, address)
+    """Compiles the functions; see `compile_functions`."""
+    return compile_functions(_run_entry, _work_entry, __file__)

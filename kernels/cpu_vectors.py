@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
@@ -65,13 +67,10 @@ def _splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(first, none, ir.Constant(_INTEGERS, [0] * LANES))
 
 
-def _call(builder: Any, name: str, arguments: Any, result: Any = _FLOATS) -> Any:
-    """Calls one of LLVM's own functions."""
-    kinds = [argument.type for argument in arguments]
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, kinds), f"llvm.{name}.v{LANES}f32"
-    )
-    return builder.call(function, arguments)
+def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [x, y, z])
 
 
 def _each_lane(value: int) -> Any:
@@ -156,7 +155,7 @@ def multiply_add(context, x, y, z):
     """Returns x * y + z, rounded once."""
 
     def emit(context, builder, signature, given):
-        return _call(builder, "fma", given)
+        return _multiply_add(builder, *given)
 
     return floats(floats, floats, floats), emit
 
@@ -212,21 +211,22 @@ def higher_of(context, x, y):
 
 
 @intrinsic
-def nearest(context, x):
-    """Returns x rounded to whole numbers."""
+def subtract(context, x, y):
+    """Returns x - y."""
 
     def emit(context, builder, signature, given):
-        return _call(builder, "rint", given)
+        return builder.fsub(*given)
 
-    return floats(floats), emit
+    return floats(floats, floats), emit
 
 
 @intrinsic
 def power_of_two(context, x):
-    """Returns 2 ** x for whole numbers from -126 to 127."""
+    """Returns 2 ** n for x = 1.5 * 2 ** 23 + n, which holds the whole number n, -126 to 127, in its
+    lowest bits."""
 
     def emit(context, builder, signature, given):
-        exponent = builder.add(builder.fptosi(given[0], _INTEGERS), _each_lane(127))
+        exponent = builder.add(builder.bitcast(given[0], _INTEGERS), _each_lane(127))
         return builder.bitcast(builder.shl(exponent, _each_lane(23)), _FLOATS)
 
     return floats(floats), emit
@@ -234,10 +234,13 @@ def power_of_two(context, x):
 
 @intrinsic
 def sum_lanes(context, x):
-    """Returns the sum of the lanes, from the first to the last."""
+    """Returns the sum of the lanes, added in pairs."""
 
     def emit(context, builder, signature, given):
-        return _call(builder, "vector.reduce.fadd", [_F32(0.0), given[0]], _F32)
+        kind = ir.FunctionType(_F32, [_F32, _FLOATS])
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, [_F32(0.0), given[0]], fastmath=("reassoc",))
 
     return types.float32(floats), emit
 
@@ -263,7 +266,7 @@ def add_outer(context, tile, first, second, x, stride):
         for row in range(tile.rows):
             value = _splat(builder, builder.load(_pointer(builder, address, _F32), align=4))
             for place, weight in enumerate(weights, 2 * row):
-                total = _call(builder, "fma", [weight, value, builder.extract_value(sums, place)])
+                total = _multiply_add(builder, weight, value, builder.extract_value(sums, place))
                 sums = builder.insert_value(sums, total, place)
             address = builder.add(address, stride)
         return sums
@@ -308,6 +311,28 @@ def store_integer(context, address, value):
 
 
 @intrinsic
+def load_short(context, address):
+    """Returns the int32 at an address as int64."""
+
+    def emit(context, builder, signature, given):
+        loaded = builder.load(_pointer(builder, given[0], _I32), align=4)
+        return builder.sext(loaded, _I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store_number(context, address, value):
+    """Writes a float32 to an address."""
+
+    def emit(context, builder, signature, given):
+        builder.store(given[1], _pointer(builder, given[0], _F32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), emit
+
+
+@intrinsic
 def load_number(context, address):
     """Returns the float32 at an address."""
 
@@ -347,3 +372,23 @@ def run_in_threads(context, start, body, argument, threads):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@njit
+def exponential(x):
+    """Returns exp(x) of a vector, from exp(-87) to exp(87), as in the Cephes library (Moshier
+    1992): within two units in the last place; NaN stays NaN."""
+    x = higher_of(broadcast(np.float32(-87.0)), lower_of(broadcast(np.float32(87.0)), x))
+    bias = broadcast(np.float32(12582912.0))
+    shifted = multiply_add(x, broadcast(np.float32(1.44269504)), bias)
+    power = subtract(shifted, bias)
+    rest = multiply_add(power, broadcast(np.float32(-0.693359375)), x)
+    rest = multiply_add(power, broadcast(np.float32(2.12194440e-4)), rest)
+    terms = broadcast(np.float32(1.9875691500e-4))
+    terms = multiply_add(terms, rest, broadcast(np.float32(1.3981999507e-3)))
+    terms = multiply_add(terms, rest, broadcast(np.float32(8.3334519073e-3)))
+    terms = multiply_add(terms, rest, broadcast(np.float32(4.1665795894e-2)))
+    terms = multiply_add(terms, rest, broadcast(np.float32(1.6666665459e-1)))
+    terms = multiply_add(terms, rest, broadcast(np.float32(5.0000001201e-1)))
+    terms = multiply_add(terms, multiply(rest, rest), rest)
+    return multiply(add(terms, broadcast(np.float32(1.0))), power_of_two(shifted))

@@ -561,7 +561,11 @@ def _affine_products(backend: Backend) -> str:
     """Returns how weights with an `AffineScheme` are multiplied."""
     if has_compiled_products(backend):
         return "multiplied as they are, by kernels that numba compiles"
-    return "multiplied as float16" if has_half_products(backend) else "dequantized when loaded"
+    return (
+        "multiplied as float16"
+        if has_half_products(backend)
+        else "dequantized when they are loaded"
+    )
 
 
 def _stored_bytes(reference: _Converted) -> int:

@@ -29,6 +29,7 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, shar
 if TYPE_CHECKING:
     from aioinfer.kernels.quantize import InputFormat
 
+
 class AffineWeight(QuantizedWeight):
     """A weight of 4-bit or 8-bit integers: integer * scale + offset.
 
@@ -89,6 +90,11 @@ class AffineWeight(QuantizedWeight):
     def held_bytes(self) -> int:
         """See `WeightFormat.held_bytes`."""
         return super().held_bytes if self._compiled is None else self._compiled.nbytes
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the products are computed by compiled kernels, after `finalize`."""
+        return self._compiled is not None
 
     def prepare_gate(self) -> bool:
         """See `WeightFormat.prepare_gate`."""

@@ -97,8 +97,8 @@ class WeightFormat(Protocol):
         """Returns silu(gate) * up [T, out / 2] for x [T, in], or for norm(x), quantized as `wanted`
         if that costs nothing.
 
-        Only for a weight whose rows are in the order of `kernels.gated_product.interleave`, or after
-        `prepare_gate`.
+        Only for a weight whose rows are in the order of `kernels.gated_product.interleave`, or
+        after `prepare_gate`.
         """
         ...
 
