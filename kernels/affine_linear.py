@@ -9,8 +9,8 @@ computed together. Every output is one sum over the inputs, from the first to th
 so the result for a row is the same, bit for bit, whatever other rows there are, however many
 threads, and whichever of the loops below computes it: for up to four rows integers become weights
 in registers, for more they are written to a scratch panel that stays in the second-level cache
-while tiles of rows are multiplied with it. A norm before, and SiLU of the gate, a bias or a residual
-sum behind the product go with it.
+while tiles of rows are multiplied with it. A norm before, and SiLU of the gate, a bias or a
+residual sum behind the product go with it.
 
 Products are described by a task in memory (`Task`, `Segment`), so that a call takes one address.
 """
@@ -30,6 +30,7 @@ from aioinfer.kernels.cpu_vectors import (
     add,
     add_outer,
     broadcast,
+    call,
     divide,
     exponential,
     fetch_add,
@@ -347,7 +348,6 @@ def _tile_rows(rows):
     return 2 if rows >= 2 else 1
 
 
-@njit
 def _work(task):
     """One thread's part of a product: takes pairs of panels until none is left."""
     thread = fetch_add(task + _ARRIVED, 1)
@@ -360,11 +360,7 @@ def _work(task):
         first = fetch_add(task + _NEXT, chunk)
 
 
-def _work_entry(task):
-    _work(task)
-
-
-def _run_entry(task):
+def _run(task):
     """Computes a product."""
     if load_integer(task + _NORM):
         _norm_rows(task)
@@ -374,10 +370,10 @@ def _run_entry(task):
     if threads > 1:
         run_in_threads(load_integer(task + _START), load_integer(task + _BODY), task, threads)
     else:
-        _work(task)
+        call(load_integer(task + _BODY), task)
 
 
 @cache
-def compile_products() -> Compiled:
+def compile_kernel() -> Compiled:
     """Compiles the functions; see `compile_functions`."""
-    return compile_functions(_run_entry, _work_entry, __file__)
+    return compile_functions(_run, _work, "affine_linear")

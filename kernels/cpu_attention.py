@@ -21,6 +21,7 @@ from aioinfer.kernels.cpu_vectors import (
     add,
     add_outer,
     broadcast,
+    call,
     exponential,
     fetch_add,
     load,
@@ -54,9 +55,7 @@ class Task(enum.IntEnum):
 
     TOKENS = 0
     ROWS = enum.auto()  # decodes
-    QUERIES = (
-        enum.auto()
-    )  # float32 [rows, heads, head size], rotated; of `rotate`: not yet, [T, ..]
+    QUERIES = enum.auto()  # float32 [rows, heads, head size]; of `rotate`: [T, all heads, ..]
     QUERY_STRIDE = enum.auto()  # between rows
     OUT = enum.auto()  # float32 like the queries; of `rotate`: queries and keys, rotated
     OUT_STRIDE = enum.auto()
@@ -252,9 +251,6 @@ def _work(task):
         number = fetch_add(task + _NEXT, 1)
 
 
-_work_of_thread = njit(_work)
-
-
 def _run(task):
     """Computes a call."""
     if load_integer(task + _TOKENS):
@@ -266,10 +262,10 @@ def _run(task):
     if threads > 1:
         run_in_threads(load_integer(task + _START), load_integer(task + _BODY), task, threads)
     else:
-        _work_of_thread(task)
+        call(load_integer(task + _BODY), task)
 
 
 @cache
-def compile_attention() -> Compiled:
+def compile_kernel() -> Compiled:
     """Compiles the functions; see `compile_functions`."""
-    return compile_functions(_run, _work, __file__)
+    return compile_functions(_run, _work, "cpu_attention")

@@ -355,6 +355,20 @@ def fetch_add(context, address, value):
 
 
 @intrinsic
+def call(context, body, argument):
+    """Calls `body(argument)`, both addresses."""
+
+    def emit(context, builder, signature, given):
+        byte = _I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte])
+        function = builder.inttoptr(given[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(given[1], byte)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
 def run_in_threads(context, start, body, argument, threads):
     """Calls `body(argument)` in each of so many threads of OpenMP and waits for them.
 

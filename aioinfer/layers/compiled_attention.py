@@ -36,10 +36,10 @@ class CompiledAttention(TorchAttention):
     """
 
     def __init__(self, shape: AttentionShape, group: int, cache: KVCache, rotary: RotaryTable):
-        from aioinfer.kernels.cpu_attention import Task, compile_attention
+        from aioinfer.kernels.cpu_attention import Task, compile_kernel
 
         super().__init__(shape, group)
-        kernels = compile_attention()
+        kernels = compile_kernel()
         self._run = kernels.run
         self._cache = cache
         self._cos_sin = rotary.cos_sin

@@ -42,9 +42,9 @@ def _compiled() -> Compiled | None:
         return None
     with _compiling:
         try:
-            from aioinfer.kernels.affine_linear import compile_products
+            from aioinfer.kernels.affine_linear import compile_kernel
 
-            return compile_products()
+            return compile_kernel()
         except Exception as error:  # whatever a compiler says of a processor it does not know
             _log.warning("quantized weights become float16: numba cannot compile: %s", error)
             return None
