@@ -67,12 +67,12 @@ class CompiledAttention(TorchAttention):
         tokens, size, heads = len(projected), shape.head_size, shape.num_heads
         num_rotated = heads + shape.num_kv_heads
         rotated = projected.new_empty(tokens, num_rotated, size)
-        self._task[:12] = (
+        self._task[:12] = [
             tokens, 0, projected.data_ptr(), 4 * size * projected.shape[1],
             rotated.data_ptr(), 4 * size * num_rotated,
             inputs.groups[self._group].slot_mapping.data_ptr(), 0, inputs.positions.data_ptr(),
             0, 0, 1,
-        )  # fmt: skip
+        ]  # fmt: skip
         self._run(self._address)
         queries, keys, values = rotated[:, :heads], rotated[:, heads:], projected[:, num_rotated:]
         decodes = self._count_decodes(step)
@@ -110,10 +110,10 @@ class CompiledAttention(TorchAttention):
         scores = self._shared * (4 * tables.shape[1] * self._cache.keys.shape[1] + 128)
         memory = torch.empty(self._threads * (TILE_BYTES + scores), dtype=torch.uint8)
         output = torch.empty(rows, shape.num_heads, shape.head_size)
-        self._task[:12] = (
+        self._task[:12] = [
             0, rows, queries.data_ptr(), 4 * queries.stride(0), output.data_ptr(),
             4 * output.stride(0), tables.data_ptr(), 4 * tables.stride(0),
             inputs.seq_lens.data_ptr(), memory.data_ptr(), TILE_BYTES + scores, self._threads,
-        )  # fmt: skip
+        ]  # fmt: skip
         self._run(self._address)
         return output

@@ -189,11 +189,11 @@ class CompiledWeight:
             normed = torch.empty_like(x)
             eps = struct.unpack("i", struct.pack("f", norm.eps))[0]
             norm_weight = norm.weight.data_ptr()
-        self._task[:12] = (
+        self._task[:12] = [
             rows, x.data_ptr(), out.data_ptr(), 4 * inputs, 4 * out.shape[-1], flags,
             0 if bias is None else bias.data_ptr(), norm_weight, eps,
             0 if normed is None else normed.data_ptr(), memory.data_ptr(), self._threads,
-        )  # fmt: skip
+        ]  # fmt: skip
         self._run(self._address)
 
 
