@@ -4,10 +4,15 @@ and the same bits for a row whatever stands beside it."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from aioinfer.kernels.cpu_cache import KERNELS, cache_folder, compile_ahead, complete_mark
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.compiled_attention import CompiledAttention, supports
@@ -159,3 +164,24 @@ def test_attention_is_that_of_torch_and_decodes_do_not_depend_on_each_other(wind
     last = random.Random(0).randrange(2, 5)
     some = attend(rows[:last], projected[:last], cached, window)[0]
     assert torch.equal(some, found[:last])
+
+
+# -------------------------------------------------------------------- compiling ahead
+
+
+def test_what_is_compiled_is_not_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command))
+    compile_ahead()
+    for thread in threading.enumerate():
+        if thread.name == "compile kernels":
+            thread.join()
+    assert started == [[sys.executable, "-m", "aioinfer.kernels.cpu_functions"]]
+    for kernel in KERNELS:
+        assert tmp_path in cache_folder(kernel).parents
+        cache_folder(kernel).mkdir(parents=True)
+        complete_mark(kernel).touch()
+    compile_ahead()
+    assert not any(thread.name == "compile kernels" for thread in threading.enumerate())
+    assert len(started) == 1

@@ -12,6 +12,7 @@ import logging
 import struct
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,13 +42,18 @@ def _compiled() -> Compiled | None:
     if importlib.util.find_spec("numba") is None:
         return None
     with _compiling:
-        try:
-            from aioinfer.kernels.affine_linear import compile_kernel
+        return _compiled_once()
 
-            return compile_kernel()
-        except Exception as error:  # whatever a compiler says of a processor it does not know
-            _log.warning("quantized weights become float16: numba cannot compile: %s", error)
-            return None
+
+@cache
+def _compiled_once() -> Compiled | None:
+    try:
+        from aioinfer.kernels.affine_linear import compile_kernel
+
+        return compile_kernel()
+    except Exception as error:  # whatever a compiler says of a processor it does not know
+        _log.warning("quantized weights become float16: numba cannot compile: %s", error)
+        return None
 
 
 def can_lay_out(parts: Sequence[AffineRows | torch.Tensor]) -> bool:
