@@ -62,7 +62,9 @@ def lock_text(title: str, versions: Mapping[str, str]) -> str:
 def main() -> None:
     """Resolves and writes both files."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    run_time: list[str] = project["project"]["dependencies"]
+    # the extra `cpu` is part of what `make serve` runs
+    extra: list[str] = project["project"]["optional-dependencies"]["cpu"]
+    run_time: list[str] = [*project["project"]["dependencies"], *extra]
     test: list[str] = project["dependency-groups"]["test"]
     pins: list[str] = project["tool"]["aioinfer"]["lock"]["pins"]
     everything = resolve([*run_time, *test], pins)

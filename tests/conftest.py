@@ -47,6 +47,7 @@ SLOW = frozenset(
         "test_bench_gpu.py",
         "test_bench_plot.py",
         "test_bench_sweep.py",
+        "test_compiled.py",
         "test_gguf.py",
         "test_gguf_tokenizer.py",
         "test_main.py",

@@ -3,6 +3,7 @@ shards. The reference is the dequantization of the `gguf` package."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from aioinfer.checkpoint.gguf_groups import GROUPED_TYPES, Groups, pack_pairs
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.affine import AffineRows, AffineWeight
+from aioinfer.layers.formats.affine import AffineWeight
+from aioinfer.layers.formats.affine_rows import AffineRows
+from aioinfer.layers.formats.compiled import CompiledWeight
 from aioinfer.layers.formats.dense import PackedWeight
 from aioinfer.layers.formats.half import HalfDenseWeight, HalfWeight
 from aioinfer.layers.formats.schemes import AffineScheme
@@ -240,7 +243,28 @@ def logits_of(
     return paged.step({0: range(7, 27), 1: [9]})[0], model
 
 
-def test_a_model_that_stays_quantized_is_close_to_the_dequantized_one(folders: tuple[Path, Path]):
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the extra `cpu` is not installed."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "numba" else found(name)
+    )
+
+
+def test_a_model_that_stays_quantized_computes_with_the_same_weights(folders: tuple[Path, Path]):
+    found, model = logits_of(folders[0])
+    expected, _ = logits_of(folders[1])
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    weight = model.layers[0].mlp.gate_up.weight
+    assert isinstance(weight, AffineWeight)
+    assert weight.is_compiled
+    assert isinstance(model.head._packed, CompiledWeight)
+    assert model.describe(16).endswith("multiplied as they are, by kernels that numba compiles")
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_without_numba_weights_become_float16(folders: tuple[Path, Path]):
     found, model = logits_of(folders[0])
     expected, other = logits_of(folders[1])
     assert (found - expected).norm() < 2e-3 * expected.norm()
@@ -255,6 +279,7 @@ def test_a_model_that_stays_quantized_is_close_to_the_dequantized_one(folders: t
     assert other.describe(16) == "plain torch"
 
 
+@pytest.mark.usefixtures("without_numba")
 def test_the_size_of_weights_is_what_the_device_holds(folders: tuple[Path, Path]):
     """Two bytes for each weight of a quantized module, four for others; the embedding stays."""
     models = [logits_of(folder)[1] for folder in folders]
@@ -272,6 +297,7 @@ def test_the_size_of_weights_is_what_the_device_holds(folders: tuple[Path, Path]
     assert models[0].weights_bytes == size
 
 
+@pytest.mark.usefixtures("without_numba")
 def test_without_float16_products_the_model_is_the_dequantized_one(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):

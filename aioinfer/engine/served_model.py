@@ -12,6 +12,7 @@ from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, ModelConfig
 from aioinfer.engine.pooling import Pooling
 from aioinfer.errors import ConfigError
+from aioinfer.kernels.cpu_cache import compile_ahead
 from aioinfer.models.registry import load_model_config
 from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
@@ -81,6 +82,7 @@ def _load_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:
 def find_model(config: Config) -> Path:
     """Returns the model's folder, after a check that costs nothing yet: whether the workers can
     share the model. Raises `ConfigError`."""
+    _compile_ahead(config)
     folder = resolve_model(config.model)
     model = load_model_config(
         folder,
@@ -92,3 +94,14 @@ def find_model(config: Config) -> Path:
         parallel.tensor_parallel_size, expert_parallel=parallel.expert_parallel
     )
     return folder
+
+
+def _compile_ahead(config: Config) -> None:
+    """Has the kernels for a GGUF file on a CPU compiled while the file is converted."""
+    model = config.model
+    if not model.path.endswith(".gguf") or model.quantization != "auto":
+        return
+    import torch
+
+    if config.parallel.device == "cpu" or not torch.cuda.is_available():
+        compile_ahead()

@@ -14,6 +14,8 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.compiled_attention import CompiledAttention, supports
+from aioinfer.layers.formats.affine import AffineWeight
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm, norm_in_place
@@ -147,7 +149,7 @@ class Attention:
         KV group `group`; with plans, for the kernels."""
         cache = self._cache = KVCache.of_layer(kv, self.scales)
         if plans is None:
-            self._torch, self._kernel = TorchAttention(self.shape, group, self._sinks), None
+            self._torch, self._kernel = self._without_plans(cache, group), None
             return
         from aioinfer.layers.kernel_attention import KernelAttention
 
@@ -161,6 +163,15 @@ class Attention:
             sinks=self._sinks,
             pdl=self._backend.pdl,
         )
+
+    def _without_plans(self, cache: KVCache, group: int) -> TorchAttention:
+        """Returns the attention without Triton kernels: decodes by compiled kernels where weights
+        are multiplied by such, too, all else in torch."""
+        weight = self.qkv.weight
+        is_compiled = isinstance(weight, AffineWeight) and weight.is_compiled
+        if is_compiled and self._sinks is None and supports(self.shape, self._rotary, cache):
+            return CompiledAttention(self.shape, group, cache, self._rotary)
+        return TorchAttention(self.shape, group, self._sinks)
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """Adds the attention of a step's tokens to the stream.
@@ -204,13 +215,20 @@ class Attention:
             self.shape.head_size,
         )
         projected = qkv.view(len(qkv), heads + 2 * kv_heads, size)
+        assert self._torch is not None
+        if isinstance(self._torch, CompiledAttention):
+            if self._head_norms is not None:
+                query_norm, key_norm = self._head_norms
+                query_norm(projected[:, :heads], out=projected[:, :heads])
+                keys = projected[:, heads : heads + kv_heads]
+                key_norm(keys, out=keys)
+            return self._torch.rotate_and_attend(projected, step)
         rotated, values = projected[:, : heads + kv_heads], projected[:, heads + kv_heads :]
         if self._head_norms is not None:
             query_norm, key_norm = self._head_norms
             queries, keys = rotated[:, :heads], rotated[:, heads:]
             rotated = torch.cat((query_norm(queries), key_norm(keys)), dim=1)
         rotated = apply_rope(rotated, *self._rotary.at_step(step))
-        assert self._torch is not None
         assert self._cache is not None
         return self._torch(rotated[:, :heads], rotated[:, heads:], values, self._cache, step)
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.affine import AffineRows
+from aioinfer.layers.formats.affine_rows import AffineRows
+from aioinfer.layers.formats.compiled import CompiledWeight, can_lay_out, has_compiled_products
 from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
 from aioinfer.layers.formats.half import HalfWeight, has_half_products
 from aioinfer.layers.formats.schemes import AffineScheme
@@ -159,7 +160,8 @@ class LMHead:
         hidden_size: of the model.
         tied: the embedding whose weight is the head's too, or None.
         scheme: how the module is quantized, or None; a tied one is as the embedding is. Such a
-            weight becomes float16 on a CPU (`formats.half`), and the model's dtype on a GPU.
+            weight stays so or becomes float16 on a CPU (`formats.compiled`, `formats.half`), and
+            becomes the model's dtype on a GPU.
         scale: multiplied with the logits.
         soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 for none.
         backend: of the rank.
@@ -192,7 +194,7 @@ class LMHead:
         self._tied = tied
         self._scale, self._soft_cap = scale, soft_cap
         self._backend = backend
-        self._packed: PackedWeight | HalfWeight | None = None
+        self._packed: PackedWeight | HalfWeight | CompiledWeight | None = None
         #: Bytes that the head takes on the device beside what the embedding takes.
         self.held_bytes = 0
         self._pdl = backend.pdl
@@ -214,6 +216,12 @@ class LMHead:
         """Dequantizes a quantized weight. On a CPU, lays the weight out anew; a tied one then stays
         for the embedding too. Called after the embedding's."""
         quantized = self._quantized if self._tied is None else self._tied.quantized
+        if quantized is not None and self._is_compiled(quantized):
+            assert self.weight is not None
+            self._packed = CompiledWeight([quantized], self.weight.shape[1])
+            self.held_bytes = self._packed.nbytes
+            self._quantized = self.weight = None
+            return
         if quantized is not None:
             assert self.weight is not None
             self.weight = _dequantize(quantized, self._vocabulary, self.weight)
@@ -232,6 +240,10 @@ class LMHead:
         if self._packed is not None:
             self.weight = None
 
+    def _is_compiled(self, quantized: AffineRows) -> bool:
+        """Whether the head stays quantized on a CPU (`formats.compiled`)."""
+        return has_compiled_products(self._backend) and can_lay_out([quantized])
+
     def __call__(
         self, hidden: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -244,6 +256,8 @@ class LMHead:
         """
         if self._kernel is not None:
             logits = self._multiply(hidden, norm, out)
+        elif isinstance(self._packed, CompiledWeight):
+            logits = self._packed.multiply(hidden, norm=norm)
         elif self._packed is not None:
             logits = self._packed.multiply(norm(hidden), None).float()
         else:

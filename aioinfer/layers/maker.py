@@ -25,6 +25,7 @@ from aioinfer.layers.experts import (
     expert_shards,
 )
 from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.formats.compiled import has_compiled_products
 from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.schemes import AffineScheme, Quantization
@@ -119,11 +120,12 @@ class LayerMaker:
         return sum(map(_growth, self._converted, stored))
 
     def _finalize_layers(self) -> None:
-        """float16 weights in as many threads as there are, since FBGEMM lays each out with one."""
+        """Weights that are laid out anew in as many threads as there are, since each is laid out by
+        one."""
         for layer in self._to_prepare:
             layer.finalize()
-        is_half = self.quantization is not None and self.quantization.has_affine
-        threads = torch.get_num_threads() if is_half and has_half_products(self.backend) else 1
+        is_affine = self.quantization is not None and self.quantization.has_affine
+        threads = torch.get_num_threads() if is_affine and has_half_products(self.backend) else 1
         if threads == 1:
             for layer in self._layers:
                 layer.finalize()
@@ -138,8 +140,7 @@ class LayerMaker:
             return ""
         text = f"quantized weights ({self.quantization.summary})"
         if self.quantization.has_affine:
-            is_half = has_half_products(self.backend)
-            text += ", multiplied as float16" if is_half else ", dequantized when they are loaded"
+            text += f", {_affine_products(self.backend)}"
         if self.quantization.has_mxfp4:
             dtype = str(self.backend.dtype).removeprefix("torch.")
             text += f", dequantized to {dtype} when they are loaded"
@@ -554,6 +555,17 @@ def _expert_modules(prefix: str, projections: tuple[str, str, str]) -> tuple[str
     """Returns the checkpoint modules of an expert: gate, up and down."""
     gate, up, down = projections
     return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
+
+
+def _affine_products(backend: Backend) -> str:
+    """Returns how weights with an `AffineScheme` are multiplied."""
+    if has_compiled_products(backend):
+        return "multiplied as they are, by kernels that numba compiles"
+    return (
+        "multiplied as float16"
+        if has_half_products(backend)
+        else "dequantized when they are loaded"
+    )
 
 
 def _stored_bytes(reference: _Converted) -> int:

@@ -27,7 +27,8 @@ class GatedMLP:
 
     With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
     where that is faster; other activations, and SiLU after a bias, take a launch of their own. What
-    the second projection takes quantized is quantized with the SiLU.
+    the second projection takes quantized is quantized with the SiLU. On a CPU the format of the
+    weight says whether its product takes the SiLU along.
 
     Args:
         gate_up: the merged projection: this rank's channels of the gate, then of up.
@@ -65,14 +66,16 @@ class GatedMLP:
 
             if channels % GATE_RUN == 0:
                 self._kernel = partial(gated_activation, kind=activation, pdl=backend.pdl)
-        is_plain_silu = activation == "silu" and gate_up.bias is None
-        self._is_fused = self._kernel is not None and is_plain_silu
+        self._is_plain_silu = activation == "silu" and gate_up.bias is None
+        self._is_fused = self._kernel is not None and self._is_plain_silu
 
     def finalize(self) -> None:
         """Interleaves the rows of gate and up where the kernels want it, and brings them into the
         order in which the second projection reads them. Called before the projections' own
         `finalize`."""
-        if self._kernel is not None:
+        if self._kernel is None:
+            self._is_fused = self._is_plain_silu and self.gate_up.weight.prepare_gate()
+        else:
             from aioinfer.kernels.gated_product import interleave
 
             channels = self.down.weight.take_input_order()

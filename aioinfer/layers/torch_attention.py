@@ -74,14 +74,7 @@ class TorchAttention:
         stored = cache.write(inputs.slot_mapping, keys, values)
         # a prompt that is computed whole attends to what later steps will read
         keys, values = cache.read(*stored, queries.dtype)
-        memo = (TorchAttention, self._group)
-        gathers = step.memo.get(memo)
-        if gathers is None:
-            assert step.host is not None
-            gathers = plan_gathers(
-                step.host, inputs.block_tables, cache.keys, self._shape.window, queries.dtype
-            )
-            step.memo[memo] = gathers
+        gathers = self._gathers_of(step, cache, queries.dtype)
         if len(gathers) == 1:
             return self._attend(queries, keys, values, cache, gathers[0])
         output = torch.empty_like(queries)
@@ -91,6 +84,17 @@ class TorchAttention:
                 queries[tokens], keys[tokens], values[tokens], cache, gather
             )
         return output
+
+    def _gathers_of(self, step: Step, cache: KVCache, dtype: torch.dtype) -> list[Gather]:
+        """Returns how the rows of a step are divided into calls, worked out once a step."""
+        memo = (TorchAttention, self._group)
+        gathers: list[Gather] | None = step.memo.get(memo)
+        if gathers is None:
+            assert step.host is not None
+            tables = step.inputs.groups[self._group].block_tables
+            gathers = plan_gathers(step.host, tables, cache.keys, self._shape.window, dtype)
+            step.memo[memo] = gathers
+        return gathers
 
     def _attend(
         self,

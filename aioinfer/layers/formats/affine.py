@@ -1,119 +1,33 @@
 """Weights in 4 or 8 bits, of which groups of inputs share a scale and an offset: what converted
 GGUF files hold.
 
-On CPUs they are multiplied as float16 (`half`); on GPUs they are dequantized when they are loaded.
+On CPUs they are multiplied as they are (`compiled`), or else as float16 (`half`); on GPUs they are
+dequantized when they are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.affine_rows import AffineRows
+from aioinfer.layers.formats.compiled import (
+    CompiledWeight,
+    can_gate,
+    can_lay_out,
+    has_compiled_products,
+)
 from aioinfer.layers.formats.half import HalfDenseWeight, has_half_products
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import AffineScheme
+from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
 
-#: With these scales, random integers (of a deviation of 4.6 in 4 bits, 74 in 8) make weights as
-#: large as those of dense models with random weights.
-_DUMMY_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 74}
-#: 4-bit integers without offsets are stored plus this.
-_MIDDLE = 8
-#: Values dequantized at a time: a slice of float32 that stays small beside the weight.
-_SLICE_VALUES = 1 << 22
-
-
-class AffineRows:
-    """The rows of one checkpoint module that a rank has, as they are stored.
-
-    Args:
-        source: which rows.
-        columns: the input features that this rank has.
-        scheme: of the module.
-        device: where they are kept.
-
-    Raises:
-        ConfigError: a rank's input features do not begin and end with a byte.
-    """
-
-    def __init__(self, source: Source, columns: Shard, scheme: AffineScheme, device: torch.device):
-        self._source, self._columns, self._scheme = source, columns, scheme
-        rows, size = source.rows.size, scheme.group_size
-        if scheme.bits == 4 and (columns.start % 2 or columns.size % 2):
-            raise ConfigError(
-                f"{source.name}: {columns.size} input features from {columns.start} on cannot be "
-                "taken out of pairs of 4-bit integers; take fewer tensor-parallel ranks"
-            )
-        packed = 2 if scheme.bits == 4 else 1
-        self._bytes = Shard(columns.start // packed, columns.size // packed,
-                            columns.total // packed)  # fmt: skip
-        first, end = columns.start // size, -(-(columns.start + columns.size) // size)
-        self._groups = Shard(first, end - first, -(-columns.total // size))
-        dtype = torch.uint8 if scheme.bits == 4 else torch.int8
-        self.integers = torch.empty(rows, self._bytes.size, dtype=dtype, device=device)
-        self.scales = torch.empty(rows, self._groups.size, device=device)
-        self.offsets = torch.zeros_like(self.scales) if scheme.has_offsets else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is kept."""
-        kept = (self.integers, self.scales, self.offsets)
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
-
-    def weight_shards(self) -> NamedShards:
-        """Yields where this rank's parts of the checkpoint's tensors go."""
-        name, rows = self._source.name, self._source.rows
-        dim, part = sharded_part(rows, self._bytes)
-        yield f"{name}.weight_integers", WeightShard(self.integers, dim, part.start, part.total)
-        # a rank's columns may lie within one group: then it has all groups, and a part of the rows
-        dim, part = sharded_part(rows, self._groups)
-        scale = _DUMMY_SCALES[self._scheme.bits]
-        yield (
-            f"{name}.weight_scales",
-            WeightShard(self.scales, dim, part.start, part.total, dummy=scale),
-        )
-        if self.offsets is not None:
-            offset = -scale * (_MIDDLE - 0.5) if self._scheme.bits == 4 else 0.0
-            yield (
-                f"{name}.weight_offsets",
-                WeightShard(self.offsets, dim, part.start, part.total, dummy=offset),
-            )
-
-    def dequantized(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """Returns some rows (a slice, or their numbers, int64 [n]) in float32 [n, in]: the numbers
-        that the `gguf` package gives, bit for bit."""
-        integers, scheme = self.integers[rows], self._scheme
-        if scheme.bits == 4:
-            integers = torch.stack((integers & 15, integers >> 4), dim=-1).flatten(1)
-        values = integers.float()
-        if scheme.bits == 4 and not scheme.has_offsets:
-            values -= _MIDDLE
-        values = self._by_group(values)
-        values *= self.scales[rows].unsqueeze(-1)
-        if self.offsets is not None:
-            values += self.offsets[rows].unsqueeze(-1)
-        begin = self._columns.start - self._groups.start * scheme.group_size
-        return values.flatten(1)[:, begin : begin + self._columns.size]
-
-    def _by_group(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values [n, in] as [n, groups, group size], zeros where a group is not this
-        rank's."""
-        size = self._scheme.group_size
-        before = self._columns.start - self._groups.start * size
-        after = self._groups.size * size - before - self._columns.size
-        if before or after:
-            values = torch.nn.functional.pad(values, (before, after))
-        return values.unflatten(1, (-1, size))
-
-    def dequantize_into(self, out: torch.Tensor) -> None:
-        """Writes all rows to `out` [rows, in], in its dtype, a slice at a time."""
-        step = max(1, _SLICE_VALUES // max(1, out.shape[1]))
-        for begin in range(0, len(out), step):
-            some = slice(begin, begin + step)
-            out[some] = self.dequantized(some)
+if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
 
 
 class AffineWeight(QuantizedWeight):
@@ -134,6 +48,8 @@ class AffineWeight(QuantizedWeight):
     ):
         super().__init__(sources, columns, backend)
         self._scheme = tuple(schemes)
+        self._compiled: CompiledWeight | None = None
+        self._is_gated = False
         device = backend.device
         self._parts = [
             torch.empty(source.rows.size, columns.size, device=device)
@@ -170,19 +86,78 @@ class AffineWeight(QuantizedWeight):
                 out.copy_(part)
         return weight
 
+    @property
+    def held_bytes(self) -> int:
+        """See `WeightFormat.held_bytes`."""
+        return super().held_bytes if self._compiled is None else self._compiled.nbytes
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the products are computed by compiled kernels, after `finalize`."""
+        return self._compiled is not None
+
+    def prepare_gate(self) -> bool:
+        """See `WeightFormat.prepare_gate`."""
+        self._is_gated = has_compiled_products(self._backend) and can_gate(self._parts)
+        return self._is_gated
+
     def finalize(self) -> None:
-        """Prepares products with the weight as float16 on a CPU; see `QuantizedWeight.finalize`
-        otherwise."""
-        if not has_half_products(self._backend):
+        """Lays the weight out for the kernels, or else prepares products with it as float16 on a
+        CPU; see `QuantizedWeight.finalize` otherwise."""
+        parts, backend = self._parts, self._backend
+        if self._row_order is None and has_compiled_products(backend) and can_lay_out(parts):
+            self._compiled = CompiledWeight(parts, self._columns.size, gated=self._is_gated)
+            self.release()
+            return
+        if not has_half_products(backend):
             super().finalize()
             return
         weight = self.dequantized()
         if self._row_order is not None:
             weight = weight[self._row_order]
         self.release()
-        self._dense = HalfDenseWeight(self._sources, self._columns, self._backend, weight)
+        self._dense = HalfDenseWeight(self._sources, self._columns, backend, weight)
         self._dense.finalize()
 
     def release(self) -> None:
         """See `QuantizedWeight.release`."""
         self._parts = []
+
+    # ---------------------------------------------------------------- products
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        if self._compiled is None:
+            return super().multiply(x, bias, out)
+        product = self._compiled.multiply(x, bias)
+        return product if out is None else out.copy_(product)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """See `WeightFormat.fuses_norm`."""
+        return self._compiled is not None or super().fuses_norm(rows)
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `WeightFormat.multiply_normed`."""
+        if self._compiled is None:
+            return super().multiply_normed(x, norm, out)
+        product = self._compiled.multiply(x, norm=norm)
+        return product if out is None else out.copy_(product)
+
+    def multiply_gated(
+        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
+    ) -> Any:
+        """See `WeightFormat.multiply_gated`."""
+        if self._compiled is None:
+            return super().multiply_gated(x, norm, wanted)
+        return self._compiled.multiply_gated(x, norm)
+
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """See `WeightFormat.add_product`."""
+        if self._compiled is None:
+            super().add_product(x, total)
+        else:
+            self._compiled.add_product(x, total)

@@ -56,6 +56,12 @@ class WeightFormat(Protocol):
         order, which from then on it must; else None. Called before `finalize`."""
         ...
 
+    def prepare_gate(self) -> bool:
+        """Says that the products are to be SiLU of the first half of the outputs times the second
+        half. Returns whether `multiply_gated` gives them from rows in checkpoint order; otherwise
+        it is not called with these. Called before `finalize`, without kernels only."""
+        ...
+
     def finalize(self) -> None:
         """Prepares the loaded weight for the device."""
         ...
@@ -91,7 +97,8 @@ class WeightFormat(Protocol):
         """Returns silu(gate) * up [T, out / 2] for x [T, in], or for norm(x), quantized as `wanted`
         if that costs nothing.
 
-        Only for a weight whose rows are in the order of `kernels.gated_product.interleave`.
+        Only for a weight whose rows are in the order of `kernels.gated_product.interleave`, or
+        after `prepare_gate`.
         """
         ...
 

@@ -96,6 +96,10 @@ class DenseWeight:
         """See `WeightFormat.take_input_order`."""
         return None
 
+    def prepare_gate(self) -> bool:
+        """See `WeightFormat.prepare_gate`."""
+        return False
+
     def finalize(self) -> None:
         """On a CPU in float32, lays the weight out anew: see `PackedWeight`."""
         self._packed = pack_weight(self.weight)

@@ -75,6 +75,10 @@ class QuantizedWeight(ABC):
         """See `WeightFormat.take_input_order`."""
         return None
 
+    def prepare_gate(self) -> bool:
+        """See `WeightFormat.prepare_gate`."""
+        return False
+
     def finalize(self) -> None:
         """Dequantizes the weight, in the backend's dtype."""
         weight = self.dequantized().to(self._backend.dtype)

@@ -1,0 +1,187 @@
+"""Products and attention on CPUs by kernels that numba compiles: against float64 and plain torch,
+and the same bits for a row whatever stands beside it."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from aioinfer.kernels.cpu_cache import KERNELS, cache_folder, compile_ahead, complete_mark
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.compiled_attention import CompiledAttention, supports
+from aioinfer.layers.formats.affine_rows import AffineRows
+from aioinfer.layers.formats.compiled import (
+    CompiledWeight,
+    can_gate,
+    can_lay_out,
+    has_compiled_products,
+)
+from aioinfer.layers.formats.schemes import AffineScheme
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope
+from aioinfer.layers.shards import Shard, Source
+from aioinfer.layers.torch_attention import TorchAttention
+from tests.paged_model import make_step
+
+CPU = torch.device("cpu")
+INPUTS = 192
+SCHEMES = [AffineScheme(4, 32, True), AffineScheme(4, 32, False), AffineScheme(8, 16, False),
+           AffineScheme(8, 32, True)]  # fmt: skip
+
+
+def backend() -> Backend:
+    return Backend(CPU, torch.float32, ParallelGroup.single())
+
+
+def random_rows(scheme: AffineScheme, rows: int = 96) -> AffineRows:
+    part = AffineRows(Source("name", Shard.whole(rows)), Shard.whole(INPUTS), scheme, CPU)
+    low, high = (0, 256) if scheme.bits == 4 else (-128, 128)
+    part.integers.copy_(torch.randint(low, high, part.integers.shape))
+    part.scales.uniform_(0.5, 1.5)
+    if part.offsets is not None:
+        part.offsets.normal_()
+    return part
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_this_machine_compiles_them():
+    assert has_compiled_products(backend())
+    assert not has_compiled_products(Backend(CPU, torch.bfloat16, ParallelGroup.single()))
+
+
+# -------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, None], ids=str)
+def test_products_are_as_exact_as_float32_and_rows_do_not_depend_on_each_other(
+    scheme: AffineScheme | None,
+):
+    part = torch.randn(96, INPUTS) if scheme is None else random_rows(scheme)
+    numbers = part if isinstance(part, torch.Tensor) else part.dequantized()
+    weight, bias, x = CompiledWeight([part], INPUTS), torch.randn(96), torch.randn(47, INPUTS)
+    product = weight.multiply(x, bias)
+    expected = F.linear(x.double(), numbers.double(), bias.double())
+    assert (product - expected).norm() < 1e-6 * expected.norm()
+    for rows in range(1, 47, 3):
+        assert torch.equal(weight.multiply(x[:rows], bias), product[:rows])
+    total = torch.ones(47, 96)
+    weight.add_product(x, total)
+    assert torch.allclose(total, expected.float() - bias + 1, rtol=1e-4, atol=1e-3)
+
+
+def test_parts_of_different_types_and_a_norm_before_them():
+    parts = [random_rows(SCHEMES[0]), torch.randn(64, INPUTS), random_rows(SCHEMES[2], 32)]
+    norm = RMSNorm("norm", INPUTS, 1e-5, backend())
+    norm.weight.normal_()
+    x = torch.randn(3, 2, INPUTS)
+    numbers = [part if isinstance(part, torch.Tensor) else part.dequantized() for part in parts]
+    expected = F.linear(norm(x).double(), torch.cat(numbers).double())
+    product = CompiledWeight(parts, INPUTS).multiply(x, norm=norm)
+    assert product.shape == (3, 2, 192)
+    assert (product - expected).norm() < 1e-6 * expected.norm()
+    assert CompiledWeight(parts, INPUTS).multiply(x[:0]).shape == (0, 2, 192)
+
+
+@pytest.mark.parametrize("rows", [1, 13])
+def test_silu_of_the_gate(rows: int):
+    parts = [random_rows(SCHEMES[0], 64), random_rows(SCHEMES[0], 64)]
+    assert can_gate(parts)
+    assert not can_gate([parts[0], random_rows(SCHEMES[1], 64)])
+    weight, x = CompiledWeight(parts, INPUTS, gated=True), torch.randn(rows, INPUTS) / 50
+    x[0, 0] = 300  # gates beyond the range of exp
+    both = F.linear(x, torch.cat([part.dequantized() for part in parts]))
+    gate, up = both.chunk(2, dim=-1)
+    found, expected = weight.multiply_gated(x), F.silu(gate) * up
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(weight.multiply(x), both, rtol=1e-4, atol=1e-3)
+    x[0, 1] = torch.nan
+    found = weight.multiply_gated(x)
+    assert found[0].isnan().all()
+    assert found[1:].isfinite().all()
+
+
+def test_what_the_kernels_do_not_take():
+    assert not can_lay_out([random_rows(SCHEMES[0], 40)])
+    shard = AffineRows(Source("n", Shard.whole(64)), Shard(16, 96, INPUTS), SCHEMES[0], CPU)
+    assert not can_lay_out([shard])
+
+
+# -------------------------------------------------------------------- attention
+
+HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
+
+
+def attend(
+    rows: list[tuple[int, int]], projected: torch.Tensor, cached: torch.Tensor, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor, KVCache, KVCache]:
+    """Computes rows (tokens before, tokens in the step) with the kernels and in torch."""
+    tables = [list(range(20 * number, 20 * number + 20)) for number in range(len(rows))]
+    before, counts = (list(part) for part in zip(*rows, strict=True))
+    ids = torch.zeros(sum(counts), dtype=torch.int32)
+    step = make_step(tables, before, counts, BLOCK, ids)
+    rotary = RotaryTable(RopeConfig(), SIZE, 400, CPU)
+    shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window)
+    caches = [KVCache(*cached.clone()) for _ in range(2)]
+    assert supports(shape, rotary, caches[0])
+    found = CompiledAttention(shape, 0, caches[0], rotary).rotate_and_attend(projected, step)
+    step.memo.clear()
+    rotated = apply_rope(projected[:, : HEADS + KV_HEADS], *rotary.at_step(step))
+    queries, keys = rotated[:, :HEADS], rotated[:, HEADS:]
+    values = projected[:, HEADS + KV_HEADS :]
+    expected = TorchAttention(shape, 0)(queries, keys, values, caches[1], step)
+    return found, expected, *caches
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_is_that_of_torch_and_decodes_do_not_depend_on_each_other(window: int | None):
+    rows = [(0, 1), (15, 1), (16, 1), (77, 1), (250, 1), (30, 7), (0, 20)]
+    projected = torch.randn(32, HEADS + 2 * KV_HEADS, SIZE)
+    cached = torch.full((2, 160, BLOCK, KV_HEADS, SIZE), torch.nan)
+    for number, (before, _) in enumerate(rows):
+        for place in range(before):
+            cached[:, 20 * number + place // BLOCK, place % BLOCK].normal_()
+    found, expected, *caches = attend(rows, projected, cached, window)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip((caches[0].keys, caches[0].values),
+                            (caches[1].keys, caches[1].values), strict=True):  # fmt: skip
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+    last = random.Random(0).randrange(2, 5)
+    some = attend(rows[:last], projected[:last], cached, window)[0]
+    assert torch.equal(some, found[:last])
+
+
+# -------------------------------------------------------------------- compiling ahead
+
+
+def test_what_is_compiled_is_not_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command))
+    compile_ahead()
+    for thread in threading.enumerate():
+        if thread.name == "compile kernels":
+            thread.join()
+    assert started == [[sys.executable, "-m", "aioinfer.kernels.cpu_functions"]]
+    for kernel in KERNELS:
+        assert tmp_path in cache_folder(kernel).parents
+        cache_folder(kernel).mkdir(parents=True)
+        complete_mark(kernel).touch()
+    compile_ahead()
+    assert not any(thread.name == "compile kernels" for thread in threading.enumerate())
+    assert len(started) == 1
