@@ -123,12 +123,21 @@ BLOCK_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
     (None, ExpertConfig(64, 128, 128, 4, 4, programs=2)),
 )
 SCANNED_BLOCK_CONFIGS = ((SCANNED_TOKENS, ExpertConfig(64, 16, 128, 4, 6)),)
-#: Weights in four bits; `step` is their own.
-PACKED_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
+#: Weights in four bits; their units are the steps. A wide tile has its weights expanded for more
+#: rows at a time.
+MXFP4_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
     (8, ExpertConfig(64, 16, 128, 4, 3, tma=False, programs=4)),
     (24, ExpertConfig(64, 32, 128, 4, 3, tma=False, programs=3)),
     (96, ExpertConfig(64, 64, 128, 4, 3, tma=False, programs=2)),
-    (None, ExpertConfig(128, 128, 128, 8, 3, tma=False, programs=1, tail=64)),
+    (256, ExpertConfig(128, 128, 128, 8, 3, tma=False, programs=1, tail=64)),
+    (None, ExpertConfig(128, 256, 128, 8, 3, tma=False, programs=1, tail=64)),
+)
+#: Integers: the sums of a group stand beside the total in the registers.
+INTEGER_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
+    (8, ExpertConfig(64, 16, 256, 4, 3, tma=False, programs=3)),
+    (24, ExpertConfig(64, 32, 256, 4, 3, tma=False, programs=2)),
+    (96, ExpertConfig(64, 64, 256, 4, 3, tma=False, programs=1)),
+    (None, ExpertConfig(128, 64, 256, 8, 3, tma=False, programs=1)),
 )
 SCANNED_PACKED_CONFIGS = (
     (8, ExpertConfig(32, 8, 128, 2, 4, tma=False)),
@@ -140,7 +149,8 @@ TABLES: dict[str, tuple[Table, Table]] = {
     "plain": (SCANNED_CONFIGS, CONFIGS),
     "scaled": (SCANNED_SCALED_CONFIGS, SCALED_CONFIGS),
     "blocks": (SCANNED_BLOCK_CONFIGS, BLOCK_CONFIGS),
-    "packed": (SCANNED_PACKED_CONFIGS, PACKED_CONFIGS),
+    "integers": (SCANNED_PACKED_CONFIGS, INTEGER_CONFIGS),
+    "mxfp4": (SCANNED_PACKED_CONFIGS, MXFP4_CONFIGS),
 }
 #: For activations of 32 bits, which only tests have.
 WIDE_CONFIG = ExpertConfig(32, 16, 32, 4, 2)
@@ -436,9 +446,10 @@ def expert_product(
         assert isinstance(x, torch.Tensor)
         _launch_vector(x, given, out, config)
     else:
-        size = values.element_size()
-        _launch_tiles(x, given, out, config or expert_config(
-            tokens, top_k, num_experts, size, _format_name(weight)))  # fmt: skip
+        if config is None:
+            size, format = values.element_size(), format_name(weight)
+            config = expert_config(tokens, top_k, num_experts, size, format)
+        _launch_tiles(x, given, out, config)
     return out
 
 
@@ -474,13 +485,13 @@ def _parts(weight: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
     return values, weight.scales
 
 
-def _format_name(weight: ExpertWeights) -> str:
+def format_name(weight: ExpertWeights) -> str:
     """Returns the format by which a configuration is selected, a key of `TABLES`."""
     if isinstance(weight, torch.Tensor):
         return "plain"
     if isinstance(weight, ScaledExperts):
         return "blocks" if weight.is_grouped else "scaled"
-    return "packed"
+    return "mxfp4" if weight.is_float else "integers"
 
 
 def _launch_vector(

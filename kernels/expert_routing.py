@@ -183,12 +183,13 @@ def _select(
 
 @triton.jit(do_not_specialize=["tokens", "scale"])
 def _routing_kernel(
-    x, weight, bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride, scale,
+    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride,
+    scale,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOKENS: tl.constexpr,
     PART: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, BUCKETS: tl.constexpr,
     SMALLEST: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = EXPERTS_PAD // PART
@@ -219,6 +220,9 @@ def _routing_kernel(
             return
         tl.store(tickets + tile, 0)
         found = tl.load(place + tl.arange(0, EXPERTS_PAD)[None, :], is_token[:, None], 0.0)
+    if HAS_LOGIT_BIAS:
+        every = tl.arange(0, EXPERTS_PAD)
+        found += tl.load(logit_bias + every, every < EXPERTS, 0.0).to(tl.float32)[None, :]
     chosen_weights, chosen = _select(
         found, bias, TOKENS, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
         GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST,
@@ -241,6 +245,7 @@ def route(
     counters: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
     buckets: bool = True,
     local: range | None = None,
     pdl: bool = False,
@@ -255,6 +260,7 @@ def route(
         counters: from `make_counters`; the `counts` of the result are a view of it, and whoever
             reads them last sets them to 0 (`expert_linear.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
+        logit_bias: [num_experts], added to the logits.
         buckets: whether to fill `counts` and `rows`, of all experts.
         local: see `RoutedTokens`.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
@@ -283,12 +289,13 @@ def route(
     tickets, counts = counters[:MAX_SHARED_TILES], counters[MAX_SHARED_TILES:]
     rows = torch.empty(experts if buckets else 0, tokens, dtype=torch.int32, **like)
     _routing_kernel[(parts, tiles)](
-        x, weight, weight if bias is None else bias, logits, weights, chosen, counts, rows,
-        tickets, tokens, x.stride(0), rule.scale,
+        x, weight, weight if bias is None else bias, weight if logit_bias is None else logit_bias,
+        logits, weights, chosen, counts, rows, tickets, tokens, x.stride(0), rule.scale,
         HIDDEN=hidden, EXPERTS=experts, EXPERTS_PAD=padded, TOKENS=config.tokens,
         PART=config.experts, STEP=config.step, TOP_K=rule.top_k,
         K_PAD=triton.next_power_of_2(rule.top_k), SIGMOID=rule.is_sigmoid,
-        NORMALIZED=rule.is_normalized, HAS_BIAS=bias is not None, GROUPS=rule.num_groups,
+        NORMALIZED=rule.is_normalized, HAS_BIAS=bias is not None,
+        HAS_LOGIT_BIAS=logit_bias is not None, GROUPS=rule.num_groups,
         TOP_GROUPS=rule.top_groups, GROUP_BEST=rule.group_best, BUCKETS=buckets,
         SMALLEST=SMALLEST, LOWEST=_LOWEST, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,

@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.grouped_weight import TILE, PackedGroups, dequantized_reference
 from aioinfer.kernels.quantize import GROUP
 
@@ -181,14 +180,3 @@ def pack_floats(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
     stored = F.pad(scales.int() + SCALE_OFFSET, missing).unflatten(1, (-1, PARTS))
     shifts = torch.arange(0, 32, 8, device=scales.device)
     return tiles, (stored << shifts).sum(-1).to(torch.int32).t().contiguous()
-
-
-def interleave_experts(weight: torch.Tensor) -> None:
-    """Interleaves the rows of gate and up of a few experts, in place: `GATE_RUN` rows of the gate,
-    then the matching ones of up, and so on.
-
-    Args:
-        weight: [E, 2 * N, ...], the rows of the gates first; N a multiple of 8.
-    """
-    by_run = weight.unflatten(1, (2, -1, GATE_RUN)).transpose(1, 2)
-    weight.copy_(by_run.reshape(weight.shape))

@@ -85,6 +85,7 @@ class Mixture:
     x: torch.Tensor
     router: torch.Tensor
     bias: torch.Tensor | None
+    logit_bias: torch.Tensor | None
     gate_up: torch.Tensor
     down: torch.Tensor
     counters: torch.Tensor
@@ -103,15 +104,17 @@ def mixture(case: ExpertCase) -> Mixture:
     gate_up = normal(rule.num_experts, 2 * channels, hidden, **like) / hidden**0.5
     down = normal(rule.num_experts, hidden, channels, **like) / channels**0.5
     counters = make_counters(rule.num_experts, torch.device(case.device))
-    return Mixture(normal(case.tokens, hidden, **like), router, bias, gate_up, down, counters)
+    logit_bias = normal(rule.num_experts, **like) if case.biased else None
+    x = normal(case.tokens, hidden, **like)
+    return Mixture(x, router, bias, logit_bias, gate_up, down, counters)
 
 
 def routed(case: ExpertCase, given: Mixture, config: RoutingConfig | None = None) -> RoutedTokens:
     """Runs `route`."""
     buckets = case.tokens > SCANNED_TOKENS if case.buckets is None else case.buckets
     return route(
-        given.x, given.router, case.rule, given.counters, bias=given.bias, buckets=buckets,
-        local=case.local, config=config,
+        given.x, given.router, case.rule, given.counters, bias=given.bias,
+        logit_bias=given.logit_bias, buckets=buckets, local=case.local, config=config,
     )  # fmt: skip
 
 
@@ -123,6 +126,7 @@ def check_routing(case: ExpertCase, config: RoutingConfig | None = None) -> floa
     found = routed(case, given, config)
     bias = None if given.bias is None else given.bias.double()
     logits = given.x.double() @ given.router.double().T
+    logits = logits if given.logit_bias is None else logits + given.logit_bias.double()
     weights, expected = select_reference(logits, case.rule, bias)
     experts = found.experts.long()
     assert (experts.sort().values.diff() > 0).all()

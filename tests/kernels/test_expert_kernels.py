@@ -41,6 +41,10 @@ def test_routing(rule: RoutingRule, tokens: int) -> None:
     assert check_routing(case(tokens, rule)) < 1e-5
 
 
+def test_routing_with_biased_logits() -> None:
+    assert check_routing(case(9, biased=True)) < 1e-5
+
+
 def test_programs_share_the_experts_of_a_tile_of_tokens() -> None:
     rule = RoutingRule(64, 8)
     for part in (16, 64):
