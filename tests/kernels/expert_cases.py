@@ -26,6 +26,7 @@ from aioinfer.kernels.expert_routing import (
     route,
     select_reference,
 )
+from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_weights import (
     BLOCK,
     ExpertWeights,
@@ -109,7 +110,9 @@ def mixture(case: ExpertCase) -> Mixture:
     return Mixture(x, router, bias, logit_bias, gate_up, down, counters)
 
 
-def routed(case: ExpertCase, given: Mixture, config: RoutingConfig | None = None) -> RoutedTokens:
+def routed(
+    case: ExpertCase, given: Mixture, config: RoutingConfig | FewTokensConfig | None = None
+) -> RoutedTokens:
     """Runs `route`."""
     buckets = case.tokens > SCANNED_TOKENS if case.buckets is None else case.buckets
     return route(
@@ -118,7 +121,9 @@ def routed(case: ExpertCase, given: Mixture, config: RoutingConfig | None = None
     )  # fmt: skip
 
 
-def check_routing(case: ExpertCase, config: RoutingConfig | None = None) -> float:
+def check_routing(
+    case: ExpertCase, config: RoutingConfig | FewTokensConfig | None = None
+) -> float:
     """Asserts that experts are those of the reference, and that every pair is in the bucket of its
     expert; returns the largest error of a weight. Two experts may change places whose logits
     float32 cannot tell apart."""

@@ -12,10 +12,12 @@ from aioinfer.kernels.expert_routing import (
     RoutingConfig,
     RoutingRule,
     make_counters,
+    padded_experts,
     route,
     select_reference,
     supports_rule,
 )
+from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_weights import MAX_SCALE, PackedExperts, pack_floats
 from cases import error
 from expert_cases import ExpertCase, check_routing, packed_weight, whole
@@ -51,20 +53,50 @@ def test_programs_share_the_experts_of_a_tile_of_tokens() -> None:
         assert check_routing(case(19, rule), RoutingConfig(16, part, 32, 4, 2)) < 1e-5
 
 
+#: The variants of `expert_selection`.
+VARIANTS = (
+    RoutingConfig(16, 64, 32, 4, 2, by_keys=True),
+    FewTokensConfig(1, 32),
+    FewTokensConfig(4, 64, early_weights=False),
+)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize(
+    "rule", [RULE, GROUPED, RoutingRule(40, 1, is_normalized=False), RoutingRule(6, 3, True)]
+)
+def test_variants_of_routing(
+    config: RoutingConfig | FewTokensConfig, rule: RoutingRule
+) -> None:
+    if isinstance(config, RoutingConfig):
+        config = replace(config, experts=padded_experts(rule.num_experts))
+    for tokens in (1, 5):
+        one = case(tokens, rule, buckets=tokens > 1, biased=True)
+        assert check_routing(one, config) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config", [None, RoutingConfig(16, 16, 32, 4, 2, by_keys=True), FewTokensConfig(2, 16)]
+)
 @pytest.mark.parametrize("rule", [RULE, GROUPED])
-def test_equal_scores_go_to_the_first_experts(rule: RoutingRule) -> None:
+def test_equal_scores_go_to_the_first_experts(
+    rule: RoutingRule, config: RoutingConfig | FewTokensConfig | None
+) -> None:
     x, counters = torch.randn(2, 16), make_counters(rule.num_experts, torch.device("cpu"))
-    found = route(x, torch.zeros(rule.num_experts, 16), rule, counters)
+    found = route(x, torch.zeros(rule.num_experts, 16), rule, counters, config=config)
     assert found.experts.tolist() == [[0, 1, 2]] * 2
     _, expected = select_reference(torch.zeros(2, rule.num_experts), rule)
     assert torch.equal(found.experts.long(), expected)
 
 
-def test_a_token_of_nan_spoils_no_other() -> None:
+@pytest.mark.parametrize(
+    "config", [None, RoutingConfig(16, 16, 32, 4, 2, by_keys=True), FewTokensConfig(1, 16)]
+)
+def test_a_token_of_nan_spoils_no_other(config: RoutingConfig | FewTokensConfig | None) -> None:
     x = torch.randn(18, 16)
     x[3] = torch.nan
     counters = make_counters(6, torch.device("cpu"))
-    found = route(x, torch.randn(6, 16), RULE, counters)
+    found = route(x, torch.randn(6, 16), RULE, counters, config=config)
     assert found.weights[3].isnan().all()
     assert len(set(found.experts[3].tolist())) == 3
     assert found.experts.min() >= 0
