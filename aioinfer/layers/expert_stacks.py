@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -410,10 +411,8 @@ class StackedExperts:
         )
         self._biases: list[torch.Tensor | None] = [None, None]
         if has_biases:
-            like = {"dtype": backend.dtype, "device": backend.device}
-            self._biases = [
-                torch.zeros(len(shape.sources), shape.rows, **like) for shape in self._shapes
-            ]
+            zeros = partial(torch.zeros, dtype=backend.dtype, device=backend.device)
+            self._biases = [zeros(len(shape.sources), shape.rows) for shape in self._shapes]
 
     @property
     def gate_up(self) -> ExpertWeights:

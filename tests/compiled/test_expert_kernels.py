@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from aioinfer.kernels.expert_linear import (
     scanned_pairs,
     vector_config,
 )
-from aioinfer.kernels.expert_routing import routing_config
+from aioinfer.kernels.expert_routing import RoutingConfig, routing_config
+from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
@@ -159,26 +161,57 @@ def test_products_of_one_token(gated: bool, partial: bool, format: str, tmp_path
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= wide
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 5000])
-@pytest.mark.parametrize(
-    ("experts", "groups", "sigmoid"), [(EXPERTS, 1, False), (256, 8, True), (60, 1, False)]
-)
-def test_routing(tokens: int, experts: int, groups: int, sigmoid: bool, tmp_path: Path) -> None:
-    config, padded = routing_config(tokens, experts), expert_routing.padded_experts(experts)
+ROUTED = [(EXPERTS, 1, False), (256, 8, True), (60, 1, False)]
+
+
+def routing(
+    config: RoutingConfig | FewTokensConfig, experts: int, groups: int, sigmoid: bool, buckets: bool
+) -> CompiledKernel:
+    """Compiles what `route` launches with a configuration."""
     types = {
         "x": "*bf16", "weight": "*bf16", "bias": "*fp32", "logit_bias": "*fp32", "logits": "*fp32",
         "weights": "*fp32",
         "experts": "*i32", "counts": "*i32", "rows": "*i32", "tickets": "*i32", "scale": "fp32",
     }  # fmt: skip
     constants = {
-        "HIDDEN": HIDDEN, "EXPERTS": experts, "EXPERTS_PAD": padded, "TOKENS": config.tokens,
-        "PART": config.experts, "STEP": config.step, "TOP_K": TOP_K, "K_PAD": TOP_K,
+        "HIDDEN": HIDDEN, "EXPERTS": experts, "PART": config.experts, "STEP": config.step,
+        "EXPERTS_PAD": expert_routing.padded_experts(experts), "TOP_K": TOP_K, "K_PAD": TOP_K,
         "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "HAS_LOGIT_BIAS": sigmoid,
-        "GROUPS": groups,
-        "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": tokens > 16,
+        "GROUPS": groups, "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": buckets,
         "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
     }  # fmt: skip
-    kernel = compile_kernel(expert_routing._routing_kernel, types, constants, config)
+    if isinstance(config, FewTokensConfig):
+        kernel, own = expert_routing._few_tokens_kernel, {"EARLY": config.early_weights}
+    else:
+        kernel = expert_routing._routing_kernel
+        own = {"TOKENS": config.tokens, "BY_KEYS": config.by_keys}
+    return compile_kernel(kernel, types, constants | own, config)
+
+
+@pytest.mark.parametrize(  # by keys larger tiles take a minute
+    ("tokens", "by_keys"), [(1, False), (100, False), (5000, False), (1, True), (100, True)]
+)
+@pytest.mark.parametrize(("experts", "groups", "sigmoid"), ROUTED)
+def test_routing(
+    tokens: int, experts: int, groups: int, sigmoid: bool, by_keys: bool, tmp_path: Path
+) -> None:
+    config = replace(routing_config(tokens, experts), by_keys=by_keys)
+    kernel = routing(config, experts, groups, sigmoid, tokens > 16)
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "cp.async.ca" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize(("experts", "groups", "sigmoid"), ROUTED)
+def test_routing_of_few_tokens(
+    experts: int, groups: int, sigmoid: bool, part: int, tmp_path: Path
+) -> None:
+    """The best expert is found by an instruction of the warp, for each of a token's experts, where
+    each thread has experts of its own; 16 bytes are loaded at a time."""
+    kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, buckets=True)
+    ptx = kernel.asm["ptx"]
+    assert spilled(kernel, tmp_path) == 0
+    if experts >= 128:
+        assert ptx.count("redux.sync") >= 2 * TOP_K
+    assert ptx.count("ld.global.v4.b32") >= (1 + part) * HIDDEN // (32 * 8)
