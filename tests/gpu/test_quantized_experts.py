@@ -121,10 +121,10 @@ def test_other_types(format: str, dtype: torch.dtype) -> None:
 
 
 def test_all_numbers_of_mxfp4_are_exact() -> None:
-    """Every code with every scale: products with unit vectors are the numbers."""
+    """Every code with many scales: products with unit vectors are the numbers."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 32, 16)
     blocks = codes.expand(16, 32, 16).contiguous()
-    scales = torch.arange(1, 129, dtype=torch.uint8).view(4, 32).repeat(4, 1)
+    scales = torch.arange(65, 129, dtype=torch.uint8).view(2, 32).repeat(8, 1)
     words, kept = (part[None].to(DEVICE) for part in pack_floats(blocks, scales))
     weight = PackedExperts(words, kept, 16, 1024, 32, is_float=True)
     routed = route(

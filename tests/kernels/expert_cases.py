@@ -121,9 +121,7 @@ def routed(
     )  # fmt: skip
 
 
-def check_routing(
-    case: ExpertCase, config: RoutingConfig | FewTokensConfig | None = None
-) -> float:
+def check_routing(case: ExpertCase, config: RoutingConfig | FewTokensConfig | None = None) -> float:
     """Asserts that experts are those of the reference, and that every pair is in the bucket of its
     expert; returns the largest error of a weight. Two experts may change places whose logits
     float32 cannot tell apart."""

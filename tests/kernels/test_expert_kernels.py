@@ -65,9 +65,7 @@ VARIANTS = (
 @pytest.mark.parametrize(
     "rule", [RULE, GROUPED, RoutingRule(40, 1, is_normalized=False), RoutingRule(6, 3, True)]
 )
-def test_variants_of_routing(
-    config: RoutingConfig | FewTokensConfig, rule: RoutingRule
-) -> None:
+def test_variants_of_routing(config: RoutingConfig | FewTokensConfig, rule: RoutingRule) -> None:
     if isinstance(config, RoutingConfig):
         config = replace(config, experts=padded_experts(rule.num_experts))
     for tokens in (1, 5):
