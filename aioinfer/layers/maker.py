@@ -153,7 +153,7 @@ class LayerMaker:
         if self.quantization.has_affine:
             is_half = has_half_products(self.backend)
             text += ", multiplied as float16" if is_half else ", dequantized when they are loaded"
-        if self.quantization.has_mxfp4:
+        if self.quantization.has_mxfp4 and not self.backend.has_kernels:
             dtype = str(self.backend.dtype).removeprefix("torch.")
             text += f", dequantized to {dtype} when they are loaded"
         return text

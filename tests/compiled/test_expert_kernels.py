@@ -176,7 +176,7 @@ def routing(
     constants = {
         "HIDDEN": HIDDEN, "EXPERTS": experts, "PART": config.experts, "STEP": config.step,
         "EXPERTS_PAD": expert_routing.padded_experts(experts), "TOP_K": TOP_K, "K_PAD": TOP_K,
-        "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "HAS_LOGIT_BIAS": sigmoid,
+        "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "HAS_LOGIT_BIAS": not sigmoid,
         "GROUPS": groups, "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": buckets,
         "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
     }  # fmt: skip
