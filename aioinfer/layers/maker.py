@@ -41,16 +41,8 @@ if TYPE_CHECKING:
     from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts
 
 
-class Converted(Protocol):
-    """What may be held in another form than it is stored."""
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def weight_shards(self) -> NamedShards: ...
-
-
-#: Who uses it may drop it.
+#: What may be held in another form than it is stored: weights, heads and stacks of experts, with
+#: `weight_shards` and `held_bytes`. Who uses it may drop it.
 _Converted = weakref.ref[Any]
 
 
