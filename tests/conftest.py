@@ -67,6 +67,7 @@ EXTENDED = frozenset(
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_latent_kernels.py",
         "compiled/test_expert_kernels.py",
+        "compiled/test_hopper_products.py",
         "compiled/test_scaled_kernels.py",
         "kernels/test_expert_kernels.py::test_a_rank_with_some_of_the_quantized_experts",
         "kernels/test_expert_kernels.py::test_biases_and_the_clamped_activation",

@@ -371,8 +371,10 @@ async def test_the_rank_with_the_first_error_is_named(tmp_path: Path) -> None:
     keep_the_loop_until_ended(rank_0, rank_1)
     run.executor._receive(0)  # type: ignore[attr-defined]  # as the loop may do first, too
     message = await run.wait_for_failure()
-    assert message.startswith("worker 1 failed:\nTraceback")
-    assert re.search("allocate memory|create a primitive", message), "it had memory enough"
+    # Where a stack cannot grow, or a library does not check its allocations, it ends by SIGSEGV.
+    if not message.startswith("worker 1 was killed by SIGSEGV: rank 1 was executing step 2,"):
+        assert message.startswith("worker 1 failed:\nTraceback")
+        assert re.search("allocate memory|create a primitive", message), "it had memory enough"
     await until(lambda: workers() == [])
     await run.executor.shutdown()
 

@@ -9,6 +9,7 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.linear import MAX_ROWS, LinearConfig
 from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
+from aioinfer.kernels.scaled_hopper import CONFIGS, HopperConfig, hopper_product, supports
 from aioinfer.kernels.scaled_linear import (
     ScaledMatrix,
     scaled_linear,
@@ -178,6 +179,7 @@ def many_rows(
             runs=[lambda w=w, run=run: run(w) for w in weights],
             check=lambda run=run: error(run(weights[0])),
         )  # fmt: skip
+    yield from hopper_variants(case, kind, x, weights, residual, gated, error)
     if kind != "fp8":
         return
 
@@ -192,6 +194,25 @@ def many_rows(
     yield replace(
         case, variant="fp8 cuBLASLt alone", runs=[lambda w=w: cublas_product(x, w) for w in weights]
     )
+
+
+def hopper_variants(
+    case: Case, kind: str, x: ScaledInputs, weights: list[ScaledMatrix],
+    residual: torch.Tensor | None, gated: bool, error: Callable[[torch.Tensor], float],
+) -> Iterator[Case]:  # fmt: skip
+    """The products in Gluon, for 64 rows and more."""
+    if len(x) < 64 or not supports(x, weights[0], BF16):
+        return
+    for config in CONFIGS[gated, weights[0].is_grouped]:
+
+        def run(w: ScaledMatrix, config: HopperConfig = config) -> torch.Tensor:
+            return hopper_product(x, w, BF16, residual=residual, gated=gated, config=config)
+
+        yield replace(
+            case, variant=f"{kind} Gluon t{config.tokens} s{config.stages}",
+            runs=[lambda w=w, run=run: run(w) for w in weights],
+            check=lambda run=run: error(run(weights[0])),
+        )  # fmt: skip
 
 
 def tiles_of(rows: int, tiles: int) -> Iterator[ProductConfig]:

@@ -1,0 +1,366 @@
+"""Float8 products of many rows on Hopper GPUs, in Triton's Gluon dialect.
+
+The alternative to `scaled_product` for activations and weights in float8 (`supports` says which);
+not yet measured, and so called by benchmarks and tests alone.
+The schedule is `gated_product`'s: a tile of the output's transpose is 64 weight rows for each of
+three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a ring of
+stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent. Scales of
+output features and tokens are applied at the end of a tile, scales of blocks after each stage,
+whose sums then stand beside the total (DeepSeek-V3, DeepSeek-AI 2024). The producer loads a stage's
+scales of tokens with its operands. A gate is computed in registers; a residual is loaded by TMA
+into the buffer from which the result is written.
+"""
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
+# unpack tuples)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aioinfer.kernels.gated_product import (
+    CONSUMERS,
+    LOG2_E,
+    REGISTERS,
+    TORCH_DTYPES,
+    WEIGHT_ROWS,
+    _load_weights,
+    _place,
+    _rows_are_aligned,
+)
+from aioinfer.kernels.quantize import ScaledInputs
+from aioinfer.kernels.scaled_linear import ScaledMatrix
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """How the kernel is compiled.
+
+    Attributes:
+        tokens: columns of a tile: 64, 128 or 256; 128 at most with scales of blocks, and where the
+            ring would leave no memory for the results of a tile that is not gated.
+        stages: stages of the ring.
+        group: token tiles that are computed with a weight tile before the next weight tile.
+    """
+
+    tokens: int
+    stages: int
+    group: int = 8
+
+
+#: By (gated, scales of blocks): not yet measured.
+CONFIGS = {
+    (True, False): (HopperConfig(256, 3), HopperConfig(128, 4), HopperConfig(64, 6)),
+    (False, False): (HopperConfig(128, 4), HopperConfig(256, 2), HopperConfig(64, 6)),
+    (True, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
+    (False, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
+}
+
+
+@gluon.jit
+def _produce(
+    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, x, weight, scales, scale_smem,
+    x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+):  # fmt: skip
+    """Loads the stages of every work item as they become free; with PDL, the first weights are
+    loaded before waiting for the preceding kernel, which writes x and its scales.
+
+    The consumers need not wait for the preceding kernel: they read its results, a residual among
+    them, and write theirs only after a stage that was loaded behind the wait.
+    """
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    STEP: gl.constexpr = x_smem.shape[2]
+    ROWS: gl.constexpr = CONSUMERS * weight.block_type.shape[0]
+    NBYTES: gl.constexpr = (
+        x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes + GROUPED * 4 * TOKENS
+    )
+    early = gl.program_id(0) * 0
+    if PDL:
+        early = gl.minimum(steps, STAGES)
+        _, weight_tile = _place(gl.program_id(0), token_tiles, weight_tiles, GROUP)
+        for stage in range(early):
+            mbarrier.expect(full.index(stage), NBYTES)
+            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True)
+        gdc_wait()
+    loaded = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        for index in range(steps):
+            stage = loaded % STAGES
+            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
+            tma.async_copy_global_to_shared(
+                x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage)
+            )
+            if GROUPED:
+                tma.async_copy_global_to_shared(
+                    scales, [index, token_tile * TOKENS], full.index(stage),
+                    scale_smem.index(stage)
+                )  # fmt: skip
+            _load_weights(
+                weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
+            )
+            loaded += 1
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _sums(
+    PART: gl.constexpr, used, steps, x_smem, w_smem, full, empty, layout: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of a tile [ROWS, TOKENS] over all stages, unscaled."""
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    ROWS: gl.constexpr = w_smem.shape[1]
+    acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
+    for index in range(steps):
+        stage = used % STAGES
+        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=index > 0)
+        acc = warpgroup_mma(
+            w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)), acc,
+            is_async=True,
+        )  # fmt: skip
+        used += 1
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
+    return acc
+
+
+@gluon.jit
+def _block_sums(
+    PART: gl.constexpr, used, steps, w_scales, first, lines, groups, scale_smem, x_smem, w_smem,
+    full, empty, layout: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of a tile [ROWS, TOKENS], those of each stage scaled. Where a tile's rows
+    share the weight's scale, it is multiplied with those of the tokens first."""
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    ROWS: gl.constexpr = w_smem.shape[1]
+    total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    zeros = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    line = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    for index in range(steps):
+        stage = used % STAGES
+        if ROWS_PER_SCALE % ROWS == 0:
+            block = gl.minimum(first, lines - 1) // ROWS_PER_SCALE
+            scale = gl.load(w_scales + block * groups + index)
+        else:
+            place = w_scales + line // ROWS_PER_SCALE * groups + index
+            scale = gl.load(place, mask=line < lines, other=0.0)
+        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+        part = warpgroup_mma(
+            w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)),
+            warpgroup_mma_init(zeros), use_acc=False, is_async=True,
+        )  # fmt: skip
+        token = scale_smem.index(stage).reshape([TOKENS]).load(gl.SliceLayout(0, layout))
+        sums = warpgroup_mma_wait(0, [part])
+        mbarrier.arrive(empty.index(stage))
+        if ROWS_PER_SCALE % ROWS == 0:
+            total += sums * (token * scale)[None, :]
+        else:
+            total += sums * scale[:, None] * token[None, :]
+        used += 1
+    return total
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr, out, residual, x_scales, w_scales, rows,
+    lines, groups, staging, added, scale_smem, x_smem, w_smem, full, empty, items, token_tiles,
+    weight_tiles, steps
+):  # fmt: skip
+    """Computes the part of consumer `PART` of every work item: 64 weight rows."""
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    ROWS: gl.constexpr = w_smem.shape[1]
+    OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
+    # as in `gated_product`: two wgmmas of 128 columns for a tile of 256
+    COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    mine = staging.index(PART)
+    used = gl.program_id(0) * 0
+    turn = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        first = (weight_tile * CONSUMERS + PART) * ROWS
+        if GROUPED:
+            acc = _block_sums(
+                PART, used, steps, w_scales, first, lines, groups, scale_smem, x_smem, w_smem, full,
+                empty, layout, ROWS_PER_SCALE
+            )  # fmt: skip
+        else:
+            line = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            acc = _sums(PART, used, steps, x_smem, w_smem, full, empty, layout)
+            token = token_tile * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
+            acc *= gl.load(w_scales + line // ROWS_PER_SCALE, mask=line < lines, other=0.0)[:, None]
+            acc *= gl.load(x_scales + token, mask=token < rows, other=0.0)[None, :]
+        used += steps
+        place = [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS]
+        tma.store_wait(0)  # until the store of the preceding tile has read `mine`
+        gl.thread_barrier()
+        if HAS_RESIDUAL:
+            mbarrier.expect(added.index(PART), out.block_type.nbytes)
+            tma.async_copy_global_to_shared(residual, place, added.index(PART), mine)
+            mbarrier.wait(added.index(PART), turn & 1)
+            acc += mine.permute((1, 0)).load(layout).to(gl.float32)
+            gl.thread_barrier()
+        value = acc
+        if GATED:
+            gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+            value = (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS])
+        mine.permute((1, 0)).store(value.to(out.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(out, place, mine)
+        turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["rows", "lines", "groups", "items", "token_tiles", "weight_tiles", "steps"]
+)
+def _product_kernel(
+    x, weight, scales, out, residual, x_scales, w_scales, rows, lines, groups, items, token_tiles,
+    weight_tiles, steps,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    TOKENS: gl.constexpr = x.block_type.shape[0]
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, x.block_type.shape[1]], x.layout)
+    w_smem = gl.allocate_shared_memory(
+        x.dtype,
+        [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]],
+        weight.layout,
+    )
+    scale_smem = gl.allocate_shared_memory(
+        gl.float32, [STAGES if GROUPED else 1, 1, TOKENS], scales.layout
+    )
+    staging = gl.allocate_shared_memory(
+        out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), CONSUMERS)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.init(added.index(part), 1)
+    fence_async_shared()
+    gl.thread_barrier()
+    ring = (scale_smem, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
+    ends = (out, residual, x_scales, w_scales, rows, lines, groups, staging, added)
+    # constants have to be named in each tuple: those of a variable would be constants of constants
+    gl.warp_specialize(
+        [
+            (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+            (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+            (_consume, (2, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+            (_produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
+
+
+def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
+    """Whether `hopper_product` takes these: on Hopper, float8, scales of tokens and weight rows, or
+    of blocks on both sides; a result in bf16 or fp16; K a multiple of 128."""
+    values = x.values
+    return (
+        values.is_cuda
+        and torch.cuda.get_device_capability(values.device)[0] == 9
+        and values.dtype == weight.values.dtype == torch.float8_e4m3fn
+        and dtype in TORCH_DTYPES
+        and values.shape[1] % STEP == 0
+        and len(weight.values) % 16 == 0
+        and (x.scales.shape[1] > 1) == weight.is_grouped
+        and (not weight.is_grouped or len(x) % 4 == 0)  # TMA reads whole 16 bytes of scales
+        and _rows_are_aligned(values)
+        and weight.values.is_contiguous()
+    )
+
+
+def hopper_product(
+    x: ScaledInputs,
+    weight: ScaledMatrix,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: HopperConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T; the arguments are `scaled_product`'s, for what `supports` accepts.
+
+    A residual's rows are aligned to 16 bytes and not strided by 0; it may be `out`.
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports` returns false.
+    """
+    (rows, inputs), lines = x.values.shape, len(weight.values)
+    if weight.values.shape[1] != inputs or not supports(x, weight, dtype):
+        raise ValueError(
+            f"x must be [T, K] and weight [N, K] that supports() accepts, not "
+            f"{tuple(x.values.shape)} and {tuple(weight.values.shape)}"
+        )
+    features = lines // 2 if gated else lines
+    out = x.values.new_empty((rows, features), dtype=dtype) if out is None else out
+    if not rows:
+        return out
+    programs = torch.cuda.get_device_properties(out.device).multi_processor_count
+    grouped = weight.is_grouped
+    config = config or CONFIGS[gated, grouped][0]
+    token_tiles = -(-rows // config.tokens)
+    weight_tiles = -(-lines // (WEIGHT_ROWS * CONSUMERS.value))
+    items = token_tiles * weight_tiles
+    tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
+    target = _descriptor(out, tile)
+    scales = x.scales.t() if grouped else weight.scales.view(1, -1)
+    _product_kernel[(min(items, programs),)](
+        _descriptor(x.values, [config.tokens, STEP]),
+        _descriptor(weight.values, [WEIGHT_ROWS, STEP]),
+        _scale_descriptor(scales, config.tokens), target,
+        target if residual is None else _descriptor(residual, tile), x.scales, weight.scales,
+        rows, lines, weight.scales.shape[1], items, token_tiles, weight_tiles, inputs // STEP,
+        STAGES=config.stages, GROUP=config.group, GATED=gated, HAS_RESIDUAL=residual is not None,
+        GROUPED=grouped, ROWS_PER_SCALE=weight.rows_per_scale, REGISTERS=REGISTERS, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    kind = gl.float8e4nv if t.dtype == torch.float8_e4m3fn else TORCH_DTYPES[t.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+def scale_layout() -> gl.NVMMASharedLayout:
+    """Returns the layout of a stage's scales of tokens: in their order."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def _scale_descriptor(scales: torch.Tensor, tokens: int) -> TensorDescriptor:
+    """`scales`: float32 [groups, T], the tokens contiguous."""
+    strides = [max(scales.stride(0), 4), 1]
+    return TensorDescriptor(scales, list(scales.shape), strides, [1, tokens], scale_layout())
