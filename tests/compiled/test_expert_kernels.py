@@ -45,6 +45,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "blocks": PLAIN | {"FORMAT": 1, "X_SCALES": 2, "GROUPED": True, "ROWS_PER_SCALE": 8},
     "integers": PLAIN | {"FORMAT": 2, "WORDS": 64},
     "integers with zeros": PLAIN | {"FORMAT": 2, "WORDS": 64, "HAS_ZEROS": True},
+    "integers in short runs": PLAIN | {"FORMAT": 2, "WORDS": 32},
     "integers in groups of 32": PLAIN | {"FORMAT": 2, "WORDS": 32, "GROUP": 32},
     "mxfp4": PLAIN | {"FORMAT": 3, "WORDS": 32, "GROUP": 32, "HAS_BIAS": True, "ALPHA": 1.702,
                       "LIMIT": 7.0},

@@ -11,7 +11,7 @@ import torch
 from aioinfer.kernels.expert_linear import SCANNED_TOKENS, format_name
 from aioinfer.kernels.expert_weights import PackedExperts, ScaledExperts
 
-from aioinfer.layers.expert_stacks import StackedExperts, interleaved_order
+from aioinfer.layers.expert_stacks import StackedExperts, _best_run, interleaved_order
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
@@ -147,6 +147,11 @@ def test_ranks_of_gpt_oss_have_whole_blocks(count: int, by_expert: bool, tmp_pat
     x = torch.randn(2, 128)
     parts = [mixed(one, x) for one in (whole, *ranks)]
     assert_close(torch.stack(parts[1:]).sum(0), parts[0])
+
+
+def test_runs_are_as_long_as_they_can_be_without_padding() -> None:
+    assert [_best_run(inputs, 128) for inputs in (256, 384, 192, 768, 2048)] == [64, 32, 64, 64, 64]
+    assert [_best_run(128, group) for group in (None, 64, 32)] == [32, 32, 32]
 
 
 def test_rows_are_interleaved_by_eight() -> None:
