@@ -123,6 +123,14 @@ BLOCK_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
     (None, ExpertConfig(64, 128, 128, 4, 4, programs=2)),
 )
 SCANNED_BLOCK_CONFIGS = ((SCANNED_TOKENS, ExpertConfig(64, 16, 128, 4, 6)),)
+#: Weights of one byte and activations that are not quantized: a tile of weights goes through
+#: registers to be converted.
+ALONE_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
+    (8, ExpertConfig(64, 16, 128, 4, 4, programs=3)),
+    (24, ExpertConfig(64, 32, 128, 4, 4, programs=2)),
+    (None, ExpertConfig(64, 64, 128, 4, 4, programs=2)),
+)
+SCANNED_ALONE_CONFIGS = ((SCANNED_TOKENS, ExpertConfig(64, 16, 128, 4, 4)),)
 #: Weights in four bits; their units are the steps. A wide tile has its weights expanded for more
 #: rows at a time.
 MXFP4_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
@@ -149,6 +157,7 @@ TABLES: dict[str, tuple[Table, Table]] = {
     "plain": (SCANNED_CONFIGS, CONFIGS),
     "scaled": (SCANNED_SCALED_CONFIGS, SCALED_CONFIGS),
     "blocks": (SCANNED_BLOCK_CONFIGS, BLOCK_CONFIGS),
+    "weights alone": (SCANNED_ALONE_CONFIGS, ALONE_CONFIGS),
     "integers": (SCANNED_PACKED_CONFIGS, INTEGER_CONFIGS),
     "mxfp4": (SCANNED_PACKED_CONFIGS, MXFP4_CONFIGS),
 }
@@ -447,7 +456,8 @@ def expert_product(
         _launch_vector(x, given, out, config)
     else:
         if config is None:
-            size, format = values.element_size(), format_name(weight)
+            size = values.element_size()
+            format = format_name(weight, quantized=isinstance(x, ScaledInputs))
             config = expert_config(tokens, top_k, num_experts, size, format)
         _launch_tiles(x, given, out, config)
     return out
@@ -485,11 +495,14 @@ def _parts(weight: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
     return values, weight.scales
 
 
-def format_name(weight: ExpertWeights) -> str:
-    """Returns the format by which a configuration is selected, a key of `TABLES`."""
+def format_name(weight: ExpertWeights, *, quantized: bool = True) -> str:
+    """Returns the format by which a configuration is selected, a key of `TABLES`; `quantized` says
+    whether activations are, where weights have one byte."""
     if isinstance(weight, torch.Tensor):
         return "plain"
     if isinstance(weight, ScaledExperts):
+        if not quantized:
+            return "weights alone"
         return "blocks" if weight.is_grouped else "scaled"
     return "mxfp4" if weight.is_float else "integers"
 

@@ -32,10 +32,10 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class ScaledExperts:
-    """Weights in float8 (e4m3): value * scale.
+    """Weights in float8 (e4m3), or in int8 for activations that are not quantized: value * scale.
 
     Attributes:
-        values: float8_e4m3fn [E, N, K], contiguous.
+        values: float8_e4m3fn or int8 [E, N, K], contiguous.
         scales: float32 [E, N / rows_per_scale, groups], contiguous. One group holds all inputs;
             several hold `quantize.GROUP` inputs each.
         rows_per_scale: neighbouring rows that share scales.

@@ -161,7 +161,8 @@ class DequantizedStack(ProjectionStack):
 
 
 class ScaledStack(ProjectionStack):
-    """Weights in float8 with scales for rows or blocks."""
+    """Weights of one byte with scales for rows or blocks. Those in int8 are multiplied with
+    activations that are not quantized."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend, scheme: ScaledScheme):
         super().__init__(shape, backend)
@@ -180,9 +181,8 @@ class ScaledStack(ProjectionStack):
         """Whether the kernels read such weights: blocks must have 128 inputs and begin with the
         rank's, and rows begin at multiples of 16 bytes."""
         device, columns = backend.device, shape.columns
-        if scheme.kind != "fp8":
-            return False
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        is_fp8 = scheme.kind == "fp8"
+        if is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             return False
         if scheme.block is not None and (scheme.block[1] != GROUP or columns.start % GROUP):
             return False
@@ -210,7 +210,7 @@ class ScaledStack(ProjectionStack):
         for values in self._values:
             self._reorder(values.view(torch.uint8))
         self._weight = ScaledExperts(self._values, torch.stack(scales), run)
-        if self._scheme.inputs != "none":
+        if self._scheme.inputs != "none" and self._scheme.kind == "fp8":
             static = None
             if self._scheme.inputs == "static":  # all experts of a token have the same inputs
                 found = [part.input_scale for part in self._parts]

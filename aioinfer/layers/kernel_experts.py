@@ -118,7 +118,8 @@ class KernelMixtureMLP(MixtureMLP):
         scanned = sorted({
             int(bound or SCANNED_TOKENS)
             for weight in (self.stacked.gate_up, self.stacked.down)
-            for bound, _ in TABLES[format_name(weight)][0]
+            for quantized in (True, False)
+            for bound, _ in TABLES[format_name(weight, quantized=quantized)][0]
         })  # fmt: skip
         none: _Configs = (None, None)
         return [
@@ -133,7 +134,8 @@ class KernelMixtureMLP(MixtureMLP):
         stack = stacked.first if is_first else stacked.second
         if self._backend.dtype.itemsize > 2 and stack.input_format is None:
             return [WIDE_CONFIG]
-        return [config for _, config in TABLES[format_name(stack.weight)][1]]
+        name = format_name(stack.weight, quantized=stack.input_format is not None)
+        return [config for _, config in TABLES[name][1]]
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""

@@ -43,6 +43,9 @@ PLAIN = {
 QUANTIZED: dict[str, dict[str, Any]] = {
     "scaled": PLAIN | {"FORMAT": 1, "X_SCALES": 1},
     "blocks": PLAIN | {"FORMAT": 1, "X_SCALES": 2, "GROUPED": True, "ROWS_PER_SCALE": 8},
+    "weights alone": PLAIN | {"FORMAT": 1},
+    "blocks, weights alone": PLAIN | {"FORMAT": 1, "GROUPED": True, "ROWS_PER_SCALE": 8},
+    "int8, weights alone": PLAIN | {"FORMAT": 1},
     "integers": PLAIN | {"FORMAT": 2, "WORDS": 64},
     "integers with zeros": PLAIN | {"FORMAT": 2, "WORDS": 64, "HAS_ZEROS": True},
     "integers in short runs": PLAIN | {"FORMAT": 2, "WORDS": 32},
@@ -62,7 +65,7 @@ def product(
     rows_by_tma = config.tma and not gated and not scanned
     hidden, channels, experts, top_k = GPT_OSS if format == "mxfp4" else QWEN
     values = QUANTIZED.get(format, PLAIN)
-    kind = {0: "bf16", 1: "fp8e4nv"}.get(values["FORMAT"], "i16")
+    kind = {0: "bf16", 1: "i8" if "int8" in format else "fp8e4nv"}.get(values["FORMAT"], "i16")
     x_kind = "fp8e4nv" if values["X_SCALES"] else "bf16"
     step = 128 if values["GROUPED"] else config.step
     types = {
@@ -110,7 +113,7 @@ def test_products(
 def quantized_products() -> Iterator[tuple[str, ExpertConfig, bool]]:
     """Yields formats, configurations, and whether there are no buckets."""
     for format in QUANTIZED:
-        name = format if format in TABLES else "integers"
+        name = format if format in TABLES else "weights alone" if "alone" in format else "integers"
         for scanned, table in zip((True, False), TABLES[name], strict=True):
             yield from ((format, config, scanned) for _, config in table)
 
@@ -125,7 +128,9 @@ def test_quantized_products(
     ptx = kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
-    if config.tma:
+    if "alone" in format:
+        shape = rf"wgmma\.mma_async\S*m64n{config.rows}k16\.f32\.bf16\.bf16"
+    elif config.tma:
         shape = rf"wgmma\.mma_async\S*m64n{config.rows}k32\.f32\.e4m3\.e4m3"
         assert "cp.async.bulk.tensor" in ptx
     elif config.rows == 8 or config.lines < 64:

@@ -36,7 +36,7 @@ FORMATS: dict[str, tuple[Format, str, bool]] = {
     ),
     "awq": (awq(64), "integers", False),
     "packed": (packed(Groups(size=None)), "integers", False),
-    "int8": (scaled("int8"), "plain", False),
+    "int8": (scaled("int8"), "scaled", False),
 }  # fmt: skip
 
 
