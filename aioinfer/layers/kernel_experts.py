@@ -15,15 +15,8 @@ from itertools import zip_longest
 import torch
 
 from aioinfer.kernels.activation import GATE_RUN
-from aioinfer.kernels.expert_linear import (
-    SCANNED_TOKENS,
-    TABLES,
-    WIDE_CONFIG,
-    ExpertConfig,
-    expert_product,
-    format_name,
-    sum_pairs,
-)
+from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
+from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from aioinfer.kernels.expert_linear import (
+from aioinfer.kernels.expert_configs import (
     SCANNED_TOKENS,
     ExpertConfig,
     VectorConfig,
     expert_config,
-    expert_product,
-    experts_reference,
-    sum_pairs,
     vector_config,
 )
+from aioinfer.kernels.expert_linear import expert_product, experts_reference, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,

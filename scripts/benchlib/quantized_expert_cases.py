@@ -12,19 +12,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from aioinfer.kernels.expert_linear import (
+from aioinfer.kernels.expert_configs import (
     SCANNED_TOKENS,
-    SILU,
     TABLES,
-    Activation,
     ExpertConfig,
     VectorConfig,
     expert_config,
+    vector_config,
+)
+from aioinfer.kernels.expert_linear import (
+    SILU,
+    Activation,
     expert_product,
     experts_reference,
     format_name,
     sum_pairs,
-    vector_config,
 )
 from aioinfer.kernels.expert_routing import RoutedTokens, RoutingRule, make_counters, route
 from aioinfer.kernels.expert_weights import (

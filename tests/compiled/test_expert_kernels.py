@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("triton")
 
 from aioinfer.kernels import expert_linear, expert_routing
-from aioinfer.kernels.expert_linear import (
+from aioinfer.kernels.expert_configs import (
     CONFIGS,
     SCANNED_CONFIGS,
     TABLES,
     ExpertConfig,
-    scanned_pairs,
     vector_config,
 )
+from aioinfer.kernels.expert_linear import scanned_pairs
 from aioinfer.kernels.expert_routing import RoutingConfig, routing_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
@@ -39,7 +39,7 @@ PLAIN = {
     "HAS_ZEROS": False, "TILE": 16, "HAS_BIAS": False, "ALPHA": 0.0, "LIMIT": 0.0,
     "HAS_FACTOR": False,
 }  # fmt: skip
-#: By the name of a format in `expert_linear.TABLES`.
+#: By the name of a format in `expert_configs.TABLES`.
 QUANTIZED: dict[str, dict[str, Any]] = {
     "scaled": PLAIN | {"FORMAT": 1, "X_SCALES": 1},
     "blocks": PLAIN | {"FORMAT": 1, "X_SCALES": 2, "GROUPED": True, "ROWS_PER_SCALE": 8},

@@ -13,14 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.expert_linear import (
-    SCANNED_TOKENS,
-    TABLES,
-    ExpertConfig,
-    expert_product,
-    format_name,
-    sum_pairs,
-)
+from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, ExpertConfig
+from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingConfig, RoutingRule, route, routing_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_weights import PackedExperts, pack_floats

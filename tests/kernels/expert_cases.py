@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from aioinfer.kernels.expert_configs import SCANNED_TOKENS, ExpertConfig, VectorConfig
 from aioinfer.kernels.expert_linear import (
-    SCANNED_TOKENS,
     SILU,
     Activation,
-    ExpertConfig,
-    VectorConfig,
     expert_product,
     experts_reference,
     sum_pairs,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aioinfer.kernels.expert_linear import ExpertConfig, expert_config, expert_product
+from aioinfer.kernels.expert_configs import ExpertConfig, expert_config
+from aioinfer.kernels.expert_linear import expert_product
 from aioinfer.kernels.expert_routing import (
     RoutedTokens,
     RoutingConfig,
