@@ -32,91 +32,45 @@ the weights of the few experts in flight, are in the L2 cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.expert_configs import (
+    SCANNED_TOKENS,
+    ExpertConfig,
+    VectorConfig,
+    expert_config,
+    vector_config,
+)
 from aioinfer.kernels.expert_routing import RoutedTokens
+from aioinfer.kernels.expert_tiles import FLOATS, INTEGERS, PLAIN, SCALED, activate, multiply
+from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, ScaledExperts
+from aioinfer.kernels.grouped_weight import TILE
+from aioinfer.kernels.quantize import GROUP, ScaledInputs
+from aioinfer.kernels.scaled_linear import RUN_OF_INPUTS, _row_sums
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-#: Up to so many tokens programs look for their rows themselves, without buckets.
-SCANNED_TOKENS = 16
 #: Output features of a program of `sum_pairs`.
 SUM_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertConfig:
-    """How a product is compiled.
+class Activation:
+    """What the first product makes of gate and up: silu(gate) * up, or, with `alpha`, gate *
+    sigmoid(alpha * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit
+    (gpt-oss)."""
 
-    Attributes:
-        lines: weight rows of a tile; a multiple of 16.
-        rows: tokens of a tile.
-        step: inputs of a stage.
-        num_warps, num_stages: as Triton has them.
-        tma: whether weights are loaded by TMA, and sorted rows too.
-        programs: with buckets, programs of a multiprocessor, which take tile after tile; 0 for a
-            program for each tile that there may be, of which those without one end at once.
-        tail: with buckets, rows of the narrower tile that an expert's last rows get if they fit: of
-            512 rows on average, tiles of 128 alone would be 11 % padding. 0 for none.
-    """
-
-    lines: int
-    rows: int
-    step: int
-    num_warps: int
-    num_stages: int
-    tma: bool = True
-    programs: int = 0
-    tail: int = 0
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class VectorConfig:
-    """How a product of one token is compiled: output features of a program, inputs of a step."""
-
-    features: int
-    step: int
-    num_warps: int
-
-
-#: By the average rows of an expert up to which each is used, with buckets. There
-#: are as many programs as fit a multiprocessor's shared memory: a third of the tiles that there may
-#: be in a decode step are none, and a program that ends at once takes another's place for a while.
-CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
-    (8, ExpertConfig(64, 16, 128, 4, 5, programs=2)),
-    (24, ExpertConfig(64, 32, 128, 4, 4, programs=2)),
-    (64, ExpertConfig(128, 64, 64, 4, 4, programs=2)),
-    (192, ExpertConfig(128, 128, 64, 8, 4, programs=1, tail=64)),
-    (None, ExpertConfig(256, 128, 64, 8, 3, programs=1, tail=64)),
-)
-#: By the number of tokens up to which each is used, without.
-SCANNED_CONFIGS: tuple[tuple[int, ExpertConfig], ...] = (
-    (8, ExpertConfig(64, 8, 256, 4, 4)),
-    (SCANNED_TOKENS, ExpertConfig(64, 16, 128, 4, 5)),
-)
-#: For activations of 32 bits, which only tests have.
-WIDE_CONFIG = ExpertConfig(32, 16, 32, 4, 2)
-#: The least rows of a tensor-core product.
-MIN_ROWS = 8
-
-
-def expert_config(tokens: int, top_k: int, num_experts: int, itemsize: int = 2) -> ExpertConfig:
-    """Returns the configuration for a number of tokens, above 1."""
-    if itemsize > 2:
-        return WIDE_CONFIG
-    if tokens <= SCANNED_TOKENS:
-        return next(config for bound, config in SCANNED_CONFIGS if tokens <= bound)
-    average = tokens * top_k / num_experts
-    return next(config for bound, config in CONFIGS if bound is None or average <= bound)
-
-
-def vector_config(*, gated: bool) -> VectorConfig:
-    """Returns the configuration for one token."""
-    return VectorConfig(2, 2048, 4) if gated else VectorConfig(4, 1024, 4)
+SILU = Activation()
 
 
 @triton.jit
@@ -160,80 +114,40 @@ def _pairs_like(
 
 
 @triton.jit
-def _gate(totals, LINES: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr):
-    """Returns silu(gate) * up [LINES / 2, ROWS] of interleaved rows [LINES, ROWS]."""
-    runs = tl.reshape(totals, [LINES // (2 * RUN), 2, RUN, ROWS])
-    gate, up = tl.split(tl.permute(runs, [0, 2, 3, 1]))
-    return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [LINES // 2, ROWS])
-
-
-@triton.jit
-def _multiply(
-    x, weight, factors, out, expert, line_tile, pair, packed, first, is_row,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
-    TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Computes a tile: LINES weight rows of an expert for the pairs [ROWS], which are, or become,
-    rows `packed`, from `first` on, of what lies between the products."""
-    source = pair // TOP_K if GATED else packed
-    target = packed if GATED else pair
-    line = line_tile * LINES + tl.arange(0, LINES)
-    first_line = expert * FEATURES + line_tile * LINES
-    k = tl.arange(0, STEP)
-    row_place = source.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    line_place = (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
-    totals = tl.zeros([LINES, ROWS], tl.float32)
-    for step in range((INPUTS + STEP - 1) // STEP):
-        inside = (step * STEP + k < INPUTS)[None, :]
-        if TMA:
-            w = weight.load([first_line, step * STEP])
-        else:
-            is_line = (line < FEATURES)[:, None]
-            w = tl.load(weight + line_place + step * STEP, is_line & inside, 0.0)
-        if TMA_ROWS:
-            value = x.load([first, step * STEP])
-        else:
-            value = tl.load(x + row_place + step * STEP, is_row[:, None] & inside, 0.0)
-        totals = tl.dot(w, tl.trans(value), totals, input_precision="ieee")
-    if GATED:
-        totals = _gate(totals, LINES, ROWS, RUN)
-        OUTPUTS: tl.constexpr = LINES // 2
-        WIDTH: tl.constexpr = FEATURES // 2
-    else:
-        totals *= tl.load(factors + pair, is_row, 0.0)[None, :]
-        OUTPUTS: tl.constexpr = LINES
-        WIDTH: tl.constexpr = FEATURES
-    column = line_tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    out_place = out + target.to(tl.int64)[None, :] * WIDTH + column[:, None]
-    mask = (column < WIDTH)[:, None] & is_row[None, :]
-    tl.store(out_place, totals.to(out.dtype.element_ty), mask)
-
-
-@triton.jit
 def _multiply_bucket(
-    x, weight, factors, out, expert, line_tile, bucket, left, first,
+    x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, bucket, left, first,
+    x_stride, factor,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
-    TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
+    TMA: tl.constexpr, TMA_ROWS: tl.constexpr, FORMAT: tl.constexpr, X_SCALES: tl.constexpr,
+    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile for the first ROWS, or the `left`, pairs of a bucket."""
     place = tl.arange(0, ROWS)
     is_row = place < left
     pair = tl.load(bucket + place, is_row, 0)
-    _multiply(
-        x, weight, factors, out, expert, line_tile, pair, first + place, first, is_row,
-        FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS,
+    multiply(
+        x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, pair, first + place,
+        first, is_row, x_stride, factor, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN,
+        TMA, TMA_ROWS, FORMAT, X_SCALES, GROUPED, ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE,
+        HAS_BIAS, ALPHA, LIMIT, HAS_FACTOR,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "first_expert"])
+@triton.jit(do_not_specialize=["tokens", "first_expert", "x_stride", "factor"])
 def _expert_kernel(
-    x, row_tiles, weight, factors, experts, counts, buckets, out, tokens, first_expert,
+    x, row_tiles, weight, x_scales, w_scales, bias, factors, experts, counts, buckets, out, tokens,
+    first_expert, x_stride, factor,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
     PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
-    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, FORMAT: tl.constexpr, X_SCALES: tl.constexpr,
+    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr, PARTIAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets. `row_tiles` is a
     descriptor of x with TMA_ROWS. There are weights of EXPERTS experts from `first_expert` on; with
@@ -250,10 +164,11 @@ def _expert_kernel(
             expert -= first_expert
             is_mine = is_mine & (expert >= 0) & (expert < EXPERTS)
         if is_mine:
-            _multiply(
-                x, weight, factors, out, expert, line_tile, pair, pair, 0,
-                tl.arange(0, ROWS) < size, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN,
-                TMA, TMA_ROWS,
+            multiply(
+                x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, pair, pair, 0,
+                tl.arange(0, ROWS) < size, x_stride, factor, FEATURES, INPUTS, LINES, ROWS, STEP,
+                TOP_K, GATED, RUN, TMA, TMA_ROWS, FORMAT, X_SCALES, GROUPED, ROWS_PER_SCALE, WORDS,
+                GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA, LIMIT, HAS_FACTOR,
             )  # fmt: skip
     else:
         if PARTIAL:
@@ -267,38 +182,50 @@ def _expert_kernel(
             bucket, left = buckets + expert * tokens + begin, size - begin
             if TAIL == 0:
                 _multiply_bucket(
-                    row_tiles, weight, factors, out, expert, line_tile, bucket, left,
-                    before + begin, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA,
-                    TMA_ROWS,
+                    row_tiles, weight, x_scales, w_scales, bias, factors, out, expert, line_tile,
+                    bucket, left, before + begin, x_stride, factor, FEATURES, INPUTS, LINES, ROWS,
+                    STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS, FORMAT, X_SCALES, GROUPED,
+                    ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA, LIMIT,
+                    HAS_FACTOR,
                 )  # fmt: skip
             else:
                 if left <= TAIL:
                     _multiply_bucket(
-                        x, weight, factors, out, expert, line_tile, bucket, left, before + begin,
-                        FEATURES, INPUTS, LINES, TAIL, STEP, TOP_K, GATED, RUN, TMA, False,
+                        x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile,
+                        bucket, left, before + begin, x_stride, factor, FEATURES, INPUTS, LINES,
+                        TAIL, STEP, TOP_K, GATED, RUN, TMA, False, FORMAT, X_SCALES, GROUPED,
+                        ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA, LIMIT,
+                        HAS_FACTOR,
                     )  # fmt: skip
                 else:
                     _multiply_bucket(
-                        row_tiles, weight, factors, out, expert, line_tile, bucket, left,
-                        before + begin, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA,
-                        TMA_ROWS,
+                        row_tiles, weight, x_scales, w_scales, bias, factors, out, expert,
+                        line_tile, bucket, left, before + begin, x_stride, factor, FEATURES, INPUTS,
+                        LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS, FORMAT, X_SCALES,
+                        GROUPED, ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA,
+                        LIMIT, HAS_FACTOR,
                     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_expert"])
 def _vector_kernel(
-    x, weight, factors, experts, out, first_expert,
+    x, weight, w_scales, bias, factors, experts, out, first_expert,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
-    EXPERTS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, PARTIAL: tl.constexpr,
-    PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token; a program computes OUTPUTS features of one of its experts. `first_expert` and
-    PARTIAL as in `_expert_kernel`."""
+    PARTIAL as in `_expert_kernel`. Weights as they are, or SCALED; a row has GROUPS scales."""
     WIDTH: tl.constexpr = FEATURES // 2 if GATED else FEATURES
+    GROUPED: tl.constexpr = GROUPS > 1
+    SCALE_ROWS: tl.constexpr = (FEATURES + ROWS_PER_SCALE - 1) // ROWS_PER_SCALE
     pair = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, STEP)
     line = n + n // RUN * RUN if GATED else n
+    is_line = n < WIDTH
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -308,49 +235,71 @@ def _vector_kernel(
         if (expert < 0) | (expert >= EXPERTS):
             return
     place = weight + (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
+    scales = w_scales + expert * (SCALE_ROWS * GROUPS)
     row = x if GATED else x + pair * INPUTS
     total = tl.zeros([OUTPUTS], tl.float32)
     up_total = tl.zeros([OUTPUTS], tl.float32)
     for begin in tl.static_range(0, INPUTS, STEP):
         inside = begin + k < INPUTS
-        mask = (n < WIDTH)[:, None] & inside[None, :]
+        mask = is_line[:, None] & inside[None, :]
         value = tl.load(row + begin + k, inside, 0.0).to(tl.float32)[None, :]
         w = tl.load(place + begin, mask, 0.0)
         if GATED:
             up = tl.load(place + RUN * INPUTS + begin, mask, 0.0)
-            up_total += tl.sum(up.to(tl.float32) * value, 1)
-        total += tl.sum(w.to(tl.float32) * value, 1)
+            up_total += _row_sums(
+                up.to(tl.float32) * value, scales, line + RUN, begin, is_line, GROUPS, OUTPUTS,
+                STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
+            )  # fmt: skip
+        total += _row_sums(
+            w.to(tl.float32) * value, scales, line, begin, is_line, GROUPS, OUTPUTS, STEP, GROUPED,
+            GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
+        )  # fmt: skip
+    if SCALED and not GROUPED:
+        total *= tl.load(scales + line // ROWS_PER_SCALE, is_line, 0.0)
+        if GATED:
+            up_total *= tl.load(scales + (line + RUN) // ROWS_PER_SCALE, is_line, 0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + expert * FEATURES + line, is_line, 0.0).to(tl.float32)
+        if GATED:
+            up_total += tl.load(bias + expert * FEATURES + line + RUN, is_line, 0.0).to(tl.float32)
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * up_total
+        total = activate(total, up_total, ALPHA, LIMIT)
     else:
         total *= tl.load(factors + pair)
-    tl.store(out + pair * WIDTH + n, total.to(out.dtype.element_ty), n < WIDTH)
+    tl.store(out + pair * WIDTH + n, total.to(out.dtype.element_ty), is_line)
 
 
 def expert_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | ScaledInputs,
+    weight: ExpertWeights,
     routed: RoutedTokens,
     *,
     gated: bool,
+    bias: torch.Tensor | None = None,
+    activation: Activation = SILU,
+    dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: ExpertConfig | VectorConfig | None = None,
 ) -> torch.Tensor:
     """Returns the product of each pair's row with its expert's weight.
 
-    With `gated`, the first product: silu(x @ gate.T) * (x @ up.T) of the token's row, in the order
-    that the second one wants. Without, the second: row @ weight.T times the pair's routing weight,
-    by pairs. Rows of pairs of experts that are not in `routed.local` are not written, and those of
-    the first product are then fewer.
+    With `gated`, the first product: activation(x @ gate.T, x @ up.T) of the token's row, in the
+    order that the second one wants. Without, the second: row @ weight.T times the pair's routing
+    weight, by pairs. Rows of pairs of experts that are not in `routed.local` are not written, and
+    those of the first product are then fewer.
 
     Args:
         x: [T, K] with `gated`, else [T * top_k, K], the result of the first product with the same
-            `routed`; contiguous; bf16, fp16 or fp32.
-        weight: [E, N, K], contiguous, of x's dtype, of the experts `routed.local`; with `gated`
-            [E, 2 * N, K], the rows of each expert interleaved, N a multiple of 8.
+            `routed`; contiguous; bf16, fp16 or fp32; for float8 weights, and more than one token,
+            quantized as well (with scales of groups only if the weights have them).
+        weight: [E, N, K] of the experts `routed.local`, contiguous; unquantized of x's dtype. With
+            `gated` [E, 2 * N, K], the rows of each expert interleaved, N a multiple of 8.
         routed: where the rows go. With buckets for more than `SCANNED_TOKENS` tokens; either way
             for fewer.
+        bias: [E, N], or [E, 2 * N] in the order of the weight's rows; of any dtype.
+        activation: of the first product.
+        dtype: of the result, if x is quantized.
         out: [T * top_k, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
         config: instead of `expert_config`'s or `vector_config`'s (for tests and tuning).
@@ -359,45 +308,142 @@ def expert_product(
         ValueError: the shapes do not fit.
     """
     tokens, top_k = routed.experts.shape
-    num_local, lines, inputs = weight.shape
+    num_local, lines, _ = weight.shape
     num_experts = num_local if routed.counts is None else len(routed.counts)
-    first, is_partial = _first_expert(routed), routed.local is not None
+    values = x if isinstance(x, torch.Tensor) else x.values
     width = lines // 2 if gated else lines
     _check(x, weight, routed, gated, config)
     if out is None:
-        out = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    if config is None and routed.counts is None and tokens == 1:
-        config = vector_config(gated=gated)
+        dtype = dtype or values.dtype
+        out = torch.empty(tokens * top_k, width, dtype=dtype, device=values.device)
+    is_one = routed.counts is None and tokens == 1 and isinstance(x, torch.Tensor)
+    if config is None and is_one and not isinstance(weight, PackedExperts):
+        config = vector_config(gated=gated, itemsize=_parts(weight)[0].element_size())
+    given = _Product(weight, routed, gated, bias, activation, pdl)
     if isinstance(config, VectorConfig):
-        _vector_kernel[(triton.cdiv(width, config.features), top_k)](
-            x, weight, routed.weights, routed.experts, out, first,
-            FEATURES=lines, INPUTS=inputs, OUTPUTS=config.features, STEP=config.step,
-            EXPERTS=num_local, GATED=gated, RUN=GATE_RUN, PARTIAL=is_partial, PDL=pdl,
-            num_warps=config.num_warps, launch_pdl=pdl,
-        )  # fmt: skip
-        return out
-    config = config or expert_config(tokens, top_k, num_experts, x.element_size())
-    is_scanned = routed.counts is None
+        assert isinstance(x, torch.Tensor)
+        _launch_vector(x, given, out, config)
+    else:
+        if config is None:
+            size = values.element_size()
+            format = format_name(weight, quantized=isinstance(x, ScaledInputs))
+            config = expert_config(tokens, top_k, num_experts, size, format)
+        _launch_tiles(x, given, out, config)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """The arguments of `expert_product` that both kernels take."""
+
+    weight: ExpertWeights
+    routed: RoutedTokens
+    gated: bool
+    bias: torch.Tensor | None
+    activation: Activation
+    pdl: bool
+
+    def constants(self) -> dict[str, Any]:
+        """Returns what both kernels are compiled for."""
+        experts, lines, inputs = self.weight.shape
+        weight, activation = self.weight, self.activation
+        return {
+            "FEATURES": lines, "INPUTS": inputs, "EXPERTS": experts, "GATED": self.gated,
+            "RUN": GATE_RUN, "HAS_BIAS": self.bias is not None, "ALPHA": activation.alpha,
+            "LIMIT": activation.limit, "PARTIAL": self.routed.local is not None, "GROUP": GROUP,
+            "ROWS_PER_SCALE": weight.rows_per_scale if isinstance(weight, ScaledExperts) else 1,
+            "PDL": self.pdl,
+        }  # fmt: skip
+
+
+def _parts(weight: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what is multiplied, and its scales, or anything if there are none."""
+    if isinstance(weight, torch.Tensor):
+        return weight, weight
+    values = weight.values if isinstance(weight, ScaledExperts) else weight.words
+    return values, weight.scales
+
+
+def format_name(weight: ExpertWeights, *, quantized: bool = True) -> str:
+    """Returns the format by which a configuration is selected, a key of `TABLES`; `quantized` says
+    whether activations are, where weights have one byte."""
+    if isinstance(weight, torch.Tensor):
+        return "plain"
+    if isinstance(weight, ScaledExperts):
+        if not quantized:
+            return "weights alone"
+        return "blocks" if weight.is_grouped else "scaled"
+    return "mxfp4" if weight.is_float else "integers"
+
+
+def _launch_vector(
+    x: torch.Tensor, given: _Product, out: torch.Tensor, config: VectorConfig
+) -> None:
+    """Launches the product of one token."""
+    weight, routed = given.weight, given.routed
+    values, scales = _parts(weight)
+    is_scaled = isinstance(weight, ScaledExperts)
+    _vector_kernel[(triton.cdiv(out.shape[1], config.features), routed.experts.shape[1])](
+        x, values, scales, values if given.bias is None else given.bias, routed.weights,
+        routed.experts, out, _first_expert(routed), OUTPUTS=config.features, STEP=config.step,
+        SCALED=is_scaled, GROUPS=scales.shape[2] if is_scaled else 1, RUN_OF_INPUTS=RUN_OF_INPUTS,
+        num_warps=config.num_warps, launch_pdl=given.pdl, **given.constants(),
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    x: torch.Tensor | ScaledInputs, given: _Product, out: torch.Tensor, config: ExpertConfig
+) -> None:
+    """Launches the product of tiles."""
+    weight, routed, gated = given.weight, given.routed, given.gated
+    (tokens, top_k), (num_local, lines, inputs) = routed.experts.shape, weight.shape
+    rows = x if isinstance(x, torch.Tensor) else x.values
+    values, scales = _parts(weight)
+    is_packed, is_scanned = isinstance(weight, PackedExperts), routed.counts is None
+    is_grouped = isinstance(weight, ScaledExperts) and weight.is_grouped
     items = tokens * top_k if is_scanned else max_tiles(tokens, top_k, num_local, config.rows)
-    by_tma = config.tma and inputs * x.element_size() % 16 == 0
+    step = GROUP if is_grouped else config.step
+    by_tma = config.tma and not is_packed and inputs * values.element_size() % 16 == 0
     rows_by_tma = by_tma and not gated and not is_scanned
-    flat = weight.view(-1, inputs)
+    flat = values if is_packed else values.view(-1, inputs)
     grid = items * triton.cdiv(lines, config.lines)
     if config.programs and not is_scanned:
-        grid = min(grid, config.programs * _multiprocessors(x.device))
+        grid = min(grid, config.programs * _multiprocessors(rows.device))
+    x_scales = rows if isinstance(x, torch.Tensor) else x.scales
+    constants = given.constants() | _packing(weight)
     _expert_kernel[(grid,)](
-        x, TensorDescriptor.from_tensor(x, [config.rows, config.step]) if rows_by_tma else x,
-        TensorDescriptor.from_tensor(flat, [config.lines, config.step]) if by_tma else flat,
-        routed.weights, routed.experts,
-        routed.experts if routed.counts is None else routed.counts,
-        routed.experts if routed.rows is None else routed.rows, out, tokens, first,
-        FEATURES=lines, INPUTS=inputs, LINES=config.lines, ROWS=config.rows, STEP=config.step,
-        TOP_K=top_k, EXPERTS=num_local, EXPERTS_PAD=triton.next_power_of_2(num_local),
-        PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, GATED=gated, RUN=GATE_RUN,
-        TMA=by_tma, TMA_ROWS=rows_by_tma, TAIL=config.tail, PARTIAL=is_partial, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        rows, TensorDescriptor.from_tensor(rows, [config.rows, step]) if rows_by_tma else rows,
+        TensorDescriptor.from_tensor(flat, [config.lines, step]) if by_tma else flat,
+        x_scales, scales, rows if given.bias is None else given.bias, routed.weights,
+        routed.experts, routed.experts if routed.counts is None else routed.counts,
+        routed.experts if routed.rows is None else routed.rows, out, tokens, _first_expert(routed),
+        len(rows), 2.0 ** weight.shift if isinstance(weight, PackedExperts) else 1.0,
+        LINES=config.lines, ROWS=config.rows, STEP=step, TOP_K=top_k,
+        EXPERTS_PAD=triton.next_power_of_2(num_local),
+        PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, TMA=by_tma,
+        TMA_ROWS=rows_by_tma, TAIL=config.tail, X_SCALES=_scaling(x), GROUPED=is_grouped,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=given.pdl,
+        **constants,
     )  # fmt: skip
-    return out
+
+
+def _packing(weight: ExpertWeights) -> dict[str, Any]:
+    """Returns what a kernel of tiles is compiled for by the format of weights."""
+    if isinstance(weight, PackedExperts):
+        return {
+            "FORMAT": FLOATS if weight.is_float else INTEGERS, "WORDS": weight.run,
+            "GROUP": weight.group, "HAS_ZEROS": weight.has_zeros, "TILE": TILE,
+            "HAS_FACTOR": weight.shift != 0,
+        }  # fmt: skip
+    format = PLAIN if isinstance(weight, torch.Tensor) else SCALED
+    return {"FORMAT": format, "WORDS": 1, "HAS_ZEROS": False, "TILE": TILE, "HAS_FACTOR": False}
+
+
+def _scaling(x: torch.Tensor | ScaledInputs) -> int:
+    """Returns the kernel's X_SCALES."""
+    if isinstance(x, torch.Tensor):
+        return 0
+    return 2 if x.scales.shape[1] > 1 else 1
 
 
 def _first_expert(routed: RoutedTokens) -> int:
@@ -423,16 +469,18 @@ def scanned_pairs(config: ExpertConfig, top_k: int) -> int:
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, routed: RoutedTokens, gated: bool,
+    x: torch.Tensor | ScaledInputs, weight: ExpertWeights, routed: RoutedTokens, gated: bool,
     config: ExpertConfig | VectorConfig | None,
 ) -> None:  # fmt: skip
     tokens, top_k = routed.experts.shape
     num_local, lines, inputs = weight.shape
     rows = tokens if gated else tokens * top_k
-    if x.shape != (rows, inputs) or not x.is_contiguous() or not weight.is_contiguous():
+    values = x if isinstance(x, torch.Tensor) else x.values
+    is_contiguous = values.is_contiguous() and all(part.is_contiguous() for part in _parts(weight))
+    if values.shape != (rows, inputs) or not is_contiguous:
         raise ValueError(
-            f"x must be [{rows}, K] and weight [E, N, K], contiguous, not {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}"
+            f"x must be [{rows}, K] and weight [E, N, K], contiguous, not {tuple(values.shape)} "
+            f"and {tuple(weight.shape)}"
         )
     if routed.local is not None and len(routed.local) != num_local:
         raise ValueError(f"weight must be of the experts {routed.local}, not of {num_local}")
@@ -440,8 +488,12 @@ def _check(
         raise ValueError(
             f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {lines}"
         )
-    if isinstance(config, VectorConfig) and tokens > 1:
-        raise ValueError(f"{config} is for one token, not {tokens}")
+    if not isinstance(x, torch.Tensor) and not isinstance(weight, ScaledExperts):
+        raise ValueError("quantized activations are for float8 weights")
+    if isinstance(weight, ScaledExperts) and _scaling(x) == 2 and not weight.is_grouped:
+        raise ValueError("x has scales of groups, and the weight has none")
+    if isinstance(config, VectorConfig) and (tokens > 1 or isinstance(weight, PackedExperts)):
+        raise ValueError(f"{config} is for one token, and not for weights in four bits")
     if routed.counts is None and tokens > SCANNED_TOKENS:
         raise ValueError(f"{tokens} tokens need buckets")
     if routed.counts is None and isinstance(config, ExpertConfig) and tokens > config.rows:
@@ -522,20 +574,41 @@ def sum_pairs(
     return out
 
 
+def activation_reference(gate_up: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+    """Returns the activations [..., I] of interleaved columns [..., 2 * I], in plain torch."""
+    if not activation.alpha:
+        return gated_activation_reference(gate_up)
+    gate, up = gate_up.unflatten(-1, (-1, 2, GATE_RUN)).unbind(-2)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).flatten(-2)
+
+
 def experts_reference(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
+    *,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: Activation = SILU,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
 ) -> torch.Tensor:
     """Returns the weighted sum of the experts' outputs [T, H], expert by expert in plain torch and
     in x's dtype, for interleaved `gate_up` [E, 2 * I, H], `down` [E, H, I], and the `weights` and
-    `experts` [T, top_k] of each token of x [T, H]."""
+    `experts` [T, top_k] of each token of x [T, H].
+
+    Args:
+        biases: of both products, [E, 2 * I] and [E, H].
+        activation: of the first product.
+        rounded: what the inputs of both products go through.
+    """
     total = torch.zeros_like(x)
     for expert in experts.unique().tolist():
         token, place = (experts == expert).nonzero(as_tuple=True)
-        gated = gated_activation_reference(x[token] @ gate_up[expert].to(x.dtype).T)
-        output = gated @ down[expert].to(x.dtype).T
+        both = rounded(x[token]) @ gate_up[expert].to(x.dtype).T
+        both = both if biases is None else both + biases[0][expert].to(x.dtype)
+        output = rounded(activation_reference(both, activation)) @ down[expert].to(x.dtype).T
+        output = output if biases is None else output + biases[1][expert].to(x.dtype)
         total.index_add_(0, token, output * weights[token, place].to(x.dtype).unsqueeze(1))
     return total

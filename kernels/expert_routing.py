@@ -21,10 +21,12 @@ with NaN among its scores gets distinct experts and weights of NaN: it spoils no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.expert_selection import FewTokensConfig, best_by_keys, few_logits
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Below every score of an expert that may be taken, above -inf for those that are taken already.
@@ -84,6 +86,7 @@ class RoutingConfig:
 
     Attributes:
         tokens: of a tile. experts: of a program. step: inputs of a stage.
+        by_keys: select as `expert_selection.best_by_keys` does.
     """
 
     tokens: int
@@ -91,6 +94,7 @@ class RoutingConfig:
     step: int
     num_warps: int
     num_stages: int
+    by_keys: bool = False
 
 
 def routing_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConfig:
@@ -140,6 +144,7 @@ def _select(
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, SMALLEST: tl.constexpr, LOWEST: tl.constexpr,
+    BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Returns the weights (not yet scaled) and the experts [TOKENS, K_PAD] for logits
     [TOKENS, EXPERTS_PAD]."""
@@ -169,7 +174,11 @@ def _select(
     place = tl.arange(0, K_PAD)[None, :]
     experts = tl.zeros([TOKENS, K_PAD], tl.int32)
     weights = tl.zeros([TOKENS, K_PAD], tl.float32)
-    for j in tl.static_range(TOP_K):
+    if BY_KEYS:
+        weights, experts = best_by_keys(
+            preferred, scores, TOKENS, EXPERTS_PAD, TOP_K, K_PAD, not HAS_BIAS, LOWEST
+        )
+    for j in tl.static_range(0 if BY_KEYS else TOP_K):
         _, best = tl.max(preferred, 1, return_indices=True, return_indices_tie_break_left=True)
         is_best = expert == best[:, None]
         weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
@@ -181,14 +190,65 @@ def _select(
     return weights, experts
 
 
+@triton.jit
+def _write(
+    weights, experts, counts, rows, chosen_weights, chosen, token, tokens, scale,
+    TOP_K: tl.constexpr, K_PAD: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """Writes what is selected for tokens [TOKENS], and enters the pairs into their buckets."""
+    j = tl.arange(0, K_PAD)[None, :]
+    pair = token[:, None] * TOP_K + j
+    mask = (token < tokens)[:, None] & (j < TOP_K)
+    tl.store(weights + pair, chosen_weights * scale, mask)
+    tl.store(experts + pair, chosen, mask)
+    if BUCKETS:
+        rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
+        # after a step that failed between two launches, counters are too high
+        tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
+
+
+@triton.jit(do_not_specialize=["tokens", "scale"])
+def _few_tokens_kernel(
+    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride,
+    scale,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PART: tl.constexpr,
+    STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    BUCKETS: tl.constexpr, SMALLEST: tl.constexpr, LOWEST: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """See `expert_selection`."""
+    PARTS: tl.constexpr = EXPERTS_PAD // PART
+    is_last = few_logits(
+        x, weight, logits, tickets, x_stride, HIDDEN, EXPERTS, EXPERTS_PAD, PART, STEP, PARTS,
+        EARLY, PDL,
+    )  # fmt: skip
+    if is_last:
+        token = tl.program_id(1) + tl.arange(0, 1)
+        every = tl.arange(0, EXPERTS_PAD)[None, :]
+        found = tl.load(logits + token[:, None] * EXPERTS_PAD + every)
+        if HAS_LOGIT_BIAS:
+            found += tl.load(logit_bias + every, every < EXPERTS, 0.0).to(tl.float32)
+        chosen_weights, chosen = _select(
+            found, bias, 1, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
+            GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST, True,
+        )  # fmt: skip
+        _write(
+            weights, experts, counts, rows, chosen_weights, chosen, token, tokens, scale, TOP_K,
+            K_PAD, BUCKETS,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tokens", "scale"])
 def _routing_kernel(
-    x, weight, bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride, scale,
+    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride,
+    scale,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOKENS: tl.constexpr,
     PART: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    HAS_LOGIT_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, BUCKETS: tl.constexpr, BY_KEYS: tl.constexpr,
     SMALLEST: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = EXPERTS_PAD // PART
@@ -219,19 +279,17 @@ def _routing_kernel(
             return
         tl.store(tickets + tile, 0)
         found = tl.load(place + tl.arange(0, EXPERTS_PAD)[None, :], is_token[:, None], 0.0)
+    if HAS_LOGIT_BIAS:
+        every = tl.arange(0, EXPERTS_PAD)
+        found += tl.load(logit_bias + every, every < EXPERTS, 0.0).to(tl.float32)[None, :]
     chosen_weights, chosen = _select(
         found, bias, TOKENS, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
-        GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST,
+        GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST, BY_KEYS,
     )  # fmt: skip
-    j = tl.arange(0, K_PAD)[None, :]
-    pair = token[:, None] * TOP_K + j
-    mask = is_token[:, None] & (j < TOP_K)
-    tl.store(weights + pair, chosen_weights * scale, mask)
-    tl.store(experts + pair, chosen, mask)
-    if BUCKETS:
-        rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
-        # after a step that failed between two launches, counters are too high
-        tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
+    _write(
+        weights, experts, counts, rows, chosen_weights, chosen, token, tokens, scale, TOP_K, K_PAD,
+        BUCKETS,
+    )  # fmt: skip
 
 
 def route(
@@ -241,10 +299,11 @@ def route(
     counters: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
     buckets: bool = True,
     local: range | None = None,
     pdl: bool = False,
-    config: RoutingConfig | None = None,
+    config: RoutingConfig | FewTokensConfig | None = None,
 ) -> RoutedTokens:
     """Returns the experts of each token.
 
@@ -255,6 +314,7 @@ def route(
         counters: from `make_counters`; the `counts` of the result are a view of it, and whoever
             reads them last sets them to 0 (`expert_linear.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
+        logit_bias: [num_experts], added to the logits.
         buckets: whether to fill `counts` and `rows`, of all experts.
         local: see `RoutedTokens`.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
@@ -273,28 +333,50 @@ def route(
         raise ValueError(f"{rule} is not supported")
     config = config or routing_config(tokens, experts, x.element_size())
     padded = padded_experts(experts)
-    parts, tiles = padded // config.experts, triton.cdiv(tokens, config.tokens)
-    if parts > 1 and tiles > MAX_SHARED_TILES:
+    is_few = isinstance(config, FewTokensConfig)
+    parts = padded // config.experts
+    tiles = tokens if isinstance(config, FewTokensConfig) else triton.cdiv(tokens, config.tokens)
+    if (parts > 1 or is_few) and tiles > MAX_SHARED_TILES:
         raise ValueError(f"{tokens} tokens are too many for {config}")
     like = {"device": x.device}
-    logits = torch.empty(tokens * padded if parts > 1 else 1, dtype=torch.float32, **like)
+    size = tokens * padded if parts > 1 or is_few else 1
+    logits = torch.empty(size, dtype=torch.float32, **like)
     weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, **like)
     chosen = torch.empty(tokens, rule.top_k, dtype=torch.int32, **like)
     tickets, counts = counters[:MAX_SHARED_TILES], counters[MAX_SHARED_TILES:]
     rows = torch.empty(experts if buckets else 0, tokens, dtype=torch.int32, **like)
-    _routing_kernel[(parts, tiles)](
-        x, weight, weight if bias is None else bias, logits, weights, chosen, counts, rows,
-        tickets, tokens, x.stride(0), rule.scale,
-        HIDDEN=hidden, EXPERTS=experts, EXPERTS_PAD=padded, TOKENS=config.tokens,
-        PART=config.experts, STEP=config.step, TOP_K=rule.top_k,
-        K_PAD=triton.next_power_of_2(rule.top_k), SIGMOID=rule.is_sigmoid,
-        NORMALIZED=rule.is_normalized, HAS_BIAS=bias is not None, GROUPS=rule.num_groups,
-        TOP_GROUPS=rule.top_groups, GROUP_BEST=rule.group_best, BUCKETS=buckets,
-        SMALLEST=SMALLEST, LOWEST=_LOWEST, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+    constants = _constants(rule, bias, logit_bias) | _configured(config)
+    kernel = _few_tokens_kernel if is_few else _routing_kernel
+    kernel[(parts, tiles)](
+        x, weight, weight if bias is None else bias, weight if logit_bias is None else logit_bias,
+        logits, weights, chosen, counts, rows, tickets, tokens, x.stride(0), rule.scale,
+        HIDDEN=hidden, EXPERTS_PAD=padded, BUCKETS=buckets, PDL=pdl, launch_pdl=pdl, **constants,
     )  # fmt: skip
     filled = (counts, rows) if buckets else (None, None)
     return RoutedTokens(weights, chosen, *filled, local)
+
+
+def _constants(
+    rule: RoutingRule, bias: torch.Tensor | None, logit_bias: torch.Tensor | None
+) -> dict[str, Any]:
+    """Returns what the kernels are compiled for by a rule."""
+    return {
+        "EXPERTS": rule.num_experts, "TOP_K": rule.top_k,
+        "K_PAD": triton.next_power_of_2(rule.top_k), "SIGMOID": rule.is_sigmoid,
+        "NORMALIZED": rule.is_normalized, "HAS_BIAS": bias is not None,
+        "HAS_LOGIT_BIAS": logit_bias is not None, "GROUPS": rule.num_groups,
+        "TOP_GROUPS": rule.top_groups, "GROUP_BEST": rule.group_best, "SMALLEST": SMALLEST,
+        "LOWEST": _LOWEST,
+    }  # fmt: skip
+
+
+def _configured(config: RoutingConfig | FewTokensConfig) -> dict[str, Any]:
+    """Returns what a kernel is compiled for by its configuration."""
+    values = {"PART": config.experts, "STEP": config.step, "num_warps": config.num_warps}
+    if isinstance(config, FewTokensConfig):
+        return values | {"EARLY": config.early_weights}
+    tile = {"TOKENS": config.tokens, "BY_KEYS": config.by_keys, "num_stages": config.num_stages}
+    return values | tile
 
 
 def supports_rule(rule: RoutingRule) -> bool:

@@ -88,6 +88,7 @@ def pack_groups(
     zeros: torch.Tensor | None,
     bits: int,
     group: int | None,
+    run: int | None = None,
 ) -> PackedGroups:
     """Returns a weight in the kernels' order.
 
@@ -98,6 +99,7 @@ def pack_groups(
         bits: 4 or 8.
         group: inputs that share a scale, the first group beginning with the first input; None for
             all of a row.
+        run: inputs of a run, which divides `MAX_RUN` and the group; by default the most.
 
     Raises:
         ValueError: `supports_group` is false, or there are other numbers of groups.
@@ -107,7 +109,7 @@ def pack_groups(
         raise ValueError(f"{bits} bits in groups of {group} are not supported")
     if scales.shape != (features, 1 if group is None else -(-inputs // group)):
         raise ValueError(f"scales are {tuple(scales.shape)} for {features} x {inputs} integers")
-    run = MAX_RUN if group is None else min(group, MAX_RUN)
+    run = run or (MAX_RUN if group is None else min(group, MAX_RUN))
     parts = 16 // bits
     unit = run * parts
     padded = F.pad(integers.to(torch.int16), (0, -inputs % unit, 0, -features % TILE))

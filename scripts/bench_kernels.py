@@ -31,6 +31,7 @@ from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
 from benchlib.kernel_cases import FAMILIES as OTHER_FAMILIES
 from benchlib.latent_cases import latent_cases
+from benchlib.quantized_expert_cases import quantized_expert_cases
 from benchlib.scaled_cases import scaled_cases
 
 FAMILIES = OTHER_FAMILIES | {
@@ -38,6 +39,7 @@ FAMILIES = OTHER_FAMILIES | {
     "float8": float8_cases,
     "grouped": grouped_cases,
     "latent": latent_cases,
+    "quantized_experts": quantized_expert_cases,
     "scaled": scaled_cases,
 }
 

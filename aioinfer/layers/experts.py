@@ -239,7 +239,7 @@ class MixtureMLP:
     Made by `LayerMaker.mixture`.
 
     Each expert that has tokens is multiplied with in turn, which asks the device how many tokens
-    each has: no graph can hold that. `kernel_experts` has what GPUs do with unquantized experts.
+    each has: no graph can hold that. `kernel_experts` has what GPUs do.
 
     Args:
         router: selects experts.

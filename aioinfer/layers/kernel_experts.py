@@ -1,6 +1,7 @@
-"""Mixtures of experts on GPUs: the weights of all experts of a layer in two tensors, and every step
-in five launches, which a CUDA graph can hold: norm, routing, two products, and the sum into the
-residual stream.
+"""Mixtures of experts on GPUs: the weights of all experts of a layer in two tensors
+(`expert_stacks`), and every step in five launches, which a CUDA graph can hold: norm, routing, two
+products, and the sum into the residual stream; with float8 weights, and more than one token, in two
+more, which quantize what the products take.
 
 Made by `LayerMaker.mixture` where the kernels take the mixture (`supports`); `experts.MixtureMLP`
 computes all others.
@@ -8,21 +9,14 @@ computes all others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable
+from itertools import zip_longest
 
 import torch
 
 from aioinfer.kernels.activation import GATE_RUN
-from aioinfer.kernels.expert_linear import (
-    CONFIGS,
-    SCANNED_CONFIGS,
-    SCANNED_TOKENS,
-    WIDE_CONFIG,
-    ExpertConfig,
-    expert_product,
-    sum_pairs,
-)
+from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
+from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,
@@ -33,62 +27,17 @@ from aioinfer.kernels.expert_routing import (
     routing_config,
     supports_rule,
 )
+from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.expert_stacks import StackedExperts
 from aioinfer.layers.experts import MixtureMLP, Router, Routing, SharedExpert
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards, Shard, WeightShard
+from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 
-#: Experts whose rows are interleaved at a time: what needs memory for a moment.
-_INTERLEAVED = 16
-
-
-class StackedExperts:
-    """The weights of all experts of a layer that this rank has, unquantized, each read from the
-    checkpoint into its place.
-
-    Args:
-        names: the checkpoint modules of each of them: gate, up and down.
-        local: which of all experts they are.
-        channels: of each expert that this rank has; a multiple of 8.
-        hidden_size: of the tokens.
-        backend: of the rank.
-
-    Attributes:
-        local: as given.
-        gate_up: [E, 2 * channels, hidden_size]; interleaved by `finalize`.
-        down: [E, hidden_size, channels].
-    """
-
-    def __init__(
-        self,
-        names: Sequence[tuple[str, str, str]],
-        local: Shard,
-        channels: Shard,
-        hidden_size: int,
-        backend: Backend,
-    ):
-        self.local = local
-        self._names, self._channels = names, channels
-        empty = partial(torch.empty, dtype=backend.dtype, device=backend.device)
-        self.gate_up = empty((len(names), 2 * channels.size, hidden_size))
-        self.down = empty((len(names), hidden_size, channels.size))
-
-    def weight_shards(self) -> NamedShards:
-        """Yields where this rank's parts of the checkpoint's tensors go, before `finalize`."""
-        channels = self._channels
-        for number, (gate, up, down) in enumerate(self._names):
-            for module, rows in zip((gate, up), self.gate_up[number].chunk(2), strict=True):
-                yield f"{module}.weight", WeightShard(rows, 0, channels.start, channels.total)
-            shard = WeightShard(self.down[number], 1, channels.start, channels.total)
-            yield f"{down}.weight", shard
-
-    def finalize(self) -> None:
-        """Interleaves gate and up, a few experts at a time."""
-        for some in self.gate_up.split(_INTERLEAVED):
-            by_run = some.unflatten(1, (2, -1, GATE_RUN)).transpose(1, 2)
-            some.copy_(by_run.reshape(some.shape))
+#: The configurations of both products; None for that which is selected by the number of tokens.
+_Configs = tuple[ExpertConfig | None, ExpertConfig | None]
 
 
 class KernelMixtureMLP(MixtureMLP):
@@ -139,35 +88,47 @@ class KernelMixtureMLP(MixtureMLP):
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """Those of its weights."""
-        return "stacked experts", self._rule, self.stacked.gate_up.shape
+        weights = self.stacked.gate_up, self.stacked.down
+        return "stacked experts", self._rule, *((format_name(w), *w.shape) for w in weights)
 
     def warm_up(self, hidden_size: int) -> None:
         """Launches routing and products in every configuration that the number of tokens
         selects."""
         backend = self._backend
-        for tokens, scanned, routing, product in self._configurations():
+        for tokens, scanned, routing, products in self._configurations():
             x = torch.zeros(tokens, hidden_size, dtype=backend.dtype, device=backend.device)
             routed = self._route(x, buckets=not scanned, config=routing)
-            self._add(ResidualStream(x.clone(), backend), x, routed, product)
+            self._add(ResidualStream(x.clone(), backend), x, routed, products)
 
-    def _configurations(
-        self,
-    ) -> list[tuple[int, bool, RoutingConfig | None, ExpertConfig | None]]:
+    def _configurations(self) -> list[tuple[int, bool, RoutingConfig | None, _Configs]]:
         """Returns (tokens of a launch, whether without buckets, configurations) of each kind of
         launch; few tokens may be launched with the configuration of many."""
         itemsize, experts = self._backend.dtype.itemsize, self._rule.num_experts
-        is_wide = itemsize > 2
-        scanned = [(bound, WIDE_CONFIG if is_wide else config) for bound, config in SCANNED_CONFIGS]
         sizes = (SCANNED_TOKENS + 1, 65, 16 * MAX_SHARED_TILES + 1)
         routings = [routing_config(tokens, experts, itemsize) for tokens in sizes]
-        products = [WIDE_CONFIG] if is_wide else [config for _, config in CONFIGS]
-        few = [(2, False, config, products[0]) for config in routings]
+        tables = [self._sorted_configs(first) for first in (True, False)]
+        products = list(zip_longest(*tables))
+        scanned = sorted({
+            int(bound or SCANNED_TOKENS)
+            for weight in (self.stacked.gate_up, self.stacked.down)
+            for quantized in (True, False)
+            for bound, _ in TABLES[format_name(weight, quantized=quantized)][0]
+        })  # fmt: skip
+        none: _Configs = (None, None)
         return [
-            (1, True, None, None),
-            *((bound, True, None, config) for bound, config in scanned),
-            *few,
-            *((2, False, routings[0], config) for config in products[1:]),
+            *((tokens, True, None, none) for tokens in (1, 2, *scanned)),
+            *((2, False, config, products[0]) for config in routings),
+            *((2, False, routings[0], pair) for pair in products[1:]),
         ]
+
+    def _sorted_configs(self, is_first: bool) -> list[ExpertConfig]:
+        """Returns the configurations of a product with buckets."""
+        stacked = self.stacked
+        stack = stacked.first if is_first else stacked.second
+        if self._backend.dtype.itemsize > 2 and stack.input_format is None:
+            return [WIDE_CONFIG]
+        name = format_name(stack.weight, quantized=stack.input_format is not None)
+        return [config for _, config in TABLES[name][1]]
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
@@ -179,8 +140,9 @@ class KernelMixtureMLP(MixtureMLP):
     ) -> RoutedTokens:
         router = self.router
         return route(
-            x, router.weight, self._rule, self._counters, bias=router.bias, buckets=buckets,
-            local=self._experts, pdl=self._backend.pdl, config=config,
+            x, router.weight, self._rule, self._counters, bias=router.bias,
+            logit_bias=router.logit_bias, buckets=buckets, local=self._experts,
+            pdl=self._backend.pdl, config=config,
         )  # fmt: skip
 
     def _add(
@@ -188,13 +150,21 @@ class KernelMixtureMLP(MixtureMLP):
         stream: ResidualStream,
         x: torch.Tensor,
         routed: RoutedTokens,
-        config: ExpertConfig | None = None,
+        configs: _Configs = (None, None),
     ) -> None:
         """Adds the weighted sum of the experts' outputs for x [T, hidden_size] to the stream."""
         backend, stacked = self._backend, self.stacked
-        options = {"pdl": backend.pdl, "config": config}
-        gated = expert_product(x, stacked.gate_up, routed, gated=True, **options)
-        pairs = expert_product(gated, stacked.down, routed, gated=False, **options)
+        options = {"dtype": x.dtype, "pdl": backend.pdl}
+        inputs = self._quantized(x, len(x), stacked.first.input_format)
+        gated = expert_product(
+            inputs, stacked.gate_up, routed, gated=True, bias=stacked.biases[0],
+            activation=stacked.activation, config=configs[0], **options,
+        )  # fmt: skip
+        inputs = self._quantized(gated, len(x), stacked.second.input_format)
+        pairs = expert_product(
+            inputs, stacked.down, routed, gated=False, bias=stacked.biases[1], config=configs[1],
+            **options,
+        )  # fmt: skip
         added = None if self._shared is None else self._shared(x)
         given = {"added": added, "pdl": backend.pdl}
         if backend.all_reduce is not None:
@@ -205,6 +175,13 @@ class KernelMixtureMLP(MixtureMLP):
         else:
             hidden = stream.hidden
             sum_pairs(pairs, routed, residual=hidden, out=hidden, **given)
+
+    def _quantized(
+        self, x: torch.Tensor, tokens: int, format: InputFormat | None
+    ) -> torch.Tensor | ScaledInputs:
+        """Returns x as a product takes it for a step of so many tokens. Rows that no expert here
+        has are quantized like others, and not read."""
+        return x if format is None or tokens == 1 else quantize(x, format, pdl=self._backend.pdl)
 
 
 def rule_of(routing: Routing) -> RoutingRule:
@@ -221,6 +198,6 @@ def rule_of(routing: Routing) -> RoutingRule:
     )
 
 
-def supports(routing: Routing, channels: int, activation: str) -> bool:
-    """Whether the kernels take experts of so many channels on each rank, unquantized."""
+def supports(routing: Routing, channels: int, activation: str = "silu") -> bool:
+    """Whether the kernels take experts of so many channels on each rank."""
     return activation == "silu" and channels % GATE_RUN == 0 and supports_rule(rule_of(routing))

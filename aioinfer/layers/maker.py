@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.compiled import has_compiled_products
 from aioinfer.layers.formats.half import has_half_products
 from aioinfer.layers.formats.make import make_weight
-from aioinfer.layers.formats.schemes import AffineScheme, Quantization
+from aioinfer.layers.formats.schemes import AffineScheme, MXFP4Scheme, Quantization
 from aioinfer.layers.kv_cache import AttentionShape, KVScales
 from aioinfer.layers.latent_attention import LatentAttention
 from aioinfer.layers.latents import LatentExpansion, LatentShape
@@ -38,8 +38,13 @@ from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
 from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
 
-#: What may be held in another form than it is stored; who uses it may drop it.
-_Converted = weakref.ref[WeightFormat] | weakref.ref[LMHead]
+if TYPE_CHECKING:
+    from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts
+
+
+#: What may be held in another form than it is stored: weights, heads and stacks of experts, with
+#: `weight_shards` and `held_bytes`. Who uses it may drop it.
+_Converted = weakref.ref[Any]
 
 
 class Loadable(Protocol):
@@ -141,7 +146,7 @@ class LayerMaker:
         text = f"quantized weights ({self.quantization.summary})"
         if self.quantization.has_affine:
             text += f", {_affine_products(self.backend)}"
-        if self.quantization.has_mxfp4:
+        if self.quantization.has_mxfp4 and not self.backend.has_kernels:
             dtype = str(self.backend.dtype).removeprefix("torch.")
             text += f", dequantized to {dtype} when they are loaded"
         return text
@@ -410,8 +415,16 @@ class LayerMaker:
         local, channels = expert_shards(shape, self.backend)
         here = names[local.start : local.start + local.size]
         self._elsewhere.update(*names[: local.start], *names[local.start + local.size :])
-        if self._takes_stacked(names, routing, channels, activation):
-            return self._keep(self._kernel_mixture(name, shape, here, of_all, norm))
+        if self._takes_stacked(routing, channels, activation):
+            from aioinfer.layers.expert_stacks import ProjectionShape, interleaved_order
+
+            order = interleaved_order(channels.size, in_turns=False)
+            first = [[Source(gate, channels), Source(up, channels)] for gate, up, _ in here]
+            second = [[Source(down, whole)] for *_, down in here]
+            stacked = self._stacked(
+                local, ProjectionShape(first, whole, order), ProjectionShape(second, channels)
+            )
+            return self._kernel_mixture(f"{name}.gate", routing, stacked, of_all, norm)
         router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
         experts = [expert(modules, channels) for modules in here]
         return self._keep(MixtureMLP(router, experts, local, of_all, norm, self.backend))
@@ -428,55 +441,85 @@ class LayerMaker:
             norm: of the residual stream before it.
         """
         (local, channels), routing = expert_shards(shape, self.backend), shape.routing
+
+        def places_of(number: int) -> ExpertPlaces:
+            index = StackIndex(local.start + number, routing.num_experts)
+            return ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
+
+        if self._takes_stacked(routing, channels):
+            from aioinfer.kernels.expert_linear import Activation
+            from aioinfer.layers.expert_stacks import ProjectionShape, interleaved_order
+
+            channels = self._whole_blocks(channels, f"{name}.experts.down_proj")
+            every = [places_of(number) for number in range(local.size)]
+            order = interleaved_order(channels.size, in_turns=True)
+            whole = Shard.whole(self.hidden_size)
+            stacked = self._stacked(
+                local,
+                ProjectionShape([[places.gate_up] for places in every], whole, order),
+                ProjectionShape([[places.down] for places in every], channels),
+                has_biases=True,
+                activation=Activation(swiglu.alpha, swiglu.limit),
+            )
+            return self._kernel_mixture(f"{name}.router", routing, stacked, None, norm)
         router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
 
         def expert(number: int) -> BiasedExpert:
-            index = StackIndex(number, routing.num_experts)
-            places = ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
+            places = places_of(number)
             gate_up = self._weight([places.gate_up], Shard.whole(self.hidden_size))
             down = self._weight([places.down], channels)
             return BiasedExpert(places, gate_up, down, swiglu, self.backend)
 
-        experts = [expert(local.start + place) for place in range(local.size)]
+        experts = [expert(number) for number in range(local.size)]
         return self._keep(MixtureMLP(router, experts, local, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
 
-    def _takes_stacked(
-        self,
-        names: Sequence[tuple[str, str, str]],
-        routing: Routing,
-        channels: Shard,
-        activation: str,
-    ) -> bool:
-        """Whether the kernels take the experts of checkpoint modules `names`: all of them, so that
-        every rank does the same."""
+    def _takes_stacked(self, routing: Routing, channels: Shard, activation: str = "silu") -> bool:
+        """Whether the kernels compute a mixture: the same on every rank."""
         if not self.backend.has_kernels:
             return False
         from aioinfer.layers.kernel_experts import supports
 
-        if not supports(routing, channels.size, activation):
-            return False
-        if self.quantization is None:
-            return True
-        schemes = (self.quantization.scheme_of(module) for modules in names for module in modules)
-        return all(scheme is None for scheme in schemes)
+        return supports(routing, channels.size, activation)
+
+    def _whole_blocks(self, channels: Shard, name: str) -> Shard:
+        """Returns the channels of an expert that this rank has: as given, or, of a module in MXFP4,
+        those of whole blocks, as evenly as these can be divided."""
+        from aioinfer.layers.formats.mxfp4 import BLOCK
+
+        scheme = None if self.quantization is None else self.quantization.scheme_of(name)
+        total, group = channels.total, self.backend.group
+        is_whole = channels.size == total or channels.start % BLOCK == channels.size % BLOCK == 0
+        if not isinstance(scheme, MXFP4Scheme) or is_whole or total % BLOCK:
+            return channels
+        blocks = Shard.near_equal(total // BLOCK, group.rank, group.size)
+        return Shard(blocks.start * BLOCK, blocks.size * BLOCK, total)
+
+    def _stacked(
+        self, local: Shard, first: ProjectionShape, second: ProjectionShape, **options: Any
+    ) -> StackedExperts:
+        """Returns the weights of the experts `local` for the kernels."""
+        from aioinfer.layers.expert_stacks import StackedExperts
+
+        stacked = StackedExperts(local, first, second, self.backend, self.quantization, **options)
+        self._converted.append(weakref.ref(stacked))
+        return stacked
 
     def _kernel_mixture(
         self,
-        name: str,
-        shape: MixtureShape,
-        names: Sequence[tuple[str, str, str]],
+        router_name: str,
+        routing: Routing,
+        stacked: StackedExperts,
         shared: SharedExpert | None,
         norm: RMSNorm,
     ) -> MixtureMLP:
-        """Returns the mixture of module `name`, of which this rank has the experts `names`."""
-        from aioinfer.layers.kernel_experts import KernelMixtureMLP, StackedExperts
+        """Returns the mixture over the kernels."""
+        from aioinfer.layers.kernel_experts import KernelMixtureMLP
 
         backend = self.backend
-        stacked = StackedExperts(names, *expert_shards(shape, backend), self.hidden_size, backend)
-        router = Router(f"{name}.gate", shape.routing, self.hidden_size, backend, backend.dtype)
-        return KernelMixtureMLP(router, stacked, shared, norm, backend)
+        router = Router(router_name, routing, self.hidden_size, backend, backend.dtype)
+        return self._keep(KernelMixtureMLP(router, stacked, shared, norm, backend))
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
         weight = make_weight(sources, columns, self.backend, self.quantization)

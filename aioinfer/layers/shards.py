@@ -6,7 +6,8 @@ Layers and weight formats describe their weights in these terms, and the loader 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +115,25 @@ class WeightShard:
         if self.total is not None:
             shape[self.dim] = self.total
         return shape if self.stack is None else [self.stack.total, *shape]
+
+
+class Carved:
+    """Tensors of other shapes and types, one after the other, in the memory of a tensor.
+
+    Args:
+        memory: contiguous.
+    """
+
+    def __init__(self, memory: torch.Tensor):
+        self._bytes = memory.view(-1).view(torch.uint8)
+        self._taken = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns the next tensor, of zeros."""
+        begin, size = self._taken, math.prod(shape) * dtype.itemsize
+        self._taken += size
+        assert self._taken <= len(self._bytes), "the memory is too small"
+        return self._bytes[begin : self._taken].zero_().view(dtype).view(*shape)
 
 
 #: Pairs of a checkpoint tensor's name and where a part of it goes. A name may occur several times.

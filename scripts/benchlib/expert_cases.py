@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from aioinfer.kernels.expert_linear import (
+from aioinfer.kernels.expert_configs import (
     SCANNED_TOKENS,
     ExpertConfig,
     VectorConfig,
     expert_config,
-    expert_product,
-    experts_reference,
-    sum_pairs,
     vector_config,
 )
+from aioinfer.kernels.expert_linear import expert_product, experts_reference, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,
@@ -34,6 +32,7 @@ from aioinfer.kernels.expert_routing import (
     routing_config,
     select_reference,
 )
+from aioinfer.kernels.expert_selection import FewTokensConfig
 
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
 
@@ -123,12 +122,12 @@ def routing_cases(title: str, x: torch.Tensor, layers: list[Layer], tune: bool) 
     """Router, selection and buckets in one launch."""
     tokens, buckets = len(x), len(x) > SCANNED_TOKENS
 
-    def run(layer: Layer, config: RoutingConfig) -> RoutedTokens:
+    def run(layer: Layer, config: RoutingConfig | FewTokensConfig) -> RoutedTokens:
         routed = route(x, layer.router, RULE, layer.counters, buckets=buckets, config=config)
         layer.counters.zero_()  # as the sum does in a layer
         return routed
 
-    def check(config: RoutingConfig) -> float:
+    def check(config: RoutingConfig | FewTokensConfig) -> float:
         layer = layers[0]
         weights, chosen = select_reference(x.double() @ layer.router.double().T, RULE)
         routed = run(layer, config)
@@ -138,13 +137,32 @@ def routing_cases(title: str, x: torch.Tensor, layers: list[Layer], tune: bool) 
 
     table = routing_config(tokens, RULE.num_experts)
     size = x.nbytes + layers[0].router.nbytes
-    for config in [table, *(routing_variants(tokens, table) if tune else [])]:
-        name = f"t{config.tokens} e{config.experts} k{config.step} w{config.num_warps}"
+    tuned = routing_variants(tokens, table) if tune else []
+    for config in [table, *selection_variants(tokens, table), *tuned]:
         yield Case(
-            "experts", title, f"{name} s{config.num_stages} (with a memset)",
+            "experts", title, f"{routing_label(config)} (with a memset)",
             [lambda layer=layer, c=config: run(layer, c) for layer in layers], size,
             check=lambda c=config: check(c),
         )  # fmt: skip
+
+
+def routing_label(config: RoutingConfig | FewTokensConfig) -> str:
+    name = f"e{config.experts} k{config.step} w{config.num_warps}"
+    if isinstance(config, FewTokensConfig):
+        return f"few {name}{' early' * config.early_weights}"
+    return f"t{config.tokens} {name} s{config.num_stages}{' keys' * config.by_keys}"
+
+
+def selection_variants(
+    tokens: int, table: RoutingConfig
+) -> Iterator[RoutingConfig | FewTokensConfig]:
+    """Yields those of `kernels.expert_selection`."""
+    if table.tokens == 16:  # larger tiles take a minute to compile
+        for experts, warps in itertools.product({table.experts, 16, 32}, (1, 2, 4)):
+            yield replace(table, experts=experts, num_warps=warps, by_keys=True)
+    if tokens <= MAX_SHARED_TILES:
+        for experts, warps, early in itertools.product((1, 2), (1, 2, 4), (True, False)):
+            yield FewTokensConfig(experts, num_warps=warps, early_weights=early)
 
 
 def routing_variants(tokens: int, table: RoutingConfig) -> Iterator[RoutingConfig]:

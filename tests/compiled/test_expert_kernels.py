@@ -5,21 +5,26 @@ loads 16 bytes at a time."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from aioinfer.kernels import expert_linear, expert_routing
-from aioinfer.kernels.expert_linear import (
+from aioinfer.kernels.expert_configs import (
     CONFIGS,
     SCANNED_CONFIGS,
+    TABLES,
     ExpertConfig,
-    scanned_pairs,
     vector_config,
 )
-from aioinfer.kernels.expert_routing import routing_config
+from aioinfer.kernels.expert_linear import scanned_pairs
+from aioinfer.kernels.expert_routing import RoutingConfig, routing_config
+from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
@@ -28,22 +33,57 @@ from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
 HIDDEN, CHANNELS, EXPERTS, TOP_K = 2048, 768, 128, 8
 
 
+#: What both kernels are compiled for with unquantized weights.
+PLAIN = {
+    "FORMAT": 0, "X_SCALES": 0, "GROUPED": False, "ROWS_PER_SCALE": 1, "WORDS": 1, "GROUP": 128,
+    "HAS_ZEROS": False, "TILE": 16, "HAS_BIAS": False, "ALPHA": 0.0, "LIMIT": 0.0,
+    "HAS_FACTOR": False,
+}  # fmt: skip
+#: By the name of a format in `expert_configs.TABLES`.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "scaled": PLAIN | {"FORMAT": 1, "X_SCALES": 1},
+    "blocks": PLAIN | {"FORMAT": 1, "X_SCALES": 2, "GROUPED": True, "ROWS_PER_SCALE": 8},
+    "weights alone": PLAIN | {"FORMAT": 1},
+    "blocks, weights alone": PLAIN | {"FORMAT": 1, "GROUPED": True, "ROWS_PER_SCALE": 8},
+    "int8, weights alone": PLAIN | {"FORMAT": 1},
+    "integers": PLAIN | {"FORMAT": 2, "WORDS": 64},
+    "integers with zeros": PLAIN | {"FORMAT": 2, "WORDS": 64, "HAS_ZEROS": True},
+    "integers in short runs": PLAIN | {"FORMAT": 2, "WORDS": 32},
+    "integers in groups of 32": PLAIN | {"FORMAT": 2, "WORDS": 32, "GROUP": 32},
+    "mxfp4": PLAIN | {"FORMAT": 3, "WORDS": 32, "GROUP": 32, "HAS_BIAS": True, "ALPHA": 1.702,
+                      "LIMIT": 7.0},
+}  # fmt: skip
+#: Hidden size, channels, experts and experts of a token.
+QWEN = (HIDDEN, CHANNELS, EXPERTS, TOP_K)
+GPT_OSS = (2880, 2880, 32, 4)
+
+
 def product(
-    config: ExpertConfig, *, gated: bool, scanned: bool, partial: bool = False
-) -> CompiledKernel:
+    config: ExpertConfig, *, gated: bool, scanned: bool, partial: bool = False, format: str = "",
+) -> CompiledKernel:  # fmt: skip
     """Compiles what `expert_product` launches with a configuration."""
     rows_by_tma = config.tma and not gated and not scanned
+    hidden, channels, experts, top_k = GPT_OSS if format == "mxfp4" else QWEN
+    values = QUANTIZED.get(format, PLAIN)
+    kind = {0: "bf16", 1: "i8" if "int8" in format else "fp8e4nv"}.get(values["FORMAT"], "i16")
+    x_kind = "fp8e4nv" if values["X_SCALES"] else "bf16"
+    step = 128 if values["GROUPED"] else config.step
     types = {
-        "x": "*bf16",
-        "row_tiles": f"tensordesc<bf16[{config.rows}, {config.step}]>" if rows_by_tma else "*bf16",
-        "weight": f"tensordesc<bf16[{config.lines}, {config.step}]>" if config.tma else "*bf16",
-        "factors": "*fp32", "experts": "*i32", "counts": "*i32", "buckets": "*i32", "out": "*bf16",
+        "x": f"*{x_kind}",
+        "row_tiles": f"tensordesc<{x_kind}[{config.rows}, {step}]>" if rows_by_tma
+        else f"*{x_kind}",
+        "weight": f"tensordesc<{kind}[{config.lines}, {step}]>" if config.tma else f"*{kind}",
+        "w_scales": "*i32" if values["FORMAT"] > 1 else "*fp32", "x_scales": "*fp32",
+        "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "counts": "*i32",
+        "buckets": "*i32", "out": "*bf16", "factor": "fp32",
     }  # fmt: skip
-    constants = {
-        "FEATURES": 2 * CHANNELS if gated else HIDDEN, "INPUTS": HIDDEN if gated else CHANNELS,
-        "LINES": config.lines, "ROWS": config.rows, "STEP": config.step, "TOP_K": TOP_K,
-        "EXPERTS": EXPERTS, "EXPERTS_PAD": EXPERTS,
-        "PAIRS_PAD": scanned_pairs(config, TOP_K) if scanned else 0, "GATED": gated, "RUN": 8,
+    if values["ROWS_PER_SCALE"] > 1 and not gated:
+        values = values | {"ROWS_PER_SCALE": 128}
+    constants = values | {
+        "FEATURES": 2 * channels if gated else hidden, "INPUTS": hidden if gated else channels,
+        "LINES": config.lines, "ROWS": config.rows, "STEP": step, "TOP_K": top_k,
+        "EXPERTS": experts, "EXPERTS_PAD": experts,
+        "PAIRS_PAD": scanned_pairs(config, top_k) if scanned else 0, "GATED": gated, "RUN": 8,
         "TMA": config.tma, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "PARTIAL": partial,
         "PDL": True,
     }  # fmt: skip
@@ -70,42 +110,114 @@ def test_products(
     assert ("cp.async.bulk.tensor" in ptx) == config.tma
 
 
+def quantized_products() -> Iterator[tuple[str, ExpertConfig, bool]]:
+    """Yields formats, configurations, and whether there are no buckets."""
+    for format in QUANTIZED:
+        name = format if format in TABLES else "weights alone" if "alone" in format else "integers"
+        for scanned, table in zip((True, False), TABLES[name], strict=True):
+            yield from ((format, config, scanned) for _, config in table)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("format", "config", "scanned"), list(quantized_products()))
+def test_quantized_products(
+    format: str, config: ExpertConfig, scanned: bool, gated: bool, tmp_path: Path
+) -> None:
+    """In four bits, two numbers at a time are converted, in the registers of the left operand."""
+    kernel = product(config, gated=gated, scanned=scanned, format=format)
+    ptx = kernel.asm["ptx"]
+    assert spilled(kernel, tmp_path) == 0
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    if "alone" in format:
+        shape = rf"wgmma\.mma_async\S*m64n{config.rows}k16\.f32\.bf16\.bf16"
+    elif config.tma:
+        shape = rf"wgmma\.mma_async\S*m64n{config.rows}k32\.f32\.e4m3\.e4m3"
+        assert "cp.async.bulk.tensor" in ptx
+    elif config.rows == 8 or config.lines < 64:
+        shape = r"mma\.sync\S*m16n8k16\S*f32\.bf16\.bf16"
+    else:
+        shape = rf"wgmma\.mma_async\S*m64n{config.rows}k16\.f32\.bf16\.bf16"
+    assert re.search(shape, ptx)
+    if format == "mxfp4":
+        assert "mul.rn.bf16x2" in ptx
+
+
+@pytest.mark.parametrize("format", ["", "scaled", "blocks"])
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
-def test_products_of_one_token(gated: bool, partial: bool, tmp_path: Path) -> None:
-    config = vector_config(gated=gated)
+def test_products_of_one_token(gated: bool, partial: bool, format: str, tmp_path: Path) -> None:
+    config = vector_config(gated=gated, itemsize=1 if format else 2)
     types = {
-        "x": "*bf16", "weight": "*bf16", "factors": "*fp32", "experts": "*i32", "out": "*bf16"
+        "x": "*bf16", "weight": "*fp8e4nv" if format else "*bf16", "w_scales": "*fp32",
+        "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "out": "*bf16",
     }  # fmt: skip
+    inputs = HIDDEN if gated else CHANNELS
     constants = {
+        "SCALED": bool(format), "GROUPS": inputs // 128 if format == "blocks" else 1, "GROUP": 128,
+        "RUN_OF_INPUTS": 16, "ROWS_PER_SCALE": 8 if format == "blocks" else 1, "HAS_BIAS": False,
+        "ALPHA": 0.0, "LIMIT": 0.0,
         "FEATURES": 2 * CHANNELS if gated else HIDDEN, "INPUTS": HIDDEN if gated else CHANNELS,
         "OUTPUTS": config.features, "STEP": config.step, "EXPERTS": EXPERTS, "GATED": gated,
         "RUN": 8, "PARTIAL": partial, "PDL": True,
     }  # fmt: skip
     kernel = compile_kernel(expert_linear._vector_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0
-    wide = (1 + gated) * config.features * config.step // (config.num_warps * 32 * 8)
+    bytes_of = config.features * config.step * (1 if format else 2)
+    wide = (1 + gated) * bytes_of // (config.num_warps * 32 * 16)
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= wide
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 5000])
-@pytest.mark.parametrize(
-    ("experts", "groups", "sigmoid"), [(EXPERTS, 1, False), (256, 8, True), (60, 1, False)]
-)
-def test_routing(tokens: int, experts: int, groups: int, sigmoid: bool, tmp_path: Path) -> None:
-    config, padded = routing_config(tokens, experts), expert_routing.padded_experts(experts)
+ROUTED = [(EXPERTS, 1, False), (256, 8, True), (60, 1, False)]
+
+
+def routing(
+    config: RoutingConfig | FewTokensConfig, experts: int, groups: int, sigmoid: bool, buckets: bool
+) -> CompiledKernel:
+    """Compiles what `route` launches with a configuration."""
     types = {
-        "x": "*bf16", "weight": "*bf16", "bias": "*fp32", "logits": "*fp32", "weights": "*fp32",
+        "x": "*bf16", "weight": "*bf16", "bias": "*fp32", "logit_bias": "*fp32", "logits": "*fp32",
+        "weights": "*fp32",
         "experts": "*i32", "counts": "*i32", "rows": "*i32", "tickets": "*i32", "scale": "fp32",
     }  # fmt: skip
     constants = {
-        "HIDDEN": HIDDEN, "EXPERTS": experts, "EXPERTS_PAD": padded, "TOKENS": config.tokens,
-        "PART": config.experts, "STEP": config.step, "TOP_K": TOP_K, "K_PAD": TOP_K,
-        "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "GROUPS": groups,
-        "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": tokens > 16,
+        "HIDDEN": HIDDEN, "EXPERTS": experts, "PART": config.experts, "STEP": config.step,
+        "EXPERTS_PAD": expert_routing.padded_experts(experts), "TOP_K": TOP_K, "K_PAD": TOP_K,
+        "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "HAS_LOGIT_BIAS": not sigmoid,
+        "GROUPS": groups, "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": buckets,
         "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
     }  # fmt: skip
-    kernel = compile_kernel(expert_routing._routing_kernel, types, constants, config)
+    if isinstance(config, FewTokensConfig):
+        kernel, own = expert_routing._few_tokens_kernel, {"EARLY": config.early_weights}
+    else:
+        kernel = expert_routing._routing_kernel
+        own = {"TOKENS": config.tokens, "BY_KEYS": config.by_keys}
+    return compile_kernel(kernel, types, constants | own, config)
+
+
+@pytest.mark.parametrize(  # by keys larger tiles take a minute
+    ("tokens", "by_keys"), [(1, False), (100, False), (5000, False), (1, True), (100, True)]
+)
+@pytest.mark.parametrize(("experts", "groups", "sigmoid"), ROUTED)
+def test_routing(
+    tokens: int, experts: int, groups: int, sigmoid: bool, by_keys: bool, tmp_path: Path
+) -> None:
+    config = replace(routing_config(tokens, experts), by_keys=by_keys)
+    kernel = routing(config, experts, groups, sigmoid, tokens > 16)
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "cp.async.ca" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize(("experts", "groups", "sigmoid"), ROUTED)
+def test_routing_of_few_tokens(
+    experts: int, groups: int, sigmoid: bool, part: int, tmp_path: Path
+) -> None:
+    """The best expert is found by an instruction of the warp, for each of a token's experts, where
+    each thread has experts of its own; 16 bytes are loaded at a time."""
+    kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, buckets=True)
+    ptx = kernel.asm["ptx"]
+    assert spilled(kernel, tmp_path) == 0
+    if experts >= 128:
+        assert ptx.count("redux.sync") >= 2 * TOP_K
+    assert ptx.count("ld.global.v4.b32") >= (1 + part) * HIDDEN // (32 * 8)

@@ -14,14 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.expert_linear import (
-    CONFIGS,
-    SCANNED_CONFIGS,
-    ExpertConfig,
-    VectorConfig,
-    expert_product,
-    sum_pairs,
-)
+from aioinfer.kernels.expert_configs import CONFIGS, SCANNED_CONFIGS, ExpertConfig, VectorConfig
+from aioinfer.kernels.expert_linear import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingRule, route
 from cases import error
 from engine_settings import engine_settings

@@ -27,13 +27,13 @@ class Bound:
     def __init__(
         self, folder: Path, *, kernels: bool, fill: float = 0.0,
         group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
-        expert_parallel: bool = False,
+        expert_parallel: bool = False, quantization: str = "auto",
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(
             CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel
         )
-        self.model: Any = build_model(folder, self.backend)
+        self.model: Any = build_model(folder, self.backend, quantization=quantization)
         self.model.load(folder, "auto", 0, lambda done, total: None)
         groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)

@@ -4,13 +4,13 @@ those of the references: for the interpreter's tests and the tests on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from aioinfer.kernels.expert_configs import SCANNED_TOKENS, ExpertConfig, VectorConfig
 from aioinfer.kernels.expert_linear import (
-    SCANNED_TOKENS,
-    ExpertConfig,
-    VectorConfig,
+    SILU,
+    Activation,
     expert_product,
     experts_reference,
     sum_pairs,
@@ -24,6 +24,16 @@ from aioinfer.kernels.expert_routing import (
     route,
     select_reference,
 )
+from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.expert_weights import (
+    BLOCK,
+    ExpertWeights,
+    PackedExperts,
+    ScaledExperts,
+    pack_floats,
+)
+from aioinfer.kernels.grouped_weight import pack_groups
+from aioinfer.kernels.quantize import GROUP, InputFormat, ScaledInputs, quantize, quantize_reference
 from cases import Pair, normal, poisoned
 
 
@@ -37,6 +47,10 @@ class ExpertCase:
         favoured: experts that get all tokens; by default the router is random.
         buckets: whether programs find their rows in buckets; by default for more than a few tokens.
         local: the experts that the rank has; by default all.
+        format: of the weights: "plain", "fp8" (a scale for each row), "fp8 blocks", "int4" (groups
+            of 64 with zero points), "int4 rows" (whole rows without), or "mxfp4".
+        quantized: whether float8 weights take quantized activations.
+        biased: whether products have biases, and the activation of gpt-oss.
     """
 
     tokens: int
@@ -48,6 +62,19 @@ class ExpertCase:
     favoured: Sequence[int] = ()
     buckets: bool | None = None
     local: range | None = None
+    format: str = "plain"
+    quantized: bool = False
+    biased: bool = False
+
+    @property
+    def activation(self) -> Activation:
+        """Of the first product."""
+        return Activation(1.702, 1.0) if self.biased else SILU
+
+    @property
+    def input_format(self) -> InputFormat:
+        """Of quantized activations."""
+        return InputFormat(torch.float8_e4m3fn, is_grouped="blocks" in self.format)
 
 
 @dataclass(slots=True)
@@ -57,6 +84,7 @@ class Mixture:
     x: torch.Tensor
     router: torch.Tensor
     bias: torch.Tensor | None
+    logit_bias: torch.Tensor | None
     gate_up: torch.Tensor
     down: torch.Tensor
     counters: torch.Tensor
@@ -75,19 +103,23 @@ def mixture(case: ExpertCase) -> Mixture:
     gate_up = normal(rule.num_experts, 2 * channels, hidden, **like) / hidden**0.5
     down = normal(rule.num_experts, hidden, channels, **like) / channels**0.5
     counters = make_counters(rule.num_experts, torch.device(case.device))
-    return Mixture(normal(case.tokens, hidden, **like), router, bias, gate_up, down, counters)
+    logit_bias = normal(rule.num_experts, **like) if case.biased else None
+    x = normal(case.tokens, hidden, **like)
+    return Mixture(x, router, bias, logit_bias, gate_up, down, counters)
 
 
-def routed(case: ExpertCase, given: Mixture, config: RoutingConfig | None = None) -> RoutedTokens:
+def routed(
+    case: ExpertCase, given: Mixture, config: RoutingConfig | FewTokensConfig | None = None
+) -> RoutedTokens:
     """Runs `route`."""
     buckets = case.tokens > SCANNED_TOKENS if case.buckets is None else case.buckets
     return route(
-        given.x, given.router, case.rule, given.counters, bias=given.bias, buckets=buckets,
-        local=case.local, config=config,
+        given.x, given.router, case.rule, given.counters, bias=given.bias,
+        logit_bias=given.logit_bias, buckets=buckets, local=case.local, config=config,
     )  # fmt: skip
 
 
-def check_routing(case: ExpertCase, config: RoutingConfig | None = None) -> float:
+def check_routing(case: ExpertCase, config: RoutingConfig | FewTokensConfig | None = None) -> float:
     """Asserts that experts are those of the reference, and that every pair is in the bucket of its
     expert; returns the largest error of a weight. Two experts may change places whose logits
     float32 cannot tell apart."""
@@ -95,6 +127,7 @@ def check_routing(case: ExpertCase, config: RoutingConfig | None = None) -> floa
     found = routed(case, given, config)
     bias = None if given.bias is None else given.bias.double()
     logits = given.x.double() @ given.router.double().T
+    logits = logits if given.logit_bias is None else logits + given.logit_bias.double()
     weights, expected = select_reference(logits, case.rule, bias)
     experts = found.experts.long()
     assert (experts.sort().values.diff() > 0).all()
@@ -115,6 +148,58 @@ def check_routing(case: ExpertCase, config: RoutingConfig | None = None) -> floa
     return float((found.weights - weights).abs().max())
 
 
+def packed_weight(weight: torch.Tensor, format: str, *, gated: bool) -> ExpertWeights:
+    """Returns weights [E, N, K] in a format, random or rounded; of what `gated` blocks, runs of
+    eight rows share scales."""
+    experts, rows, inputs = weight.shape
+    if format == "plain":
+        return weight
+    if format.startswith("fp8"):
+        shared, groups = (1, 1) if format == "fp8" else (8 if gated else 128, -(-inputs // GROUP))
+        shape = experts, -(-rows // shared), groups
+        scales = 0.003 / inputs**0.5 * (1 + torch.rand(shape, device=weight.device))
+        values = (weight.float() / weight.float().abs().amax() * 448).to(torch.float8_e4m3fn)
+        return ScaledExperts(values, scales, shared)
+    if format == "mxfp4":
+        blocks = (experts, rows, -(-inputs // BLOCK))
+        like = {"dtype": torch.uint8, "device": weight.device}
+        codes = torch.randint(0, 256, (*blocks, BLOCK // 2), **like)
+        scales = torch.randint(118, 124, blocks, **like)
+        pairs = [pack_floats(*one) for one in zip(codes, scales, strict=True)]
+        words, kept = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return PackedExperts(words, kept, rows, inputs, BLOCK, is_float=True)
+    group, has_zeros = (64, True) if format == "int4" else (None, False)
+    like = {"device": weight.device}
+    packed = []
+    for _ in range(experts):
+        integers = torch.randint(0, 16, (rows, inputs), **like)
+        shape = rows, 1 if group is None else -(-inputs // group)
+        scales = (1 + torch.rand(shape, **like)).half() / (5 * inputs**0.5)
+        zeros = torch.randint(0, 16, shape, **like) if has_zeros else None
+        packed.append(pack_groups(integers, scales, zeros, 4, group))
+    words, kept = (torch.stack([getattr(one, name) for one in packed])
+                   for name in ("integers", "scales"))  # fmt: skip
+    return PackedExperts(words, kept, rows, inputs, packed[0].group, has_zeros)
+
+
+def dense_weight(weight: ExpertWeights) -> torch.Tensor:
+    """Returns weights [E, N, K], as they are or dequantized."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
+
+
+def _part(weight: ExpertWeights, local: range) -> ExpertWeights:
+    some = slice(local.start, local.stop)
+    if isinstance(weight, torch.Tensor):
+        return weight[some]
+    if isinstance(weight, ScaledExperts):
+        return replace(weight, values=weight.values[some], scales=weight.scales[some])
+    return replace(weight, words=weight.words[some], scales=weight.scales[some])
+
+
+def _given(case: ExpertCase, x: torch.Tensor) -> torch.Tensor | ScaledInputs:
+    return quantize(x, case.input_format) if case.quantized else x
+
+
 def whole(
     case: ExpertCase,
     config: ExpertConfig | VectorConfig | None = None,
@@ -131,23 +216,41 @@ def whole(
         normal(tokens, case.hidden, **like) if is_there else None for is_there in (residual, added)
     ]
     local = range(case.rule.num_experts) if case.local is None else case.local
-    gate_up, down = (each[local.start : local.stop] for each in (given.gate_up, given.down))
+    weights = [
+        packed_weight(weight, case.format, gated=gated)
+        for weight, gated in ((given.gate_up, True), (given.down, False))
+    ]
+    biases = None
+    if case.biased:
+        shapes = ((case.rule.num_experts, weight.shape[1]) for weight in weights)
+        gate_up_bias, down_bias = (normal(*shape, **like) for shape in shapes)
+        biases = gate_up_bias, down_bias
+    bias = [None if biases is None else one[local.start : local.stop] for one in biases or (0, 0)]
+    options = {"config": config, "dtype": case.dtype}
     gated = expert_product(
-        given.x, gate_up, found, gated=True, config=config,
-        out=poisoned(pairs, case.channels, **like),
+        _given(case, given.x), _part(weights[0], local), found, gated=True, bias=bias[0],
+        activation=case.activation, out=poisoned(pairs, case.channels, **like), **options,
     )  # fmt: skip
+    if case.quantized and case.local is not None:
+        gated.nan_to_num_()  # rows that no expert here has; quantized, they are nobody's
     outputs = expert_product(
-        gated, down, found, gated=False, config=config,
-        out=poisoned(pairs, case.hidden, **like),
+        _given(case, gated), _part(weights[1], local), found, gated=False, bias=bias[1],
+        out=poisoned(pairs, case.hidden, **like), **options,
     )  # fmt: skip
     out = poisoned(tokens, case.hidden, **like)
     sum_pairs(outputs, found, residual=others[0], added=others[1], out=out)
     assert not given.counters.any()
     is_local = (found.experts >= local.start) & (found.experts < local.stop)
-    weights = found.weights.double() * is_local
+    factors = found.weights.double() * is_local
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return quantize_reference(values, case.input_format).dequantized().double()
+
     expected = experts_reference(
-        given.x.double(), given.gate_up, given.down, weights, found.experts.long()
-    )
+        given.x.double(), *map(dense_weight, weights), factors, found.experts.long(),
+        biases=biases, activation=case.activation,
+        **{"rounded": rounded} if case.quantized else {},
+    )  # fmt: skip
     for other in others:
         if other is not None:
             expected += other.double()

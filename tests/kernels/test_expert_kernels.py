@@ -6,18 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aioinfer.kernels.expert_linear import ExpertConfig, expert_config, expert_product
+from aioinfer.kernels.expert_configs import ExpertConfig, expert_config
+from aioinfer.kernels.expert_linear import expert_product
 from aioinfer.kernels.expert_routing import (
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
     make_counters,
+    padded_experts,
     route,
     select_reference,
     supports_rule,
 )
+from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.expert_weights import MAX_SCALE, PackedExperts, pack_floats
 from cases import error
-from expert_cases import ExpertCase, check_routing, whole
+from expert_cases import ExpertCase, check_routing, packed_weight, whole
+
+from aioinfer.layers.formats.mxfp4 import dequantize
 
 RULE = RoutingRule(6, 3)
 #: Groups, sigmoids, and a number of experts that is no power of two.
@@ -38,26 +44,58 @@ def test_routing(rule: RoutingRule, tokens: int) -> None:
     assert check_routing(case(tokens, rule)) < 1e-5
 
 
+def test_routing_with_biased_logits() -> None:
+    assert check_routing(case(9, biased=True)) < 1e-5
+
+
 def test_programs_share_the_experts_of_a_tile_of_tokens() -> None:
     rule = RoutingRule(64, 8)
     for part in (16, 64):
         assert check_routing(case(19, rule), RoutingConfig(16, part, 32, 4, 2)) < 1e-5
 
 
+#: The variants of `expert_selection`.
+VARIANTS = (
+    RoutingConfig(16, 64, 32, 4, 2, by_keys=True),
+    FewTokensConfig(1, 32),
+    FewTokensConfig(4, 64, early_weights=False),
+)
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize(
+    "rule", [RULE, GROUPED, RoutingRule(40, 1, is_normalized=False), RoutingRule(6, 3, True)]
+)
+def test_variants_of_routing(config: RoutingConfig | FewTokensConfig, rule: RoutingRule) -> None:
+    if isinstance(config, RoutingConfig):
+        config = replace(config, experts=padded_experts(rule.num_experts))
+    for tokens in (1, 5):
+        one = case(tokens, rule, buckets=tokens > 1, biased=True)
+        assert check_routing(one, config) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config", [None, RoutingConfig(16, 16, 32, 4, 2, by_keys=True), FewTokensConfig(2, 16)]
+)
 @pytest.mark.parametrize("rule", [RULE, GROUPED])
-def test_equal_scores_go_to_the_first_experts(rule: RoutingRule) -> None:
+def test_equal_scores_go_to_the_first_experts(
+    rule: RoutingRule, config: RoutingConfig | FewTokensConfig | None
+) -> None:
     x, counters = torch.randn(2, 16), make_counters(rule.num_experts, torch.device("cpu"))
-    found = route(x, torch.zeros(rule.num_experts, 16), rule, counters)
+    found = route(x, torch.zeros(rule.num_experts, 16), rule, counters, config=config)
     assert found.experts.tolist() == [[0, 1, 2]] * 2
     _, expected = select_reference(torch.zeros(2, rule.num_experts), rule)
     assert torch.equal(found.experts.long(), expected)
 
 
-def test_a_token_of_nan_spoils_no_other() -> None:
+@pytest.mark.parametrize(
+    "config", [None, RoutingConfig(16, 16, 32, 4, 2, by_keys=True), FewTokensConfig(1, 16)]
+)
+def test_a_token_of_nan_spoils_no_other(config: RoutingConfig | FewTokensConfig | None) -> None:
     x = torch.randn(18, 16)
     x[3] = torch.nan
     counters = make_counters(6, torch.device("cpu"))
-    found = route(x, torch.randn(6, 16), RULE, counters)
+    found = route(x, torch.randn(6, 16), RULE, counters, config=config)
     assert found.weights[3].isnan().all()
     assert len(set(found.experts[3].tolist())) == 3
     assert found.experts.min() >= 0
@@ -108,6 +146,64 @@ def test_a_rank_whose_experts_get_nothing_or_everything(tokens: int, buckets: bo
     found, expected = whole(replace(one, local=range(1, 6)), residual=False)
     assert expected.abs().min() > 0
     assert error((found, expected)) < 1e-5
+
+
+FORMATS = ("fp8", "fp8 blocks", "int4", "int4 rows", "mxfp4")
+
+
+def quantized_case(tokens: int, format: str, **options: object) -> ExpertCase:
+    values = {"dtype": torch.float32, "format": format, **options}
+    return ExpertCase(tokens, 160, 40, RULE, device="cpu", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [(1, None), (3, None), (18, ExpertConfig(32, 16, 32, 4, 2, programs=3, tail=8))],
+)
+def test_quantized_weights(format: str, tokens: int, config: ExpertConfig | None) -> None:
+    """Inputs that are no whole units, features that are no whole tiles."""
+    assert error(whole(quantized_case(tokens, format), config)) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8 blocks"])
+@pytest.mark.parametrize("tokens", [2, 18])
+def test_quantized_activations(format: str, tokens: int) -> None:
+    config = ExpertConfig(32, 16, 64, 4, 2)
+    assert error(whole(quantized_case(tokens, format, quantized=True), config)) < 1e-2
+
+
+@pytest.mark.parametrize("format", ["plain", "fp8", "mxfp4"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_biases_and_the_clamped_activation(format: str, tokens: int) -> None:
+    assert error(whole(quantized_case(tokens, format, biased=True))) < 1e-5
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_with_some_of_the_quantized_experts(format: str) -> None:
+    one = quantized_case(5, format, local=range(2, 5), buckets=format == "fp8")
+    assert error(whole(one)) < 1e-5
+
+
+def test_large_scales_of_blocks_are_shifted() -> None:
+    weight = packed_weight(torch.empty(2, 16, 64), "mxfp4", gated=False)
+    assert isinstance(weight, PackedExperts)
+    shifted = replace(weight, shift=3)
+    assert torch.equal(shifted.dequantized(), 8 * weight.dequantized())
+    x, chosen = torch.randn(2, 64), torch.tensor([[0], [1]], dtype=torch.int32)
+    found = [
+        expert_product(x, one, RoutedTokens(torch.ones(2, 1), chosen), gated=False)
+        for one in (weight, shifted)
+    ]
+    assert torch.equal(found[1], 8 * found[0])
+
+
+def test_numbers_in_four_bits_are_those_of_the_standard() -> None:
+    blocks = torch.randint(0, 256, (20, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(0, MAX_SCALE + 1, (20, 5), dtype=torch.uint8)
+    words, kept = pack_floats(blocks, scales)
+    packed = PackedExperts(words[None], kept[None], 20, 160, 32, is_float=True)
+    assert torch.equal(packed.dequantized()[0], dequantize(blocks, scales))
 
 
 def test_every_number_of_tokens_has_a_configuration() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.expert_linear import SCANNED_TOKENS, expert_config
+from aioinfer.kernels.expert_configs import SCANNED_TOKENS, expert_config
 from aioinfer.kernels.expert_routing import RoutedTokens, routing_config
 
 from aioinfer.layers import kernel_experts

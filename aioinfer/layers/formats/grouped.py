@@ -15,7 +15,14 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import GroupScheme
-from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
+from aioinfer.layers.shards import (
+    Carved,
+    NamedShards,
+    Shard,
+    Source,
+    WeightShard,
+    sharded_part,
+)
 
 #: The place in an int32 of each of eight neighbouring output features, in AWQ's layout.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -35,12 +42,24 @@ class _Part(NamedTuple):
 
 
 class GroupedWeight(QuantizedWeight):
-    """A weight of 4-bit or 8-bit integers: (integer - zero point) * scale."""
+    """A weight of 4-bit or 8-bit integers: (integer - zero point) * scale.
+
+    Args:
+        sources, columns, backend: as in `QuantizedWeight`.
+        scheme: of the modules.
+        memory: contiguous, to load packed integers into; by default new tensors.
+    """
 
     def __init__(
-        self, sources: Sequence[Source], columns: Shard, backend: Backend, scheme: GroupScheme
+        self,
+        sources: Sequence[Source],
+        columns: Shard,
+        backend: Backend,
+        scheme: GroupScheme,
+        memory: torch.Tensor | None = None,
     ):
         super().__init__(sources, columns, backend)
+        self._memory = None if memory is None else Carved(memory)
         self._scheme = scheme
         self._packed = 32 // scheme.bits
         self._is_transposed = scheme.layout != "packed"
@@ -67,7 +86,11 @@ class GroupedWeight(QuantizedWeight):
             packed_rows = self._packed_shard(rows, source.name).size
         else:
             packed_columns = self._packed_shard(self._columns, source.name).size
-        integers = self._empty(packed_rows, packed_columns, torch.int32)
+        if self._memory is None:
+            integers = self._empty(packed_rows, packed_columns, torch.int32)
+        else:
+            shape = packed_rows, packed_columns
+            integers = self._memory.take(shape[::-1] if self._is_transposed else shape, torch.int32)
         scales = self._empty(rows.size, self._groups.size, torch.float32)
         zeros = group_of = None
         if scheme.has_zeros:
@@ -132,6 +155,15 @@ class GroupedWeight(QuantizedWeight):
         self._parts = []
 
     # ---------------------------------------------------------------- unpacking
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the loaded integers, uint8 [out, in], scales, float32 [out, groups], and zero
+        points, int32 [out, groups], or None."""
+        pairs = zip(self._sources, self._parts, strict=True)
+        parts = [self.unpacked(source, part) for source, part in pairs]
+        zeros = [part[2] for part in parts if part[2] is not None]
+        integers = torch.cat([part[0].to(torch.uint8) for part in parts])
+        return integers, torch.cat([part[1] for part in parts]), torch.cat(zeros) if zeros else None
 
     def dequantized(self) -> torch.Tensor:
         """See `QuantizedWeight.dequantized`."""

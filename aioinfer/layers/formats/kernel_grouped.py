@@ -76,14 +76,7 @@ class KernelGroupedWeight(GroupedWeight):
             _log.info("%s: dequantized when loaded: %s", names, reason)
             super().finalize()
             return
-        parts = [
-            self.unpacked(source, part)
-            for source, part in zip(self._sources, self._parts, strict=True)
-        ]
-        integers = torch.cat([part[0].to(torch.uint8) for part in parts])
-        scales = torch.cat([part[1] for part in parts])
-        zeros = [part[2] for part in parts if part[2] is not None]
-        joined_zeros = torch.cat(zeros) if zeros else None
+        integers, scales, joined_zeros = self.joined()
         if self._scheme.has_order:
             order = self._order_of_inputs()
             groups = self._group_of(self._parts[0])[order].unique_consecutive()

@@ -15,7 +15,14 @@ import torch
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import MXFP4Scheme
-from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
+from aioinfer.layers.shards import (
+    Carved,
+    NamedShards,
+    Shard,
+    Source,
+    WeightShard,
+    sharded_part,
+)
 
 #: Inputs that share a scale, and the bytes of their numbers.
 BLOCK, BLOCK_BYTES = 32, 16
@@ -40,13 +47,24 @@ class _Part(NamedTuple):
 
 
 class MXFP4Weight(QuantizedWeight):
-    """A weight of a stack of modules, in MXFP4. Arguments as in `QuantizedWeight`.
+    """A weight of a stack of modules, in MXFP4.
 
     A rank whose inputs begin or end within a block reads all of the block.
+
+    Args:
+        sources, columns, backend: as in `QuantizedWeight`.
+        memory: contiguous, to load the numbers into; by default new tensors.
     """
 
-    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        columns: Shard,
+        backend: Backend,
+        memory: torch.Tensor | None = None,
+    ):
         super().__init__(sources, columns, backend)
+        self._memory = None if memory is None else Carved(memory)
         self._scheme = MXFP4Scheme()
         start, end = columns.start // BLOCK, -(-(columns.start + columns.size) // BLOCK)
         self._blocks = Shard(start, end - start, -(-columns.total // BLOCK))
@@ -54,7 +72,10 @@ class MXFP4Weight(QuantizedWeight):
 
     def _make_part(self, rows: int) -> _Part:
         shape, device = (rows, self._blocks.size), self._backend.device
-        blocks = torch.zeros(*shape, BLOCK_BYTES, dtype=torch.uint8, device=device)
+        if self._memory is None:
+            blocks = torch.zeros(*shape, BLOCK_BYTES, dtype=torch.uint8, device=device)
+        else:
+            blocks = self._memory.take((*shape, BLOCK_BYTES), torch.uint8)
         return _Part(blocks, torch.zeros(shape, dtype=torch.uint8, device=device))
 
     def weight_shards(self) -> NamedShards:
@@ -77,6 +98,15 @@ class MXFP4Weight(QuantizedWeight):
                 for part in self._parts
             ]
         )
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loaded blocks, uint8 [out, blocks, 16], and scales, uint8 [out, blocks]."""
+        parts = self._parts
+        return torch.cat([part.blocks for part in parts]), torch.cat([p.scales for p in parts])
+
+    def largest_scale(self) -> torch.Tensor:
+        """Returns the largest code of a scale, a scalar."""
+        return torch.stack([part.scales.max() for part in self._parts]).max()
 
     def release(self) -> None:
         """See `QuantizedWeight.release`."""

@@ -30,6 +30,9 @@ _DUMMY_SCALES = {"fp8": 0.02 / 64, "int8": 0.02 / 74}
 class ScaledWeight(QuantizedWeight):
     """A weight of one byte: stored value * scale.
 
+    Args:
+        values: [out, in] to load stored values into; by default a new tensor.
+
     Attributes:
         values: float8 or int8 [out, in], before `release`.
         scales: float32, before `release`: [out], or [blocks of output features, blocks of input
@@ -39,13 +42,20 @@ class ScaledWeight(QuantizedWeight):
     """
 
     def __init__(
-        self, sources: Sequence[Source], columns: Shard, backend: Backend, scheme: ScaledScheme
+        self,
+        sources: Sequence[Source],
+        columns: Shard,
+        backend: Backend,
+        scheme: ScaledScheme,
+        values: torch.Tensor | None = None,
     ):
         super().__init__(sources, columns, backend)
         self._scheme = scheme
         device = backend.device
-        dtype = DTYPES[scheme.kind]
-        self.values = torch.empty(self._out, columns.size, dtype=dtype, device=device)
+        if values is None:
+            dtype = DTYPES[scheme.kind]
+            values = torch.empty(self._out, columns.size, dtype=dtype, device=device)
+        self.values = values
         self._block_rows = [_covered(source.rows, scheme.block, 0) for source in sources]
         rows = sum(covered.size for covered in self._block_rows)
         shape = (rows,) if scheme.block is None else (rows, self._block_columns.size)
