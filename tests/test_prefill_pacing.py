@@ -102,13 +102,13 @@ def test_an_allowance_is_spent_in_tokens_and_in_time() -> None:
     times.costs = [0.004, 0.004, 0.0, 0.0, 1e-5, 1e-9]
     times.is_known = True
     allowance = PrefillAllowance(5000, times, 0.02, 10)
-    first = allowance.bound(50_000, 0)
-    assert (first + 10) % 128 == 0
-    assert times.prefill_seconds(first, 0) <= 0.02 < times.prefill_seconds(first + 128, 0)
-    allowance.take(first, 0)
-    assert allowance.tokens_left == 5000 - first
-    rest = allowance.bound(50_000, 100_000)
-    assert 0 < rest < 200
-    allowance.take(rest, 100_000)
+    assert allowance.take(300, 10_000) == 300
+    assert allowance.tokens_left == 4700
+    seconds = 0.02 - times.prefill_seconds(300, 10_000)
+    second = allowance.take(50_000, 0)
+    assert (300 + second + 10) % 128 == 0
+    assert times.prefill_seconds(second, 0) <= seconds < times.prefill_seconds(second + 128, 0)
     assert allowance.tokens_left == 0
-    assert PrefillAllowance(700).bound(9000, 0) == 700
+    assert PrefillAllowance(5000, times, -1.0).take(9000, 0) == MIN_TOKENS
+    fixed = PrefillAllowance(700)
+    assert [fixed.take(600, 0), fixed.take(9000, 0), fixed.take(1, 0)] == [600, 100, 0]

@@ -93,8 +93,7 @@ class PlanBuilder:
         if wanted == 1 and not prefill:
             granted = 1 if self.budget_left > 0 else 0
         else:
-            granted = self._prefill.bound(min(wanted, self.budget_left), start)
-            self._prefill.take(granted, start)
+            granted = self._prefill.take(min(wanted, self.budget_left), start)
         self.budget_left -= granted
         return granted
 

@@ -59,29 +59,35 @@ class PrefillAllowance:
         self._seconds_left = seconds
         self._step_tokens = step_tokens
 
-    def bound(self, wanted: int, start: int) -> int:
-        """Returns how many of `wanted` tokens of a prompt from position `start` on may be taken:
-        one at least while any are left."""
-        wanted = min(wanted, self.tokens_left)
-        if self._times is None or wanted <= MIN_TOKENS:
-            return wanted
-        fitting = self._times.prefill_tokens_within(self._seconds_left, start)
-        if fitting >= wanted:
-            return wanted
-        tokens = max(MIN_TOKENS, int(fitting))
-        if tokens >= _ALIGNED_FROM:
-            tokens -= (self._step_tokens + tokens) % _ALIGNMENT
-        return tokens
+    def take(self, wanted: int, start: int) -> int:
+        """Takes up to `wanted` tokens of a prompt from position `start` on, and returns how many:
+        one at least while any are left.
 
-    def take(self, tokens: int, start: int) -> None:
-        """Counts tokens of a prompt from position `start` on as taken."""
-        self.tokens_left -= tokens
-        if self._times is None:
-            return
-        self._step_tokens += tokens
-        self._seconds_left -= self._times.prefill_seconds(tokens, start)
-        if self._times.prefill_tokens_within(self._seconds_left, start) < MIN_TOKENS:
-            self.tokens_left = 0
+        Whoever gets less than it wants for want of time is the last of the step: what alignment
+        leaves is no use to the next prompt, which might even begin like this one and compute what
+        it finds in the cache a step later.
+        """
+        granted = min(wanted, self.tokens_left)
+        if self._times is not None and granted:
+            granted = self._take_time(granted, start)
+        self.tokens_left -= granted
+        return granted
+
+    def _take_time(self, wanted: int, start: int) -> int:
+        times = self._times
+        assert times is not None
+        fitting = times.prefill_tokens_within(self._seconds_left, start)
+        if fitting < wanted > MIN_TOKENS:
+            tokens = max(MIN_TOKENS, int(fitting))
+            if tokens >= _ALIGNED_FROM:
+                tokens -= (self._step_tokens + tokens) % _ALIGNMENT
+            self.tokens_left = tokens
+            return tokens
+        self._step_tokens += wanted
+        self._seconds_left -= times.prefill_seconds(wanted, start)
+        if times.prefill_tokens_within(self._seconds_left, start) < MIN_TOKENS:
+            self.tokens_left = wanted
+        return wanted
 
 
 class PrefillPacing:
