@@ -195,6 +195,12 @@ class CacheConfig:
     enable_prefix_caching: bool = key(
         "Keep the KV blocks of finished requests for prompts that begin alike.", True
     )
+    cascade_attention: bool = key(
+        "On a GPU, read the keys of a prefix that eight or more sequences share once for all of "
+        "them, instead of once for each. Costs a launch a layer where nothing is shared. Not in "
+        "layers with a sliding window.",
+        False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

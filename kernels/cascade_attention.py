@@ -61,14 +61,16 @@ class CascadeConfig:
     programs_per_sm: int = 2
     max_splits: int = 16
     min_split: int = 256
-    min_rows: int = 4
+    min_rows: int = 8
     min_saved: int = 8192
 
 
-def cascade_config(head_size: int, group: int) -> CascadeConfig:
-    """Returns the configuration for `group` query heads a KV head."""
+def cascade_config(head_size: int, group: int, element_size: int) -> CascadeConfig:
+    """Returns the configuration for `group` query heads a KV head and this many bytes an element of
+    the cache. Three tiles of keys and of values fit into shared memory twice."""
     rows = max(64, triton.next_power_of_2(group))
-    return CascadeConfig(rows=rows, tile=64 if head_size <= 128 else 32)
+    bytes_a_token = triton.next_power_of_2(head_size) * element_size
+    return CascadeConfig(rows=rows, tile=max(16, min(64, 16384 // bytes_a_token)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class CascadeWorkspace:
         """
         _, block_size, kv_heads, head_size = k_cache.shape
         group = num_q_heads // kv_heads
-        config = config or cascade_config(head_size, group)
+        config = config or cascade_config(head_size, group, k_cache.element_size())
         device = k_cache.device
         if programs is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -230,18 +232,17 @@ def _find_kernel(
 def find_shared_prefix(
     workspace: CascadeWorkspace, block_tables: torch.Tensor | None, seq_lens: torch.Tensor
 ) -> None:
-    """Finds the prefix that the decodes of a step share. Called once a step, before `plan_decode`.
+    """Finds the prefix that the decodes of a step share. Called once a step, by `plan_decode`.
 
     Args:
         workspace: of the layers; its `rows` are written.
         block_tables: int32 [R, max_blocks]; None: no prefix is shared.
-        seq_lens: int32 [R], as in `plan_decode`.
+        seq_lens: int32 [R], as in `plan_decode`. Fewer than `min_rows` share nothing.
     """
-    rows = seq_lens.shape[0]
-    if block_tables is None:
+    rows, config = seq_lens.shape[0], workspace.config
+    if block_tables is None or rows < config.min_rows:
         workspace.rows.zero_()
         return
-    config = workspace.config
     _find_kernel[(1,)](
         block_tables, seq_lens, workspace.rows, rows, block_tables.stride(0),
         KV_HEADS=workspace.num_kv_heads,
@@ -384,8 +385,11 @@ def launch_prefix(
     fp16_operands: bool,
     pdl: bool,
 ) -> None:
-    """Launches the prefix kernel, whose results the decode kernel behind it takes up; arguments as
-    in `launch_decode`. `source.qkv` are the queries themselves unless `is_projected`."""
+    """Launches the prefix kernel, whose results the decode kernel behind it takes up, unless there
+    are too few rows for a prefix; arguments as in `launch_decode`. `source.qkv` are the queries
+    themselves unless `is_projected`."""
+    if seq_lens.shape[0] < workspace.config.min_rows:
+        return
     _, block_size, kv_heads, head_size = k_cache.shape
     config, group = workspace.config, workspace.group
     _prefix_kernel[(workspace.programs,)](

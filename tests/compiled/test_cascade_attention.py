@@ -45,7 +45,7 @@ def shape(group: int, head_size: int, *, projected: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("projected", [True, False])
 def test_the_prefix_kernel(head_size: int, projected: bool, tmp_path: Path) -> None:
     group = 4
-    config = cascade_config(head_size, group)
+    config = cascade_config(head_size, group, 2)
     constants = shape(group, head_size, projected=projected) | {
         "TILE": config.tile, "ROWS": config.rows, "LINES": PROGRAMS * config.rows,
         "PROGRAMS": PROGRAMS,
@@ -58,7 +58,7 @@ def test_the_prefix_kernel(head_size: int, projected: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rows", [64, 256])
 def test_the_search_for_a_prefix(rows: int) -> None:
-    config = cascade_config(128, 4)
+    config = cascade_config(128, 4, 2)
     types = {"block_tables": "*i32", "seq_lens": "*i32", "out": "*i32"}
     constants = {
         "KV_HEADS": KV_HEADS, "TILE_ROWS": 16, "TILE": config.tile, "STEP": 128,
@@ -70,7 +70,7 @@ def test_the_search_for_a_prefix(rows: int) -> None:
 
 
 def test_the_decode_kernel_behind_a_prefix(tmp_path: Path) -> None:
-    config, cascade = decode_config(128, 2), cascade_config(128, 4)
+    config, cascade = decode_config(128, 2), cascade_config(128, 4, 2)
     constants = shape(4, 128, projected=True) | {
         "ROWS": 16, "TILE": config.tile, "WINDOW": 0, "FIELDS": PLAN_FIELDS,
         "SPLITS": merged_splits(4, 128), "HAS_SHIFTS": False, "HAS_SINKS": False,

@@ -4,15 +4,20 @@ projections, float8, sinks, padding, nothing shared."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from aioinfer.kernels import cascade_attention as kernels
 from aioinfer.kernels.cascade_attention import CascadeConfig, CascadeWorkspace, find_shared_prefix
 from aioinfer.kernels.decode_attention import DecodeConfig
 from cascade_cases import CascadeCase, cascade_attention, tables_of
 from cases import error
 
 from aioinfer.layers.kv_cache import FLOAT8
+from tests.kernels.bound_model import BLOCK_SIZE, Bound, assert_close, last_tokens
+from tests.paged_model import make_step
+from tests.tiny_models import tiny_model
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
 CASCADE = CascadeConfig(
@@ -124,3 +129,39 @@ def test_a_prefix_that_saves_most_is_found() -> None:
         ]
         assert row_tiles == -(-count // 8)
         assert (splits - 1) * tiles < shared // 16 <= splits * tiles
+
+
+@torch.inference_mode()
+def test_a_model_finds_the_prefix_of_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes that share a prefix, the same beside a prompt, and decodes that share nothing; the
+    last layer for sampled rows alone, whose plan has no prefix."""
+    monkeypatch.setattr(kernels, "cascade_config", lambda *sizes: CASCADE)
+    sizes = {"vocab_size": 100, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 2}
+    tiny_model("qwen3", tmp_path, **sizes, num_key_value_heads=1)
+    cascade, plain = (Bound(tmp_path, kernels=use) for use in (True, False))
+    cascade.backend.cascade = True
+    caches = [torch.randn_like(tensor) for tensor in plain.kv]
+    for bound in (cascade, plain):
+        for tensor, values in zip(bound.kv, caches, strict=True):
+            tensor.copy_(values)
+    cascade.model.bind(cascade.groups, cascade.kv, 8, 80, programs=3)
+    shared = []
+    for tables, starts, lengths in (
+        ([[3, 1, 0], [3, 1, 2], [3, 1, 4]], [40, 33, 47], [1, 1, 1]),
+        ([[3, 1, 0], [3, 1, 2], [5]], [41, 34, 0], [1, 1, 9]),
+        ([[0], [2], [4]], [5, 6, 7], [1, 1, 1]),
+    ):
+        ids = torch.tensor(range(sum(lengths)), dtype=torch.int32)
+        steps = [make_step(tables, starts, lengths, BLOCK_SIZE, ids) for _ in range(2)]
+        if max(lengths) > 1:
+            steps[0].sampled = last_tokens(steps[0], [0, 1, 2])
+        expected, found = plain.run(steps[1]), cascade.run(steps[0])
+        if max(lengths) > 1:
+            expected = expected[steps[0].sampled.last]
+        else:
+            (workspace,) = cascade.model._plans._workspaces.values()
+            shared.append(workspace.cascade.shared_len)
+        assert_close(found, expected)
+    assert shared == [2 * BLOCK_SIZE, 0]
