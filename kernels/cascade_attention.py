@@ -17,7 +17,6 @@ that of Hydragen, Juravsky et al. 2024, and of FlashInfer's cascade inference, Y
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -30,10 +29,8 @@ from aioinfer.kernels.attention_tiles import (
     rotated_heads,
     softmax_step,
 )
+from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-if TYPE_CHECKING:
-    from aioinfer.kernels.decode_attention import Projection
 
 #: Numbers before the lists of rows in `CascadeWorkspace.rows`: keys of the prefix, rows that share
 #: it, tiles of such rows, parts of the prefix, KV tiles a part, the row whose table is read.

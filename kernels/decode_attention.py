@@ -48,6 +48,7 @@ from aioinfer.kernels.cascade_attention import (
     find_shared_prefix,
     launch_prefix,
 )
+from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
@@ -195,28 +196,6 @@ class DecodeWorkspace:
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
         return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """Queries, keys and values of the newest tokens before norm and RoPE.
-
-    Attributes:
-        qkv: [T, (Hq + 2 * Hkv) * D], a row's newest token in each line: q's heads, then k's, then
-            v's.
-        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
-            sines.
-        q_weight, k_weight: [D] of the norms, both or neither.
-        eps: of the norms.
-        key_shifts: float32 [Hkv, D], subtracted from keys that are written; None: nothing.
-    """
-
-    qkv: torch.Tensor
-    cos_sin: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
-    eps: float = 1e-6
-    key_shifts: torch.Tensor | None = None
 
 
 @triton.jit

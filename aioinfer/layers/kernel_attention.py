@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
 from aioinfer.kernels.paged_attention import (
     BLOCK_SIZES,
     HEAD_SIZES,
@@ -21,6 +21,7 @@ from aioinfer.kernels.paged_attention import (
     paged_attention,
 )
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
+from aioinfer.kernels.projection import Projection
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
 from aioinfer.layers.norm import RMSNorm
