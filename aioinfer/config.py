@@ -86,7 +86,13 @@ class Config:
     def max_prefill_tokens_beside_decode(self) -> int:
         """The cap on prefill tokens of a step that also decodes."""
         cap = self.scheduler.max_prefill_tokens_beside_decode
-        return cap if cap is not None else max(1, self.scheduler.max_num_batched_tokens // 4)
+        return cap if cap is not None else self.scheduler.max_num_batched_tokens
+
+    @property
+    def paces_prefill(self) -> bool:
+        """Whether the predicted time of such a step bounds its prefill tokens."""
+        limits = self.scheduler
+        return limits.target_itl_ms is not None or limits.max_prefill_tokens_beside_decode is None
 
 
 def load_config(

@@ -196,6 +196,12 @@ class CacheConfig:
     enable_prefix_caching: bool = key(
         "Keep the KV blocks of finished requests for prompts that begin alike.", True
     )
+    cascade_attention: bool = key(
+        "On a GPU, read the keys of a prefix that eight or more sequences share once for all of "
+        "them, instead of once for each. Costs a launch a layer where nothing is shared. Not in "
+        "layers with a sliding window.",
+        False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +217,19 @@ class SchedulerConfig:
         "Token budget of a step: prefill and decode tokens together.", 8192, minimum=1
     )
     max_prefill_tokens_beside_decode: int | None = key(
-        "Maximum number of prefill tokens in a step that also decodes, so that long prompts do not "
-        "stall streams. Default: a quarter of the budget.",
+        "Maximum number of prefill tokens in a step that also decodes. With it, and without "
+        "`target_itl_ms`, a step takes so many, whatever they cost; else what the step is "
+        "predicted to take decides.",
         None,
         minimum=1,
+    )
+    target_itl_ms: float | None = key(
+        "Milliseconds between the tokens of a stream: a step that also decodes takes as much "
+        "prefill as is predicted to fit. At least a fifth of such a step is prefill, whatever the "
+        "target. Default: few streams beside many prompts wait for long steps, many for short "
+        "ones, so that waiting prompts cost about 2.5 % of throughput.",
+        None,
+        above=0,
     )
     policy: Literal["fcfs", "priority"] = key(
         "Order of scheduling: `fcfs` by arrival; `priority` by the request's `priority` (lower "

@@ -15,13 +15,16 @@ applies norm and RoPE to the queries that it needs, and the program with a row's
 with the row's newest key as well, starts its softmax with it, and writes it to the cache. That
 saves a launch and a round trip through memory in every layer of a decode step.
 
+Where many rows share a prefix, its keys may be read once for all of them (`cascade_attention`): a
+row then begins behind the prefix, with the softmax's state of the prefix.
+
 Sinks join the sum of a (row, head) where its output is written: once, however it was split.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,6 +41,14 @@ from aioinfer.kernels.attention_tiles import (
     softmax_step,
     to_cache_dtype,
 )
+from aioinfer.kernels.cascade_attention import (
+    CascadeConfig,
+    CascadeWorkspace,
+    add_prefix,
+    find_shared_prefix,
+    launch_prefix,
+)
+from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
@@ -107,6 +118,7 @@ class DecodeWorkspace:
         maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
         counters: int32 [P], how many programs have finished their part of the (row, head) that
             the span of program p ends in the middle of. All zero between launches.
+        cascade: of the prefix that rows share, or None where it is not looked for.
     """
 
     config: DecodeConfig
@@ -117,6 +129,7 @@ class DecodeWorkspace:
     maxima: torch.Tensor
     sums: torch.Tensor
     counters: torch.Tensor
+    cascade: CascadeWorkspace | None = None
 
     @classmethod
     def create(
@@ -127,6 +140,8 @@ class DecodeWorkspace:
         window: int = 0,
         config: DecodeConfig | None = None,
         programs: int | None = None,
+        cascade_rows: int = 0,
+        cascade_config: CascadeConfig | None = None,
     ) -> DecodeWorkspace:
         """Returns a workspace for layers with caches like `k_cache` [num_blocks, block_size, Hkv,
         D] on its device.
@@ -136,11 +151,21 @@ class DecodeWorkspace:
                 another workspace.
             config: instead of `decode_config`'s (for tests and tuning).
             programs: P, instead of one number for each multiprocessor (for tests and tuning).
+            cascade_rows: the maximum of rows of a step in which a shared prefix is looked for; 0:
+                it is not. Not with a window.
+            cascade_config: of the prefix kernel, instead of the usual one.
         """
         _, _, kv_heads, head_size = k_cache.shape
         config = config or decode_config(head_size, k_cache.element_size())
         group = num_q_heads // kv_heads
-        return cls.empty(config, kv_heads, group, head_size, window, k_cache.device, programs)
+        workspace = cls.empty(config, kv_heads, group, head_size, window, k_cache.device, programs)
+        if not cascade_rows or window:
+            return workspace
+        cascade = CascadeWorkspace.create(
+            num_q_heads, k_cache, cascade_rows, config.tile, config=cascade_config,
+            programs=programs,
+        )  # fmt: skip
+        return replace(workspace, cascade=cascade)
 
     @classmethod
     def empty(
@@ -173,26 +198,11 @@ class DecodeWorkspace:
         return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
 
 
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """Queries, keys and values of the newest tokens before norm and RoPE.
-
-    Attributes:
-        qkv: [T, (Hq + 2 * Hkv) * D], a row's newest token in each line: q's heads, then k's, then
-            v's.
-        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
-            sines.
-        q_weight, k_weight: [D] of the norms, both or neither.
-        eps: of the norms.
-        key_shifts: float32 [Hkv, D], subtracted from keys that are written; None: nothing.
-    """
-
-    qkv: torch.Tensor
-    cos_sin: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
-    eps: float = 1e-6
-    key_shifts: torch.Tensor | None = None
+@triton.jit
+def _tiles_behind(tiles, shared, TILE: tl.constexpr):
+    """Returns how many of a row's tiles are behind a shared prefix of `shared` keys, one at
+    least."""
+    return tl.maximum(tiles - shared // TILE, 1)
 
 
 @triton.jit
@@ -207,14 +217,18 @@ def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
 def _plan_kernel(
-    seq_lens, plan, num_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    seq_lens, plan, num_rows, shared_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, MIN_TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
+    CASCADE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS_PAD)
     lens = tl.load(seq_lens + rows, rows < num_rows, 0)
     _, tiles = _tile_range(lens, WINDOW, TILE)
+    if CASCADE:
+        shared = tl.load(shared_rows + 8 + rows, rows < num_rows, 0)
+        tiles = _tiles_behind(tiles, shared, TILE)
     tiles = tl.where(rows < num_rows, tiles, 0)
     total = tl.sum(tiles) * KV_HEADS
     span = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
@@ -244,21 +258,29 @@ def _load_plan(place):
     )
 
 
-def plan_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor) -> None:
+def plan_decode(
+    workspace: DecodeWorkspace, seq_lens: torch.Tensor, block_tables: torch.Tensor | None = None
+) -> None:
     """Divides a step's KV tiles among the programs. Called once a step, before the first layer.
 
     Args:
         workspace: of the layers that the plan is for; its `plan` is written.
         seq_lens: int32 [R], keys that each row of one token attends to, its own included. A row of
             0 is padding: its output becomes zeros.
+        block_tables: int32 [R, max_blocks], to look for a shared prefix where the workspace has
+            buffers for it; None: there is none.
     """
     rows, programs = seq_lens.shape[0], workspace.plan.shape[0]
+    cascade = workspace.cascade
+    if cascade is not None:
+        find_shared_prefix(cascade, block_tables, seq_lens)
     _plan_kernel[(programs,)](
-        seq_lens, workspace.plan, rows, KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
+        seq_lens, workspace.plan, rows, workspace.plan if cascade is None else cascade.rows,
+        KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
         TILE=workspace.config.tile,
         MIN_TILES=workspace.config.min_tiles, PROGRAMS=programs,
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
-        FIELDS=PLAN_FIELDS, num_warps=4,
+        FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -422,6 +444,7 @@ def _decode_kernel(
     soft_cap, scales, key_shifts, sinks,
     cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
     k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    shared_rows, prefix_states,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
@@ -429,10 +452,13 @@ def _decode_kernel(
     FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, FP16_OPERANDS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CASCADE: tl.constexpr = False, PREFIX_ROWS: tl.constexpr = 0,
+    MAX_ROWS: tl.constexpr = 0, PREFIX_LINES: tl.constexpr = 0,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
+    if CASCADE:
+        shared = tl.load(shared_rows + 8 + row, todo > 0, 0)
     at = program * span
     g = tl.arange(0, ROWS)
     d = tl.arange(0, HEAD_PAD)
@@ -451,6 +477,8 @@ def _decode_kernel(
         gdc_launch_dependents()
     while todo > 0:
         first, tiles = _tile_range(seq_len, WINDOW, TILE)
+        if CASCADE:
+            first, tiles = shared // TILE, _tiles_behind(tiles, shared, TILE)
         end = tl.minimum(tiles, tile + todo)
         heads = head * GROUP + g
         line = q + row.to(tl.int64) * q_stride
@@ -478,6 +506,12 @@ def _decode_kernel(
             query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
         if FP16_OPERANDS:
             query = query.to(tl.float16)
+        if CASCADE:  # noqa: SIM102  (`shared` exists with it only)
+            if (tile == 0) & (shared > 0):
+                m, l, acc = add_prefix(
+                    m, l, acc, shared_rows, prefix_states, row, head, GROUP, GROUP_PAD, HEAD_PAD,
+                    PREFIX_ROWS, MAX_ROWS, PREFIX_LINES,
+                )  # fmt: skip
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
                 k_cache,
@@ -524,6 +558,8 @@ def _decode_kernel(
             head = 0
             row += 1
             seq_len = tl.load(seq_lens + row, todo > 0, 0)
+            if CASCADE:
+                shared = tl.load(shared_rows + 8 + row, todo > 0, 0)
 
 
 def launch_decode(
@@ -551,6 +587,13 @@ def launch_decode(
     norms = (
         (source.qkv, source.qkv) if source.q_weight is None else (source.q_weight, source.k_weight)
     )
+    uses_fp16, cascade = _uses_fp16(config, source.qkv, k_cache), workspace.cascade
+    if cascade is not None:
+        launch_prefix(
+            source, k_cache, v_cache, block_tables, seq_lens, cascade, scale=scale,
+            soft_cap=soft_cap, scales=scales, is_projected=projection is not None,
+            fp16_operands=uses_fp16, pdl=pdl,
+        )  # fmt: skip
     _decode_kernel[(workspace.plan.shape[0],)](
         source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
         workspace.partials, workspace.maxima, workspace.sums,
@@ -560,6 +603,8 @@ def launch_decode(
         source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
         source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        workspace.plan if cascade is None else cascade.rows,
+        workspace.sums if cascade is None else cascade.states,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
         ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
         HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
@@ -570,7 +615,10 @@ def launch_decode(
         ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
         HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
         HAS_SHIFTS=source.key_shifts is not None,
-        FP16_OPERANDS=_uses_fp16(config, source.qkv, k_cache), HAS_SINKS=sinks is not None,
+        FP16_OPERANDS=uses_fp16, HAS_SINKS=sinks is not None, CASCADE=cascade is not None,
+        PREFIX_ROWS=0 if cascade is None else cascade.config.rows,
+        MAX_ROWS=0 if cascade is None else cascade.max_rows,
+        PREFIX_LINES=0 if cascade is None else cascade.lines,
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

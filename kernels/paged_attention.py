@@ -13,11 +13,12 @@ import math
 from typing import Any
 
 import torch
-from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, launch_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, launch_decode
 from aioinfer.kernels.prefill_attention import launch_prefill, prefill_config
 from aioinfer.kernels.prefill_hopper import ROWS as HOPPER_ROWS
 from aioinfer.kernels.prefill_hopper import launch_prefill_hopper, supports
 from aioinfer.kernels.prefill_plan import PrefillPlan
+from aioinfer.kernels.projection import Projection
 
 LOG2_E = 1.4426950408889634
 HEAD_SIZES = (64, 96, 128, 256)

@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchlib.cascade_cases import cascade_cases
 from benchlib.expert_cases import expert_cases
 from benchlib.float8_cases import float8_cases
 from benchlib.grouped_cases import grouped_cases
@@ -35,6 +36,7 @@ from benchlib.quantized_expert_cases import quantized_expert_cases
 from benchlib.scaled_cases import scaled_cases
 
 FAMILIES = OTHER_FAMILIES | {
+    "cascade": cascade_cases,
     "experts": expert_cases,
     "float8": float8_cases,
     "grouped": grouped_cases,

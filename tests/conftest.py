@@ -65,6 +65,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
+        "compiled/test_cascade_attention.py",
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_latent_kernels.py",
         "compiled/test_expert_kernels.py",
@@ -109,6 +110,7 @@ EXTENDED = frozenset(
         "kernels/test_attention.py::test_sinks_over_a_float8_cache",
         "kernels/test_attention.py::test_sinks_that_weigh_nothing_and_all",
         "kernels/test_attention.py::test_sinks_with_windows_and_soft_caps",
+        "kernels/test_cascade_attention.py",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
         "kernels/test_expert_models.py",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
@@ -146,6 +148,7 @@ KEPT = frozenset(
         "functional/test_structured_output.py::test_the_openai_client_parses",
         "functional/test_tools.py::test_an_answer_by_a_schema_or_a_call",
         "functional/test_vllm.py::test_prompts_are_rendered",
+        "kernels/test_cascade_attention.py::test_more_sharing_rows_than_a_tile_has",
         "kernels/test_latent_attention.py::test_decodes_in_float16",
         "kernels/test_latent_attention.py::test_norm_rotation_and_cache_write",
         "kernels/test_latent_attention.py::test_prefill_in_float16",

@@ -89,13 +89,13 @@ def test_derived_values() -> None:
         load_config(
             overrides=[MODEL, "scheduler.max_num_batched_tokens=100"]
         ).max_prefill_tokens_beside_decode
-        == 25
+        == 100
     )
     assert (
         load_config(
             overrides=[MODEL, "scheduler.max_num_batched_tokens=2"]
         ).max_prefill_tokens_beside_decode
-        == 1
+        == 2
     )
     assert (
         load_config(
@@ -103,6 +103,10 @@ def test_derived_values() -> None:
         ).max_prefill_tokens_beside_decode
         == 7
     )
+    assert load_config(overrides=[MODEL]).paces_prefill
+    fixed = "scheduler.max_prefill_tokens_beside_decode=7"
+    assert not load_config(overrides=[MODEL, fixed]).paces_prefill
+    assert load_config(overrides=[MODEL, fixed, "scheduler.target_itl_ms=20"]).paces_prefill
 
 
 def test_fields_cannot_be_assigned() -> None:

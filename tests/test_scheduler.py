@@ -55,7 +55,8 @@ class Harness:
             "prefill_cap": 64,
         }
         self.limits = SchedulerLimits(**{**defaults, **limits})
-        self.scheduler = Scheduler(self.limits)
+        self.now = 0.0
+        self.scheduler = Scheduler(self.limits, lambda: self.now)
         self.worker = self.new_worker()
         self.depth = depth
         self.plans: list[StepPlan] = []
@@ -123,8 +124,13 @@ class Harness:
         while self.scheduler.num_in_flight < self.depth and self.post():
             pass
         if self.worker.results:
+            self.now += self.step_s()
             self.scheduler.update(self.worker.results.popleft())
         self.scheduler.check_integrity()
+
+    def step_s(self) -> float:
+        """What the oldest posted step took, in seconds of the scheduler's clock."""
+        return 0.001
 
     def run(self, limit: int = 10_000) -> int:
         for steps in range(limit):
@@ -787,6 +793,8 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         max_num_seqs=draw(st.integers(1, 6), "max_num_seqs"),
         token_budget=budget,
         prefill_cap=draw(st.integers(1, budget), "prefill_cap"),
+        paces_prefill=draw(st.booleans(), "paces"),
+        target_itl_s=draw(st.sampled_from([None, 0.001, 0.01]), "target"),
         prefix_caching=draw(st.booleans(), "caching"),
         by_priority=draw(st.booleans(), "by_priority"),
     )
@@ -796,6 +804,8 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         # a state cannot be taken back: there a row takes one token at least
         fewest = int(any(not group.keeps_tokens for group in groups))
         harness.worker.take = lambda k: draw(st.integers(fewest, k))
+    if harness.limits.paces_prefill:
+        harness.step_s = lambda: draw(st.sampled_from([0.0, 0.001, 0.002, 0.1]))
     flows = draw(st.integers(1, 3), "flows")
     plans_ahead = not isinstance(harness.worker, TakingWorker)
     requests: list[Request] = []

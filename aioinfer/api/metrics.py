@@ -148,6 +148,12 @@ class EngineCollector(Collector):
         yield show("aioinfer:steps", "Steps that were planned.", lambda e: e.scheduler.stats.steps)
         about = "Rows computed for requests that had ended meanwhile."
         yield show("aioinfer:wasted_rows", about, lambda e: e.scheduler.stats.wasted_rows)
+        about = "Seconds of steps whose time was predicted: from when workers could begin with it."
+        yield show("aioinfer:step_seconds", about, lambda e: e.scheduler.pacing.step_s)
+        about = "Seconds by which steps took more or less than was predicted."
+        yield show(
+            "aioinfer:step_prediction_error_seconds", about, lambda e: e.scheduler.pacing.error_s
+        )
         about = "Rows that were sampled under a mask of allowed tokens."
         yield show("aioinfer:constrained_rows", about, lambda e: e.metrics.constrained_rows)
         about = "Seconds that the first worker of an engine spent on steps."

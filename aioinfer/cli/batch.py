@@ -79,8 +79,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _offline(config: Config) -> Config:
-    """Returns the configuration without what protects a server from its clients, and without the
-    cap that keeps streams smooth: nobody reads one."""
+    """Returns the configuration without what protects a server from its clients, and without
+    what keeps streams smooth: nobody reads one."""
     server = replace(
         config.server,
         api_keys=[],
@@ -94,6 +94,7 @@ def _offline(config: Config) -> Config:
         max_waiting_requests=None,
         max_waiting_tokens=None,
         max_prefill_tokens_beside_decode=cap or config.scheduler.max_num_batched_tokens,
+        target_itl_ms=None,
     )
     logging = replace(config.logging, requests=False)
     return replace(

@@ -135,6 +135,8 @@ class Engine:
             max_num_seqs=limits.max_num_seqs,
             token_budget=limits.max_num_batched_tokens,
             prefill_cap=self._config.max_prefill_tokens_beside_decode,
+            paces_prefill=self._config.paces_prefill,
+            target_itl_s=None if limits.target_itl_ms is None else limits.target_itl_ms / 1000,
             prefix_caching=self._config.cache.enable_prefix_caching,
             by_priority=limits.policy == "priority",
         )
@@ -332,7 +334,7 @@ class Engine:
             return  # of workers that are about to be ended: the step counts as never posted
         emission.is_whole = False
         with timer.update:
-            output = self.scheduler.update(result)
+            output = self.scheduler.update(result, timer.began)
             self.prompt_outputs.accept(result)
             self.masking.accept(output)
             searched = self.beam_searches.accept(output, result) if output.beam_rows else []

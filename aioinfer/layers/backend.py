@@ -45,6 +45,7 @@ class Backend:
             channels of every expert.
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
+        cascade: whether attention reads the keys of a prefix that decodes share once for all.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
         scratch: what quantized weights are dequantized into for products of many rows.
@@ -56,6 +57,7 @@ class Backend:
     has_kernels: bool = False
     expert_parallel: bool = False
     pdl: bool = False
+    cascade: bool = False
     all_reduce: AllReduce | None = None
     scratch: Scratch = field(default_factory=Scratch)
 

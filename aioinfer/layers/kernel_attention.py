@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from aioinfer.kernels.decode_attention import DecodeWorkspace, Projection, plan_decode
+from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
 from aioinfer.kernels.paged_attention import (
     BLOCK_SIZES,
     HEAD_SIZES,
@@ -21,6 +21,7 @@ from aioinfer.kernels.paged_attention import (
     paged_attention,
 )
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
+from aioinfer.kernels.projection import Projection
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
 from aioinfer.layers.norm import RMSNorm
@@ -49,12 +50,21 @@ class AttentionPlans:
     Attributes:
         rows, tokens: the maximum of a step.
         programs: of decode attention, instead of what fits the GPU (for tests).
+        cascade: whether to look for prefixes that decodes share, and read their keys once.
     """
 
-    def __init__(self, rows: int, tokens: int, dtype: torch.dtype, programs: int | None = None):
+    def __init__(
+        self,
+        rows: int,
+        tokens: int,
+        dtype: torch.dtype,
+        programs: int | None = None,
+        *,
+        cascade: bool = False,
+    ):
         """`dtype`: of queries; the others as above."""
         self.rows, self.tokens, self._dtype = rows, tokens, dtype
-        self.programs = programs
+        self.programs, self.cascade = programs, cascade
         self._shared: dict[Hashable, Any] = {}
         self._workspaces: dict[tuple[int, AttentionShape], DecodeWorkspace] = {}
         self._prefills: dict[tuple[int, int, bool], PrefillPlan] = {}
@@ -66,8 +76,9 @@ class AttentionPlans:
         key = group, shape
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.create(
-                shape.num_heads, cache.keys, window=shape.window or 0, programs=self.programs
-            )
+                shape.num_heads, cache.keys, window=shape.window or 0, programs=self.programs,
+                cascade_rows=self.rows if self.cascade else 0,
+            )  # fmt: skip
         prefill = make_prefill_plan(
             self.rows, self.tokens, shape.num_heads, self._dtype, cache.keys, cache.values
         )
@@ -87,8 +98,9 @@ class AttentionPlans:
             plan.fill(step)
         inputs, num_decodes = step.inputs, step.num_decodes
         assert num_decodes is not None
-        for workspace in self._workspaces.values():
-            plan_decode(workspace, inputs.seq_lens[:num_decodes])
+        for (group, _), workspace in self._workspaces.items():
+            tables = inputs.groups[group].block_tables
+            plan_decode(workspace, inputs.seq_lens[:num_decodes], tables)
         if step.has_prefill:
             starts, lens, tokens = inputs.query_starts, inputs.seq_lens, len(inputs.input_ids)
             for prefill in self._prefills.values():

@@ -267,7 +267,8 @@ class DecoderModel:
             return None
         from aioinfer.layers.kernel_attention import AttentionPlans
 
-        return AttentionPlans(rows, tokens, self.backend.dtype, programs)
+        backend = self.backend
+        return AttentionPlans(rows, tokens, backend.dtype, programs, cascade=backend.cascade)
 
     def _unsupported_head_sizes(self, block_size: int) -> list[int]:
         """Returns the head sizes that the attention kernels lack with such blocks, ascending."""

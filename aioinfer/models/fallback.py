@@ -226,7 +226,8 @@ class FallbackModel:
             return None
         from aioinfer.layers.kernel_attention import AttentionPlans
 
-        return AttentionPlans(rows, tokens, self.backend.dtype)
+        backend = self.backend
+        return AttentionPlans(rows, tokens, backend.dtype, cascade=backend.cascade)
 
     def _unsupported_head_sizes(self, block_size: int) -> list[int]:
         """Returns the head sizes that the attention kernels lack with such blocks, ascending."""

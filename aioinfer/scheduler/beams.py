@@ -81,7 +81,7 @@ class BeamPlanner:
             if not beam.is_placed or request.num_pending or not self._has_bytes(builder, beam):
                 continue
             start = request.num_computed
-            if tokens := builder.grant(request.total - start):
+            if tokens := builder.grant(request.total - start, start):
                 kv_cache.free_behind_windows(request, start)
                 missing = -((request.num_blocks * size - start - tokens) // size)
                 rows.append((beam, tokens, max(0, missing)))

@@ -20,6 +20,9 @@ class SchedulerLimits:
         max_num_seqs: slots, each for a running request.
         token_budget: how many tokens a step computes at most.
         prefill_cap: how many prefill tokens a step computes at most that also decodes.
+        paces_prefill: whether the predicted time of such a step bounds them, too (see
+            `prefill_pacing`).
+        target_itl_s: the time that it may take, in seconds; None: what throughput asks for.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -31,6 +34,8 @@ class SchedulerLimits:
     max_num_seqs: int
     token_budget: int
     prefill_cap: int
+    paces_prefill: bool = False
+    target_itl_s: float | None = None
     prefix_caching: bool = True
     by_priority: bool = False
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)

@@ -21,6 +21,7 @@ from aioinfer.ipc.prompt_rows import (
 from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.ipc.sections import Section
+from aioinfer.scheduler.prefill_pacing import PrefillAllowance
 from aioinfer.scheduler.prompt_rows import (
     PromptPool,
     PromptProgress,
@@ -28,6 +29,7 @@ from aioinfer.scheduler.prompt_rows import (
     PromptStates,
 )
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
+from aioinfer.scheduler.step_time import StepWork
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
 #: admission at least), and the next request waits for the next plan: encoding and copying a plan is
@@ -52,13 +54,13 @@ class PlanBuilder:
         advanced: whose progress is reported, and the end of the row.
     """
 
-    def __init__(self, step_id: int, budget: int, prefill_allowance: int, max_num_seqs: int):
+    def __init__(self, step_id: int, budget: int, prefill: PrefillAllowance, max_num_seqs: int):
         self.step_id = step_id
         self._max_num_seqs = max_num_seqs
         self.budget_left = budget
         self.admitted_bytes = 0
         self.has_beams = False
-        self._prefill_left = prefill_allowance
+        self._prefill = prefill
         self._decodes: list[Request] = []
         self._decode_starts: list[int] = []
         self._prefills: list[Request] = []
@@ -85,7 +87,7 @@ class PlanBuilder:
     @property
     def prefill_left(self) -> int:
         """Prefill tokens that the step may still take."""
-        return min(self._prefill_left, self.budget_left)
+        return min(self._prefill.tokens_left, self.budget_left)
 
     @property
     def sampled_requests(self) -> list[Request]:
@@ -93,14 +95,13 @@ class PlanBuilder:
         sampled = [r for r, row in zip(self._prefills, self._prefill_rows, strict=True) if row[2]]
         return self._decodes + sampled
 
-    def grant(self, wanted: int, *, prefill: bool = False) -> int:
-        """Takes up to `wanted` tokens off the budget and returns how many; more than one counts as
-        prefill."""
+    def grant(self, wanted: int, start: int, *, prefill: bool = False) -> int:
+        """Takes up to `wanted` tokens of a request from position `start` on off the budget and
+        returns how many; more than one counts as prefill."""
         if wanted == 1 and not prefill:
             granted = 1 if self.budget_left > 0 else 0
         else:
-            granted = min(wanted, self._prefill_left, self.budget_left)
-            self._prefill_left -= granted
+            granted = self._prefill.take(min(wanted, self.budget_left), start)
         self.budget_left -= granted
         return granted
 
@@ -140,6 +141,15 @@ class PlanBuilder:
             self._pooled_rows.append((request.slot, rows.number, int(ends)))
             if ends:
                 self.pooled.append(rows)
+
+    def work(self) -> StepWork:
+        """Returns what the step computes."""
+        tokens, pairs = 0, 0.0
+        for start, length, _ in self._prefill_rows:
+            tokens += length
+            pairs += length * (start + length / 2)
+        decodes = len(self._decodes)
+        return StepWork(decodes, sum(self._decode_starts) + decodes, tokens, pairs)
 
     def has_bytes(self, size: int) -> bool:
         """Whether the plan has room for admissions of `size` bytes; the first always fits."""

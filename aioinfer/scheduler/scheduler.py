@@ -36,7 +36,8 @@ Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from aioinfer.errors import IntegrityError
@@ -45,6 +46,7 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.prefill_pacing import PrefillPacing
 from aioinfer.scheduler.prompt_rows import (
     PromptPool,
     PromptProgress,
@@ -64,8 +66,11 @@ class Scheduler:
     """First come, first served, or by priority, and fairly between flows; preempts from the
     back."""
 
-    def __init__(self, limits: SchedulerLimits):
+    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float] = time.perf_counter):
+        """Makes a scheduler without requests; `clock` returns seconds."""
         self.stats = SchedulerStats()
+        self.pacing = PrefillPacing(limits)
+        self._clock = clock
         self._posted = PostedSteps()
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
@@ -86,7 +91,13 @@ class Scheduler:
         self.kv_cache = self._running.kv_cache
         self._beams = BeamPlanner(limits, self._running)
         self._planner = StepPlanner(
-            limits, self._running, self._waiting, self._beams, self._fair_queuing, self.stats
+            limits,
+            self._running,
+            self._waiting,
+            self._beams,
+            self._fair_queuing,
+            self.pacing,
+            self.stats,
         )
 
     @property
@@ -218,6 +229,7 @@ class Scheduler:
             requests: all that have not ended. Others that are queued are forgotten.
         """
         self._posted.clear()
+        self.pacing.clear()
         self._requeue(limits, requests)
 
     def rebuild(self, kept: Iterable[Request], ended: Iterable[Request]) -> None:
@@ -302,6 +314,7 @@ class Scheduler:
         running.send_changes(builder)
         sampled = builder.sampled_requests
         self._posted.add(self._step_id, sampled, has_beams=builder.has_beams)
+        self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
@@ -318,10 +331,11 @@ class Scheduler:
         running.vacated.clear()
         return plan
 
-    def update(self, result: StepResult) -> StepOutput:
+    def update(self, result: StepResult, came: float | None = None) -> StepOutput:
         """Takes the result of the oldest posted step: appends its tokens and ends the requests that
-        are done."""
+        are done. `came` is when it came by the scheduler's clock, if not now."""
         step = self._posted.take(result.step_id)
+        self.pacing.finish(self._clock() if came is None else came)
         sampled = step.sampled
         output = StepOutput([], [], [])
         ended = False

@@ -13,9 +13,11 @@ from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
+from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.running import RunningRequests
 from aioinfer.scheduler.stats import SchedulerStats
+from aioinfer.scheduler.step_time import StepWork
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
 
@@ -29,6 +31,7 @@ class StepPlanner:
         waiting: WaitingQueue,
         beams: BeamPlanner,
         fair_queuing: FairQueuing,
+        pacing: PrefillPacing,
         stats: SchedulerStats,
     ):
         self._limits = limits
@@ -37,6 +40,7 @@ class StepPlanner:
         self._waiting = waiting
         self._beams = beams
         self._fair_queuing = fair_queuing
+        self._pacing = pacing
         self._stats = stats
 
     def plan(self, step_id: int) -> PlanBuilder:
@@ -52,12 +56,17 @@ class StepPlanner:
             self._plan_waiting(builder)
         return builder
 
-    def _prefill_allowance(self) -> int:
-        """Prefill tokens that this step may compute: decodes have the first call on the budget."""
-        limits, running = self._limits, self._running.requests
-        decodes = sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in running)
-        left = max(0, limits.token_budget - decodes)
-        return min(left, limits.prefill_cap) if decodes else left
+    def _prefill_allowance(self) -> PrefillAllowance:
+        """Returns what prompts may take of this step: decodes have the first call on the budget."""
+        running = self._running.requests
+        keys = [r.total for r in running if r.total - r.num_computed == 1 and r.total < r.max_len]
+        num_decodes = len(keys)
+        left = max(0, self._limits.token_budget - num_decodes)
+        if not num_decodes:
+            return PrefillAllowance(left)
+        free_slots = len(self._running.free_slots)
+        num_prompts = len(running) - num_decodes + min(self._waiting.num_requests, free_slots)
+        return self._pacing.allow(left, StepWork(num_decodes, sum(keys)), num_prompts)
 
     def _plan_running(self, builder: PlanBuilder) -> bool:
         """Plans the next tokens of the running requests, oldest first.
@@ -78,7 +87,7 @@ class StepPlanner:
                     continue
                 if request.awaits_result:
                     continue  # its last token, or the one that the next depends on, is on its way
-            tokens = builder.grant(builder.bounded(request, total - start))
+            tokens = builder.grant(builder.bounded(request, total - start), start)
             if not tokens:
                 continue
             missing = -((request.num_blocks * block_size - start - tokens) // block_size)
@@ -152,7 +161,7 @@ class StepPlanner:
         self._waiting.pop()
         size = self._admission_bytes(builder, request)
         wanted = builder.bounded(request, request.total - prefix.num_tokens)
-        tokens = builder.grant(wanted, prefill=True)
+        tokens = builder.grant(wanted, prefix.num_tokens, prefill=True)
         self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
         self._running.enter(request, prefix.num_tokens)
         if request.num_cached < 0:

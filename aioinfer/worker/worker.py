@@ -141,6 +141,7 @@ class Worker:
         self._backend = Backend.of(
             self.device, dtype, self._group, expert_parallel=config.parallel.expert_parallel
         )
+        self._backend.cascade = config.cache.cascade_attention
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             self._model = build_model(
                 self._folder,

@@ -19,8 +19,17 @@ from tests.compiled.hopper import compile_kernel, names_to_types
 HEAD_SIZE, KV_HEADS = 128, 8
 TYPES = {
     "*bf16": ("q", "out", "q_weight", "k_weight"),
-    "*i32": ("block_tables", "seq_lens", "plan", "counters"),
-    "*fp32": ("partials", "maxima", "sums", "cos_sin", "scales", "key_shifts", "sinks"),
+    "*i32": ("block_tables", "seq_lens", "plan", "counters", "shared_rows"),
+    "*fp32": (
+        "partials",
+        "maxima",
+        "sums",
+        "cos_sin",
+        "scales",
+        "key_shifts",
+        "sinks",
+        "prefix_states",
+    ),
     "fp32": ("scale", "soft_cap", "eps"),
 }
 
@@ -45,6 +54,7 @@ def compiled(
         "PROJECTED": projected, "ROTARY": HEAD_SIZE if projected else 0, "HAS_NORM": projected,
         "HAS_SCALES": is_float8, "HAS_SHIFTS": is_float8 and projected,
         "FP16_OPERANDS": fp16_operands, "HAS_SINKS": has_sinks,
+        "CASCADE": False, "PREFIX_ROWS": 0, "MAX_ROWS": 0, "PREFIX_LINES": 0,
     }  # fmt: skip
     types = names_to_types(TYPES)
     types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")

@@ -35,7 +35,7 @@ class Bound:
         )
         self.model: Any = build_model(folder, self.backend, quantization=quantization)
         self.model.load(folder, "auto", 0, lambda done, total: None)
-        groups = group_layers(self.model.kv_specs)
+        groups = self.groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
         self.kv = kv.tensors
         for tensor in self.kv:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.activation import gated_activation, gated_activation_reference
-from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, Projection, plan_decode
+from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from aioinfer.kernels.paged_attention import (
@@ -22,6 +22,7 @@ from aioinfer.kernels.paged_attention import (
     paged_attention_reference,
 )
 from aioinfer.kernels.prefill_plan import plan_prefill
+from aioinfer.kernels.projection import Projection
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, qk_norm_rope_cache_reference
 
 from aioinfer.layers.kv_cache import FLOAT8, KVScales, to_float8

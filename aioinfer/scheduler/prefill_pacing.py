@@ -1,0 +1,153 @@
+"""How much prefill a step takes beside decodes: as many tokens as the step's predicted time allows.
+
+With a target for inter-token latency that time is the target. Without one it follows from what a
+step costs beside its prefill (weights, keys of the decodes, launches): its overhead. A step yields
+a token for each of D decode rows, and would yield one more for each of B prompts that are still to
+be computed. So of the overhead the fraction B / (D + B) is lost, and taking more prefill into fewer
+steps loses less; but every decode waits for the step. The step is made so long that the lost part
+is `MAX_LOST` of it, `MIN_PREFILL_RATIO` times the overhead at least, and no longer than
+`MAX_STEP_S`. So one stream beside long prompts waits for large chunks, many streams beside one
+prompt for small ones, and prompts that pile up make the chunks grow.
+
+`StepPlanner` asks for an allowance for each step, `Scheduler` reports what was posted and when its
+result came. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.step_time import StepTimes, StepWork
+
+#: Without a target: what the decodes' overhead may cost in throughput; the time for prefill in
+#: units of the overhead; and seconds.
+MAX_LOST = 0.025
+MIN_PREFILL_RATIO = 3.0
+MAX_STEP_S = 0.3
+#: Prefill that a step takes whatever the target: so much of the step's overhead in time, so that
+#: prompts never starve, and so many tokens.
+MIN_SHARE = 0.25
+MIN_TOKENS = 16
+#: Chunks of `_ALIGNED_FROM` tokens or more fill the step up to a multiple of `_ALIGNMENT`, in which
+#: GPUs compute, and for which there are CUDA graphs.
+_ALIGNED_FROM, _ALIGNMENT = 512, 128
+
+
+class PrefillAllowance:
+    """What prompts may take of one step: tokens, and seconds by prediction."""
+
+    __slots__ = ("_seconds_left", "_step_tokens", "_times", "tokens_left")
+
+    def __init__(
+        self,
+        tokens: int,
+        times: StepTimes | None = None,
+        seconds: float = 0.0,
+        step_tokens: int = 0,
+    ):
+        """Makes the allowance of a step.
+
+        Args:
+            tokens: at most.
+            times: predicts what they take; without it only `tokens` counts.
+            seconds: that they may take.
+            step_tokens: other tokens of the step.
+        """
+        self.tokens_left = tokens
+        self._times = times
+        self._seconds_left = seconds
+        self._step_tokens = step_tokens
+
+    def take(self, wanted: int, start: int) -> int:
+        """Takes up to `wanted` tokens of a prompt from position `start` on, and returns how many:
+        one at least while any are left.
+
+        Whoever gets less than it wants for want of time is the last of the step: what alignment
+        leaves is no use to the next prompt, which might even begin like this one and compute what
+        it finds in the cache a step later.
+        """
+        granted = min(wanted, self.tokens_left)
+        if self._times is not None and granted:
+            granted = self._take_time(granted, start)
+        self.tokens_left -= granted
+        return granted
+
+    def _take_time(self, wanted: int, start: int) -> int:
+        times = self._times
+        assert times is not None
+        fitting = times.prefill_tokens_within(self._seconds_left, start)
+        if fitting < wanted > MIN_TOKENS:
+            tokens = max(MIN_TOKENS, int(fitting))
+            if tokens >= _ALIGNED_FROM:
+                tokens -= (self._step_tokens + tokens) % _ALIGNMENT
+            self.tokens_left = tokens
+            return tokens
+        self._step_tokens += wanted
+        self._seconds_left -= times.prefill_seconds(wanted, start)
+        if times.prefill_tokens_within(self._seconds_left, start) < MIN_TOKENS:
+            self.tokens_left = wanted
+        return wanted
+
+
+class PrefillPacing:
+    """Learns what the steps of one scheduler take, and bounds their prefill by it.
+
+    Attributes:
+        times: what is learned.
+        step_s, error_s: seconds of all steps whose time was predicted and measured, and of the
+            differences between the two.
+    """
+
+    def __init__(self, limits: SchedulerLimits):
+        self._target_s = limits.target_itl_s
+        self._is_fixed = not limits.paces_prefill
+        self._cap = limits.prefill_cap
+        self._first_cap = min(limits.prefill_cap, max(1, limits.token_budget // 4))
+        self.times = StepTimes()
+        self.step_s = self.error_s = 0.0
+        self._posted: deque[tuple[StepWork, float]] = deque()
+        self._last_result_s = 0.0
+
+    def allow(self, tokens: int, decodes: StepWork, num_prompts: int) -> PrefillAllowance:
+        """Returns what prompts may take of a step that decodes.
+
+        Args:
+            tokens: that the step's budget leaves.
+            decodes: the decode rows.
+            num_prompts: requests that decode once their prompts are computed, as far as they have
+                slots.
+        """
+        if self._is_fixed:
+            return PrefillAllowance(min(tokens, self._cap))
+        if not self.times.is_known:
+            return PrefillAllowance(min(tokens, self._first_cap))
+        overhead = self.times.predict(decodes, is_mixed=True)
+        if self._target_s is None:
+            lost = num_prompts / max(1, decodes.decodes + num_prompts)
+            seconds = overhead * max(MIN_PREFILL_RATIO, lost / MAX_LOST - 1.0)
+            seconds = min(seconds, max(MAX_STEP_S - overhead, MIN_PREFILL_RATIO * overhead))
+        else:
+            seconds = self._target_s / (1.0 + self.times.mean_error) - overhead
+        seconds = max(seconds, MIN_SHARE * overhead)
+        return PrefillAllowance(min(tokens, self._cap), self.times, seconds, decodes.decodes)
+
+    # ---------------------------------------------------------------- measuring
+
+    def post(self, work: StepWork, now: float) -> None:
+        """Notes that a step is posted at `now`, in seconds."""
+        self._posted.append((work, now))
+
+    def finish(self, now: float) -> None:
+        """Learns from the oldest posted step, whose result came at `now`."""
+        work, posted_s = self._posted.popleft()
+        seconds = now - max(posted_s, self._last_result_s)
+        self._last_result_s = now
+        error = self.times.learn(work, seconds)
+        if error is not None:
+            self.step_s += seconds
+            self.error_s += abs(error) * seconds
+
+    def clear(self) -> None:
+        """Forgets the posted steps, whose results will not come."""
+        self._posted.clear()

@@ -1,0 +1,406 @@
+"""Decode attention over a prefix that many rows share: its keys are read once for all of them.
+
+Rows whose block tables begin with the same blocks attend to the same keys (requests with one system
+prompt). `find_shared_prefix` finds them once a step, on the GPU, so that it is right in a replayed
+CUDA graph too: a row whose blocks many others have, how far each of these agrees with it, and the
+length that saves most reads. `launch_prefix` multiplies the queries of all
+these rows with the prefix, tile by tile: rows × query heads of one KV head fill the rows of a
+product. The prefix is divided among programs (split-KV), and a partial result of each part is left
+in the workspace. The decode kernel then begins a row behind the prefix, with the softmax's state
+that the parts give (`add_prefix`): no kernel more to merge them.
+
+Where too few rows share too little, the prefix has length 0, and nothing is done. (The scheme is
+that of Hydragen, Juravsky et al. 2024, and of FlashInfer's cascade inference, Ye et al. 2024.)
+"""
+# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.attention_tiles import (
+    load_angles,
+    load_tile,
+    load_with_pairs,
+    pairs,
+    rotated_heads,
+    softmax_step,
+)
+from aioinfer.kernels.projection import Projection
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Numbers before the lists of rows in `CascadeWorkspace.rows`: keys of the prefix, rows that share
+#: it, tiles of such rows, parts of the prefix, KV tiles a part, the row whose table is read.
+_FIELDS = 8
+_CHUNK = 32
+_MIN_ROWS_PAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeConfig:
+    """How the prefix kernel is compiled, and when it is worth its launch.
+
+    Attributes:
+        rows, tile: of a product: queries (rows times query heads of a KV head), and keys.
+        num_warps, num_stages, programs_per_sm: of the kernel.
+        max_splits, min_split: parts of the prefix at most, and keys of a part at least.
+        min_rows, min_saved: rows that share a prefix at least, and keys that need not be read
+            again at least (8192 are 32 MiB of an 8B model's layer: 8 us of an H200).
+    """
+
+    rows: int = 64
+    tile: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    max_splits: int = 16
+    min_split: int = 256
+    min_rows: int = 8
+    min_saved: int = 8192
+
+
+def cascade_config(head_size: int, group: int, element_size: int) -> CascadeConfig:
+    """Returns the configuration for `group` query heads a KV head and this many bytes an element of
+    the cache. Three tiles of keys and of values fit into shared memory twice."""
+    rows = max(64, triton.next_power_of_2(group))
+    bytes_a_token = triton.next_power_of_2(head_size) * element_size
+    return CascadeConfig(rows=rows, tile=max(16, min(64, 16384 // bytes_a_token)))
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeWorkspace:
+    """Buffers of a step's shared prefix, for all layers of one shape and one block table.
+
+    Attributes:
+        config: how the kernel is compiled.
+        max_rows: rows of a step at most.
+        num_kv_heads, group: KV heads, and query heads of each.
+        programs: of the prefix kernel.
+        block_size: tokens of a KV block.
+        lines: queries whose partial results have a place in `states`.
+        step: what the length of a prefix is a multiple of: of the blocks and of all tiles.
+        rows: int32 [8 + 3 * max_rows]: see `_FIELDS`; then of each row how many of its keys are in
+            the shared prefix (0: none), and which of the sharing rows it is; then the sharing rows.
+        states: float32, of each query of each part the maximum (base 2), then the sums, then the
+            unnormalised outputs.
+    """
+
+    config: CascadeConfig
+    max_rows: int
+    num_kv_heads: int
+    group: int
+    programs: int
+    block_size: int
+    lines: int
+    step: int
+    rows: torch.Tensor
+    states: torch.Tensor
+
+    @classmethod
+    def create(
+        cls,
+        num_q_heads: int,
+        k_cache: torch.Tensor,
+        max_rows: int,
+        decode_tile: int,
+        *,
+        config: CascadeConfig | None = None,
+        programs: int | None = None,
+    ) -> CascadeWorkspace:
+        """Returns a workspace for caches like `k_cache` [num_blocks, block_size, Hkv, D].
+
+        Args:
+            num_q_heads: of the layers.
+            k_cache: of one of them.
+            max_rows: decode rows of a step at most.
+            decode_tile: keys of a tile of the decode kernel.
+            config, programs: instead of the usual ones (for tests and tuning).
+        """
+        _, block_size, kv_heads, head_size = k_cache.shape
+        group = num_q_heads // kv_heads
+        config = config or cascade_config(head_size, group, k_cache.element_size())
+        device = k_cache.device
+        if programs is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            programs = processors * config.programs_per_sm
+        tiles = -(-max_rows // (config.rows // triton.next_power_of_2(group)))
+        lines = max(programs, kv_heads * tiles) * config.rows
+        width = triton.next_power_of_2(head_size) + 2
+        return cls(
+            config, max_rows, kv_heads, group, programs, block_size, lines,
+            max(block_size, config.tile, decode_tile),
+            torch.zeros(_FIELDS + 3 * max_rows, dtype=torch.int32, device=device),
+            torch.empty(lines * width, dtype=torch.float32, device=device),
+        )  # fmt: skip
+
+    @property
+    def shared_len(self) -> int:
+        """Keys of the shared prefix; reads from the GPU (for tests)."""
+        return int(self.rows[0])
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["block_tables", "seq_lens"]
+)
+def _find_kernel(
+    block_tables, seq_lens, out, num_rows, table_stride,
+    KV_HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MIN_ROWS: tl.constexpr, MIN_SAVED: tl.constexpr,
+    MAX_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, ROWS_PAD)
+    lens = tl.load(seq_lens + rows, rows < num_rows, 0)
+    # a row's newest key is its own: it is written by the decode kernel
+    limits = tl.maximum(lens - 1, 0) // BLOCK_SIZE
+    tables = block_tables + rows.to(tl.int64) * table_stride
+    shared_lens, places = out + 8, out + 8 + MAX_ROWS
+    members = places + MAX_ROWS
+    # how many rows have the same block at the indices 0, 1, 3, 7 ...: what such a prefix saves
+    gain = rows * 0
+    depth = num_rows * 0 + 1
+    while depth <= tl.max(limits):
+        block = tl.load(tables + depth - 1, limits >= depth, -1)
+        tl.store(places + rows, block, rows < num_rows)
+        tl.debug_barrier()
+        alike = rows * 0
+        for begin in range(0, num_rows, CHUNK):
+            other = begin + tl.arange(0, CHUNK)
+            theirs = tl.load(places + other, other < num_rows, -1, volatile=True)
+            alike += tl.sum((block[:, None] == theirs[None, :]).to(tl.int32), axis=1)
+        pays = (limits >= depth) & (alike >= MIN_ROWS)
+        gain = tl.maximum(gain, tl.where(pays, (alike - 1) * depth, 0))
+        tl.debug_barrier()
+        depth *= 2
+    model = tl.argmax(gain, axis=0)
+    longest = tl.sum(tl.where(rows == model, limits, 0))
+    agrees = (limits > 0) & (tl.max(gain) > 0)
+    common = tl.where(agrees, tl.minimum(limits, longest), 0)
+    begin = longest * 0
+    while begin < tl.max(common):
+        index = begin + tl.arange(0, CHUNK)
+        theirs = tl.load(block_tables + model * table_stride + index, index < longest, -1)
+        mine = tl.load(
+            tables[:, None] + index[None, :],
+            agrees[:, None] & (index[None, :] < common[:, None]),
+            -1,
+        )
+        differs = tl.where(mine != theirs[None, :], index[None, :], 2**30)
+        common = tl.minimum(common, tl.min(differs, axis=1))
+        begin += CHUNK
+    common = common * BLOCK_SIZE // STEP * STEP
+    # the length that saves most reads, of those that the rows give
+    tl.store(shared_lens + rows, common, rows < num_rows)
+    tl.debug_barrier()
+    sharing = rows * 0
+    for begin in range(0, num_rows, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        length = tl.load(shared_lens + other, other < num_rows, 0, volatile=True)
+        sharing += tl.sum((length[None, :] >= common[:, None]).to(tl.int32), axis=1)
+    saved = tl.where(common > 0, (sharing - 1) * common, 0)
+    best = tl.argmax(saved, axis=0)
+    shared = tl.sum(tl.where(rows == best, common, 0))
+    count = tl.sum(tl.where(rows == best, sharing, 0))
+    if (count < MIN_ROWS) | (tl.max(saved) < MIN_SAVED):
+        shared = shared * 0
+    is_member = (common >= shared) & (common > 0) & (shared > 0)
+    count = tl.sum(is_member.to(tl.int32))
+    place = tl.cumsum(is_member.to(tl.int32)) - 1
+    tl.debug_barrier()
+    tl.store(shared_lens + rows, tl.where(is_member, shared, 0), rows < num_rows)
+    tl.store(places + rows, place, rows < num_rows)
+    tl.store(members + place, rows, is_member)
+    row_tiles = (count + TILE_ROWS - 1) // TILE_ROWS
+    splits = tl.minimum(PROGRAMS // tl.maximum(row_tiles * KV_HEADS, 1), shared // MIN_SPLIT)
+    splits = tl.maximum(tl.minimum(splits, MAX_SPLITS), 1)
+    tiles = shared // TILE
+    split_tiles = tl.maximum((tiles + splits - 1) // splits, 1)
+    tl.store(out, shared)
+    tl.store(out + 1, count)
+    tl.store(out + 2, row_tiles)
+    tl.store(out + 3, (tiles + split_tiles - 1) // split_tiles)
+    tl.store(out + 4, split_tiles)
+    tl.store(out + 5, model)
+
+
+def find_shared_prefix(
+    workspace: CascadeWorkspace, block_tables: torch.Tensor | None, seq_lens: torch.Tensor
+) -> None:
+    """Finds the prefix that the decodes of a step share. Called once a step, by `plan_decode`.
+
+    Args:
+        workspace: of the layers; its `rows` are written.
+        block_tables: int32 [R, max_blocks]; None: no prefix is shared.
+        seq_lens: int32 [R], as in `plan_decode`. Fewer than `min_rows` share nothing.
+    """
+    rows, config = seq_lens.shape[0], workspace.config
+    if block_tables is None or rows < config.min_rows:
+        workspace.rows.zero_()
+        return
+    _find_kernel[(1,)](
+        block_tables, seq_lens, workspace.rows, rows, block_tables.stride(0),
+        KV_HEADS=workspace.num_kv_heads,
+        TILE_ROWS=config.rows // triton.next_power_of_2(workspace.group), TILE=config.tile,
+        STEP=workspace.step, BLOCK_SIZE=workspace.block_size, PROGRAMS=workspace.programs,
+        MAX_SPLITS=config.max_splits, MIN_SPLIT=config.min_split, MIN_ROWS=config.min_rows,
+        MIN_SAVED=config.min_saved, MAX_ROWS=workspace.max_rows,
+        ROWS_PAD=max(_MIN_ROWS_PAD, triton.next_power_of_2(rows)), CHUNK=_CHUNK, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _prefix_queries(
+    q, q_row, head_of, valid, position, cos_sin, cos_sin_stride, q_weight, eps,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, PROJECTED: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Returns queries [N, HEAD_PAD] of heads `head_of` of the lines at `q_row` elements, normed and
+    rotated with PROJECTED."""
+    d = tl.arange(0, HEAD_PAD)[None, :] + head_of[:, None] * 0
+    lines = q + q_row[:, None] + head_of[:, None] * HEAD_SIZE
+    mask = valid[:, None] & (d < HEAD_SIZE)
+    if PROJECTED:
+        pair = pairs(d, ROTARY)
+        x, other = load_with_pairs(lines, d, pair, mask)
+        weight, other_weight = load_with_pairs(q_weight, d, pair, d < HEAD_SIZE)
+        angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride
+        cos, sin = load_angles(angles, d, ROTARY)
+        rotated = rotated_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
+        query = rotated.to(q.dtype.element_ty)
+    else:
+        query = tl.load(lines + d, mask, 0.0)
+    return query
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
+def _prefix_kernel(
+    q, k_cache, v_cache, block_tables, seq_lens, shared_rows, states, scale, soft_cap, scales,
+    cos_sin, q_weight, eps, cos_sin_stride, q_stride, table_stride,
+    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    MAX_ROWS: tl.constexpr, LINES: tl.constexpr, PROGRAMS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    PDL: tl.constexpr, PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr,
+):  # fmt: skip
+    shared, count = tl.load(shared_rows), tl.load(shared_rows + 1)
+    row_tiles, splits = tl.load(shared_rows + 2), tl.load(shared_rows + 3)
+    split_tiles, model = tl.load(shared_rows + 4), tl.load(shared_rows + 5)
+    members = shared_rows + 8 + 2 * MAX_ROWS
+    line = tl.arange(0, ROWS)
+    d = tl.arange(0, HEAD_PAD)
+    k_strides, v_strides = (
+        (k_block_stride, k_token_stride, k_head_stride),
+        (v_block_stride, v_token_stride, v_head_stride),
+    )
+    table = block_tables + model.to(tl.int64) * table_stride
+    # also where nothing is shared: who depends on this kernel depends on those before it
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for item in range(tl.program_id(0), row_tiles * splits * KV_HEADS, PROGRAMS):
+        row_tile, rest = item % row_tiles, item // row_tiles
+        split, head = rest % splits, rest // splits
+        place = row_tile * (ROWS // GROUP_PAD) + line // GROUP_PAD
+        member = line % GROUP_PAD
+        valid = (place < count) & (member < GROUP)
+        row = tl.load(members + place, place < count, 0)
+        position = tl.maximum(tl.load(seq_lens + row, place < count, 1) - 1, 0)
+        query = _prefix_queries(
+            q, row.to(tl.int64) * q_stride, head * GROUP + member, valid, position, cos_sin,
+            cos_sin_stride, q_weight, eps, HEAD_SIZE, HEAD_PAD, PROJECTED, ROTARY, HAS_NORM,
+        )  # fmt: skip
+        if FP16_OPERANDS:
+            query = query.to(tl.float16)
+        score_scale = scale
+        if HAS_SCALES:
+            score_scale = scale * tl.load(scales + head)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        first = split * split_tiles
+        for index in range(first, tl.minimum(first + split_tiles, shared // TILE)):
+            key, value, at = load_tile(
+                k_cache, v_cache, table, index, shared, head, k_strides, v_strides,
+                HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+            m, l, acc = softmax_step(
+                query, key, value, (at < shared)[None, :], m, l, acc, score_scale, soft_cap,
+                SOFT_CAP,
+            )  # fmt: skip
+        entry = item * ROWS + line
+        tl.store(states + entry, m)
+        tl.store(states + LINES + entry, l)
+        outputs = states + 2 * LINES + entry.to(tl.int64)[:, None] * HEAD_PAD
+        tl.store(outputs + d[None, :], acc)
+
+
+@triton.jit
+def add_prefix(
+    m, l, acc, shared_rows, states, row, head, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr, ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Returns the softmax's state of a sharing row's query heads of one KV head, m [N], l [N, TILE]
+    and acc [N, HEAD_PAD], with that of the shared prefix added."""
+    g = tl.arange(0, m.shape[0])
+    d = tl.arange(0, HEAD_PAD)
+    row_tiles, splits = tl.load(shared_rows + 2), tl.load(shared_rows + 3)
+    place = tl.load(shared_rows + 8 + MAX_ROWS + row)
+    row_tile = place // (ROWS // GROUP_PAD)
+    line = place % (ROWS // GROUP_PAD) * GROUP_PAD + g
+    first = (tl.arange(0, l.shape[1]) == 0).to(tl.float32)[None, :]
+    for split in range(splits):
+        entry = ((head * splits + split) * row_tiles + row_tile) * ROWS + line
+        part_m = tl.load(states + entry, g < GROUP, float("-inf"))
+        part_l = tl.load(states + LINES + entry, g < GROUP, 0.0)
+        outputs = states + 2 * LINES + entry.to(tl.int64)[:, None] * HEAD_PAD
+        part = tl.load(outputs + d[None, :], (g < GROUP)[:, None], 0.0)
+        new_m = tl.maximum(m, part_m)
+        safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+        old, weight = tl.exp2(m - safe_m), tl.exp2(part_m - safe_m)
+        l = l * old[:, None] + (part_l * weight)[:, None] * first
+        acc = acc * old[:, None] + part * weight[:, None]
+        m = new_m
+    return m, l, acc
+
+
+def launch_prefix(
+    source: Projection,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: CascadeWorkspace,
+    *,
+    scale: float,
+    soft_cap: float,
+    scales: torch.Tensor | None,
+    is_projected: bool,
+    fp16_operands: bool,
+    pdl: bool,
+) -> None:
+    """Launches the prefix kernel, whose results the decode kernel behind it takes up, unless there
+    are too few rows for a prefix; arguments as in `launch_decode`. `source.qkv` are the queries
+    themselves unless `is_projected`."""
+    if seq_lens.shape[0] < workspace.config.min_rows:
+        return
+    _, block_size, kv_heads, head_size = k_cache.shape
+    config, group = workspace.config, workspace.group
+    _prefix_kernel[(workspace.programs,)](
+        source.qkv, k_cache, v_cache, block_tables, seq_lens, workspace.rows, workspace.states,
+        scale, soft_cap, workspace.states if scales is None else scales, source.cos_sin,
+        source.qkv if source.q_weight is None else source.q_weight, source.eps,
+        source.cos_sin.stride(0), source.qkv.stride(0), block_tables.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
+        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
+        TILE=config.tile, ROWS=config.rows, MAX_ROWS=workspace.max_rows, LINES=workspace.lines,
+        PROGRAMS=workspace.programs, SOFT_CAP=soft_cap > 0, PDL=pdl, PROJECTED=is_projected,
+        ROTARY=source.cos_sin.shape[1] if is_projected else 0,
+        HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
+        FP16_OPERANDS=fp16_operands, num_warps=config.num_warps, num_stages=config.num_stages,
+        launch_pdl=pdl,
+    )  # fmt: skip
