@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     if options.address is None:
         # nobody but this machine needs to reach a cluster that ends with this command
-        ray.init(include_dashboard=False, log_to_driver=True, _node_ip_address="127.0.0.1")
+        ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1")
     else:
         ray.init(address=options.address)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set one of its own

@@ -23,6 +23,7 @@ from typing import Any, cast
 import aiohttp
 import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 from prometheus_client import generate_latest
 from yarl import URL
 
@@ -42,6 +43,8 @@ from aioinfer.gateway.metrics import GatewayMetrics
 from aioinfer.gateway.prompt_reader import Prompt, PromptReader
 from aioinfer.gateway.replica import Address
 
+#: A reply's header that names the replica, as Serve's logs and dashboard do.
+REPLICA_HEADER = "X-Aioinfer-Replica"
 #: Replicas that a request is tried on.
 _MAX_TRIES = 4
 _CONNECT_S = 5.0
@@ -305,31 +308,38 @@ class Gateway:
                 self.metrics.requests.inc()
                 self.metrics.tokens.inc(prompt.length)
                 self.metrics.expected.inc(choice.num_tokens)
+                headers = [*_kept(reply), (REPLICA_HEADER, choice.replica)]
                 if reply.content_type in _STREAMS:
-                    return await self._stream(request, target, reply)
-                return await self._whole(reply)
+                    return await self._stream(request, target, reply, headers)
+                return await self._whole(reply, headers)
         finally:
             opened.discard(reply)
             if not opened:
                 self._open.pop(choice.replica, None)
 
-    async def _whole(self, reply: aiohttp.ClientResponse) -> web.Response:
+    async def _whole(
+        self, reply: aiohttp.ClientResponse, headers: list[tuple[str, str]]
+    ) -> web.Response:
         """Returns a reply that comes in one piece."""
         try:
             body = await reply.read()
         except (aiohttp.ClientError, ConnectionError) as error:
             self.metrics.lost.inc()
             raise ReplicaLostError from error
-        response = web.Response(status=reply.status, body=body, headers=_kept(reply))
+        response = web.Response(status=reply.status, body=body, headers=CIMultiDict(headers))
         if reply.status == 503 and _code(body) in _REFUSALS:
             raise _RefusedError(response)
         return response
 
     async def _stream(
-        self, request: web.BaseRequest, target: str, reply: aiohttp.ClientResponse
+        self,
+        request: web.BaseRequest,
+        target: str,
+        reply: aiohttp.ClientResponse,
+        headers: list[tuple[str, str]],
     ) -> web.StreamResponse:
         """Passes on what comes of a stream as it comes."""
-        response = web.StreamResponse(status=reply.status, headers=_kept(reply))
+        response = web.StreamResponse(status=reply.status, headers=CIMultiDict(headers))
         await response.prepare(request)
         end = b"\n\n" if reply.content_type == "text/event-stream" else b"\n"
         last = end
