@@ -9,19 +9,45 @@ once that many replicas run; at its end the deployment is taken down in order.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 
 import ray
+import yaml
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
-from aioinfer.config import load_config
-from aioinfer.deploy.application import Arguments, deploy
+from aioinfer.deploy.application import gateway_urls
 
 
-def count_replicas() -> int:
-    (application,) = serve.status().applications.values()
-    return application.deployments["Replica"].replica_states.get("RUNNING", 0)
+def deploy(settings: list[str], replicas: int) -> None:
+    """Does what `serve deploy` does with the file in `configs/`, in which the number of replicas is
+    laid over the application's, and returns when so many run."""
+    with open("configs/serve.yaml", encoding="utf-8") as file:
+        document = yaml.safe_load(file)
+    (application,) = document["applications"]
+    application["args"] = {
+        "config": "configs/smollm2.toml",
+        "set": settings,
+        "cpus_per_replica": 0.1,
+        "gpus_per_replica": 0,
+    }
+    application["deployments"] = [{"name": "Replica", "num_replicas": replicas}]
+    _get_global_client().deploy_apps(ServeDeploySchema(**document))
+    while not is_done(replicas):
+        time.sleep(0.1)
+
+
+def is_done(replicas: int) -> bool:
+    found = serve.status().applications.get("aioinfer")
+    if found is not None and found.status == "DEPLOY_FAILED":
+        raise RuntimeError(found.message)
+    if found is None or "Replica" not in found.deployments:
+        return False
+    states = found.deployments["Replica"].replica_states
+    return states == {"RUNNING": replicas} and found.status == "RUNNING"
 
 
 def say(text: str) -> None:
@@ -30,23 +56,14 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    config = load_config("configs/smollm2.toml", sys.argv[1:])
-
-    def scale(replicas: int) -> list[str]:
-        arguments = Arguments(
-            min_replicas=replicas, max_replicas=replicas, cpus_per_replica=0.1, gpus_per_replica=0
-        )
-        return deploy(config, arguments, "aioinfer")
-
     # nodes of one machine need nothing of the network
     ray.init("local", include_dashboard=False, num_cpus=1, _node_ip_address="127.0.0.1")
     try:
-        say(scale(2)[0])
+        serve.start(proxy_location="Disabled")
+        deploy(sys.argv[1:], 2)
+        say(asyncio.run(gateway_urls("aioinfer"))[0])
         for line in sys.stdin:
-            replicas = int(line.split()[1])
-            scale(replicas)
-            while count_replicas() != replicas:
-                time.sleep(0.1)
+            deploy(sys.argv[1:], int(line.split()[1]))
             say("scaled")
     finally:
         serve.shutdown()

@@ -118,10 +118,11 @@ class GatewayActor:
             await gateway.stop()
 
 
-def build(arguments: Arguments) -> serve.Application:
-    """Returns the application. Raises `ConfigError`."""
-    config = load_config(arguments.config, arguments.set)
-    return application(config, arguments)
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """Returns the application; `arguments` are those of `Arguments`. Raises `ConfigError`, or
+    ValueError for arguments that are wrong."""
+    checked = Arguments.model_validate(arguments)
+    return application(load_config(checked.config, checked.set), checked)
 
 
 def application(config: Config, arguments: Arguments) -> serve.Application:

@@ -2,8 +2,7 @@
 `cluster.reports` for each gateway.
 
 The hashes are those of the prefix cache itself: a block that is evicted is reported, and so is one
-that holds generated tokens. Of the blocks that have changed since the report before, the pool is
-asked whether it holds them, so the order of changes does not matter.
+that holds generated tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from aiohttp import web
 
 from aioinfer.cluster.reports import Load, Report, divided, encode
 from aioinfer.engine.recovery import EngineState
+from aioinfer.scheduler.load import load_of, take_changes
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -49,21 +49,7 @@ class Reporter:
 
     def load(self) -> Load:
         """Returns what there is to do now."""
-        total = [0] * len(Load.__struct_fields__)
-        for engine in self._living():
-            scheduler, cache = engine.scheduler, engine.scheduler.kv_cache
-            pool, block_size = cache.leading_pool, scheduler.limits.block_size
-            values = (
-                scheduler.num_running,
-                scheduler.num_waiting + scheduler.num_blocked,
-                scheduler.num_prefill_tokens,
-                (pool.num_blocks - pool.num_free) * block_size,
-                scheduler.num_waiting_tokens,
-                pool.num_blocks * block_size,
-                scheduler.limits.max_num_seqs,
-            )
-            total = [one + other for one, other in zip(total, values, strict=True)]
-        return Load(*total)
+        return load_of(engine.scheduler for engine in self._living())
 
     def leave(self) -> None:
         """Tells gateways at once to send no more requests."""
@@ -140,15 +126,10 @@ class Reporter:
             everything = {h for pool in self._pools for h in pool.hashes()}
             self._send(self._report(added=list(everything), is_first=True))
             return
-        changed: set[bytes] = set()
-        for pool in self._pools:
-            if pool.changed:
-                changed |= pool.changed
-                pool.changed = set()
-        held = {h for h in changed if any(pool.has(h) for pool in self._pools)}
+        held, gone = take_changes(self._pools)
         load, now = self.load(), asyncio.get_running_loop().time()
-        if changed or load != self._last or now >= self._beat + HEARTBEAT_S:
-            self._send(self._report(list(held), list(changed - held)))
+        if held or gone or load != self._last or now >= self._beat + HEARTBEAT_S:
+            self._send(self._report(held, gone))
 
     def _send(self, report: Report) -> None:
         self._last, self._beat = report.load, asyncio.get_running_loop().time()

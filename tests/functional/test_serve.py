@@ -26,6 +26,8 @@ from tests.functional.test_lifecycle import ROOT, Process, events
 from tests.gpu.random_models import FIRST_CHARACTER, random_model
 
 pytest.importorskip("ray.serve")
+#: Ray takes a minute to start on a machine that does other work.
+pytestmark = pytest.mark.timeout(600)
 
 SETTINGS = (
     "parallel.executor=inline",
@@ -121,7 +123,10 @@ class Deployment:
         return psutil.Process(self.popen.pid).children(recursive=True)
 
     def close(self) -> None:
-        processes = self.processes()
+        try:
+            processes = self.processes()
+        except psutil.NoSuchProcess:
+            processes = []
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         self.popen.stdin.close()
@@ -254,7 +259,7 @@ def test_replicas_come_and_go_under_load(deployment: Deployment) -> None:
                 assert len(text_of(response)) == 60
                 answered[response.headers["X-Aioinfer-Replica"]] += 1
             except Exception as error:  # whatever it is, the test reports it
-                failures.append(repr(error))
+                failures.append(f"{time.monotonic():.1f} {error!r}")
 
     clients = [threading.Thread(target=ask, args=(client,)) for client in range(6)]
     for client in clients:
