@@ -55,14 +55,16 @@ class Deployment:
     """A process that deploys, and a client of the gateway."""
 
     def __init__(self, folder: Path) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve_driver", f"model.path={folder}", *SETTINGS],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self.log = folder / "driver.log"
+        with self.log.open("w") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "tests.serve_driver", f"model.path={folder}", *SETTINGS],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
         try:
             self.url = URL(self.read())
             self.wait_for_replicas(2)
@@ -76,7 +78,7 @@ class Deployment:
         for line in self.popen.stdout:
             if line.startswith("driver: "):
                 return line.removeprefix("driver: ").strip()
-        raise AssertionError("the deployment ended")
+        raise AssertionError(f"the deployment ended: {self.log.read_text()[-4000:]}")
 
     def scale(self, replicas: int) -> None:
         assert self.popen.stdin is not None
