@@ -2,8 +2,8 @@
 
 Serve places the actors, checks their health, starts them anew, scales the replicas and tells the
 gateways which of them run. Requests do not pass through Serve: its own proxies take a request apart
-and send each piece of a reply through an actor call, which costs about a millisecond a piece, and
-its routers know of a replica only what fits a report each 10 s. So a replica actor runs the HTTP
+and send each piece of a reply through an actor call, and what its routers know of a replica comes
+through the controller, every ten seconds unless set otherwise. So a replica actor runs the HTTP
 server of this package on a port of its own, and a gateway actor passes bytes on
 (`gateway.proxy`). Serve 2.60 could put HAProxy in the gateway's place, with a router that is asked
 about each request: it passes requests on to a server of Serve's in each replica (uvicorn), and

@@ -200,6 +200,8 @@ class Gateway:
                 status=421,
                 code="host_not_allowed",
             )
+        if not target.startswith("/"):  # behind the replica's address it would name another host
+            raise RequestError("the request's target must be a path", code="malformed_request")
         path = target.partition("?")[0]
         if (own := self._own(path)) is not None:
             return own
