@@ -55,9 +55,21 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def start_ray() -> None:
+    """Starts a cluster, which Ray gives up after 30 s on a machine that does other work."""
+    for left in reversed(range(5)):
+        try:
+            # nodes of one machine need nothing of the network
+            ray.init("local", include_dashboard=False, num_cpus=1, _node_ip_address="127.0.0.1")
+            return
+        except Exception:
+            ray.shutdown()
+            if not left:
+                raise
+
+
 def main() -> None:
-    # nodes of one machine need nothing of the network
-    ray.init("local", include_dashboard=False, num_cpus=1, _node_ip_address="127.0.0.1")
+    start_ray()
     try:
         serve.start(proxy_location="Disabled")
         deploy(sys.argv[1:], 2)

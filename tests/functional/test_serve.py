@@ -5,7 +5,6 @@ or removed costs nobody else anything."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -65,8 +64,6 @@ class Deployment:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # Ray gives its own processes 30 s to start, which is little on a busy machine
-                env=os.environ | {"RAY_raylet_start_wait_time_s": "300"},
             )
         try:
             self.url = URL(self.read())
