@@ -154,9 +154,11 @@ class ReportServer:
         """Listens on a free port and returns the URL of the reports."""
         app = web.Application()
         app.router.add_get("/reports", self._stream)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, 0, shutdown_timeout=0.5)
+        site = web.TCPSite(self._runner, host, 0)
         await site.start()
         name, port = self._runner.addresses[0][:2]
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/reports"
