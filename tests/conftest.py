@@ -78,6 +78,7 @@ EXTENDED = frozenset(
         "functional/test_expert_parallel.py",
         "functional/test_float8_cache.py::test_ranks_give_the_same",
         "functional/test_float8_cache.py::test_real_weights",
+        "functional/test_gateway.py::test_what_a_gateway_answers_itself",
         "functional/test_gpt_oss.py::test_two_ranks",
         "functional/test_kept_gguf.py",
         "functional/test_llama_cpp.py",
