@@ -56,6 +56,7 @@ class Deployment:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "driver.log"
+        self.connections: list[HTTPConnection] = []
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "tests.serve_driver", f"model.path={folder}", *SETTINGS],
@@ -88,11 +89,10 @@ class Deployment:
 
     def begin(self, path: str, **body: Any) -> HTTPResponse:
         connection = HTTPConnection("127.0.0.1", self.url.port or 0, timeout=60)
-        headers = {"Content-Type": "application/json"}
+        self.connections.append(connection)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
         connection.request("POST", path, json.dumps(body), headers)
-        response = connection.getresponse()
-        response.connection = connection  # type: ignore[attr-defined]  # it lives as long
-        return response
+        return connection.getresponse()
 
     def stream(self, prompt: list[int], max_tokens: int, **body: Any) -> HTTPResponse:
         usual = {"stream": True, "temperature": 0, "ignore_eos": True}
@@ -125,6 +125,8 @@ class Deployment:
         return psutil.Process(self.popen.pid).children(recursive=True)
 
     def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
         try:
             processes = self.processes()
         except psutil.NoSuchProcess:
@@ -201,8 +203,7 @@ def test_equal_prefixes_go_to_one_replica(deployment: Deployment) -> None:
 def test_a_request_that_is_given_up_is_aborted(deployment: Deployment) -> None:
     response = deployment.stream(text(60, 20), 4000)
     assert response.readline().startswith(b"data: {")
-    response.connection.close()  # type: ignore[attr-defined]
-    response.close()
+    response.close()  # and its socket with it
     # the slots of one replica at a time: with the one given up, a request would have to wait
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
