@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = (
     ("__main__", "__init__"),
     ("cli",),
+    ("deploy",),
+    ("gateway",),
     ("llm_engine",),
     ("async_llm",),
     ("api", "llm"),
@@ -28,6 +30,7 @@ ORDER = (
     ("layers",),
     ("kernels",),
     ("ipc",),
+    ("cluster",),
     ("config",),
     ("config_sections",),
     ("config_keys",),
@@ -42,6 +45,10 @@ BANNED = (
     ("text", "torch"),
     ("engine", "aiohttp"),
     ("ipc", "torch"),
+    ("cluster", "torch"),
+    ("cluster", "ray"),
+    ("cluster", "aiohttp"),
+    ("gateway", "ray"),
 )
 
 

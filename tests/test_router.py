@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.cluster.cost import REQUEST_COST
 from aioinfer.engine import router as router_module
-from aioinfer.engine.router import REQUEST_COST, Route, Router
+from aioinfer.engine.router import Route, Router
 from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
 from aioinfer.scheduler.request import Request
 from tests.symbolic_worker import VOCABULARY

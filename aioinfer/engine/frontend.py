@@ -154,17 +154,28 @@ class Frontend:
         )
         self._sequences = SequenceMaker(self._model, self.config.model.seed)
         has_cache = self.engines[0].scheduler.kv_cache.prefix_caching
+        self.make_encoder(self.engines[0].report.block_size if has_cache else None)
+        self._is_started = True
+        for engine in self.engines:
+            engine.masking.filler = ParallelFiller()
+            engine.begin_service()
+
+    async def start_text(self, folder: Path, max_model_len: int) -> None:
+        """Loads what encoding needs, for who has no engines: prompts can be prepared from now on,
+        and nothing can be submitted. Raises `ConfigError`."""
+        await self._threads.run(lambda: self._load_text_side(folder))
+        self.max_model_len = max_model_len
+        self.make_encoder(None)
+
+    def make_encoder(self, hash_block_size: int | None) -> None:
+        """Makes the encoder of prompts; see `PromptEncoder`."""
         self._encoder = PromptEncoder(
             self.tokenizer,
             self._threads,
             max_prompt_len=self.max_model_len - 1,
             vocab_size=self.vocab_size,
-            hash_block_size=self.engines[0].report.block_size if has_cache else None,
+            hash_block_size=hash_block_size,
         )
-        self._is_started = True
-        for engine in self.engines:
-            engine.masking.filler = ParallelFiller()
-            engine.begin_service()
 
     async def _raise_death(self) -> None:
         await self._dead.wait()

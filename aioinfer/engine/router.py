@@ -10,6 +10,8 @@ there is one cost, in tokens of prefill:
     + 2 x tokens of the prompt that it would compute      (the request and all others wait for them)
     + 256 x sequences of the engine                       (each adds a row to every later step)
 
+(`cluster.cost`, which the router of a cluster's replicas shares).
+
 An engine that has no free slot, or too few free blocks, comes after all that have both.
 
 A prompt that was routed a moment ago is in no cache yet. Its blocks count as if they were, as long
@@ -26,15 +28,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from aioinfer.cluster.cost import route_cost
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 
-#: What a request costs the others of its engine, in tokens of prefill. In a large decode step a
-#: further row takes about as long as a further token of prefill does, and a request is in as many
-#: steps as it generates tokens; how many those will be is not known, so a usual number.
-REQUEST_COST = 256
 #: Blocks promised by an engine; beyond that the oldest are forgotten. An entry takes about 100
 #: bytes.
 MAX_PROMISED = 16_384
@@ -97,11 +96,7 @@ class Router:
                 engine, num_blocks, min(num_blocks * scheduler.limits.block_size, prompt_len - 1)
             )
             requests = scheduler.num_running + scheduler.num_waiting
-            cost = (
-                scheduler.num_prefill_tokens
-                + 2 * (prompt_len - route.num_tokens)
-                + REQUEST_COST * requests
-            )
+            cost = route_cost(scheduler.num_prefill_tokens, prompt_len - route.num_tokens, requests)
             rank = (
                 state is not EngineState.SERVING,
                 not _has_room(scheduler, prompt_len, n),

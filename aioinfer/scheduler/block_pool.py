@@ -17,7 +17,11 @@ from aioinfer.errors import IntegrityError
 
 
 class BlockPool:
-    """Reference counts, an LRU free list and the prefix index of `num_blocks` KV blocks."""
+    """Reference counts, an LRU free list and the prefix index of `num_blocks` KV blocks.
+
+    Attributes:
+        changed: gets the hashes that enter or leave the prefix index, for who has put a set there.
+    """
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
@@ -28,6 +32,7 @@ class BlockPool:
             (block, None) for block in range(num_blocks)
         )
         self._num_free_cached = 0
+        self.changed: set[bytes] | None = None
 
     @property
     def num_free(self) -> int:
@@ -93,6 +98,16 @@ class BlockPool:
         if block_hash not in self._cached:
             self._cached[block_hash] = block
             self._hash_of[block] = block_hash
+            if self.changed is not None:
+                self.changed.add(block_hash)
+
+    def has(self, block_hash: bytes) -> bool:
+        """Whether a block carries a hash."""
+        return block_hash in self._cached
+
+    def hashes(self) -> list[bytes]:
+        """Returns the hashes that blocks carry."""
+        return list(self._cached)
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
         """Returns the blocks that carry `hashes`. The caller knows that all of them are cached."""
@@ -143,6 +158,8 @@ class BlockPool:
             del self._cached[block_hash]
             self._hash_of[block] = None
             self._num_free_cached -= self._references[block] == 0
+            if self.changed is not None:
+                self.changed.add(block_hash)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises IntegrityError unless each block has one reference for each of `tables` that names

@@ -146,6 +146,15 @@ class KVCacheManager:
         return sum(pool.num_blocks for pool in self.pools)
 
     @property
+    def leading_pool(self) -> BlockPool:
+        """The pool that stands for all in what is reported of this cache: of the first group that
+        attends to all tokens, or else of the first."""
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            if group.keeps_tokens and group.window is None:
+                return pool
+        return self.pools[0]
+
+    @property
     def num_free(self) -> int:
         """Blocks of all groups that have no owner, cached ones included."""
         return sum(pool.num_free for pool in self.pools)

@@ -1,0 +1,82 @@
+"""`aioinfer deploy`: replicas behind a gateway, under Ray Serve."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from contextlib import suppress
+
+from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.errors import ConfigError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_model_options(parser)
+    parser.add_argument("--replicas", type=int, metavar="N", help="so many replicas, always")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--max-replicas", type=int, metavar="N", help="scale by what there is to do, up to so many"
+    )
+    parser.add_argument(
+        "--target-utilization",
+        type=float,
+        default=0.6,
+        metavar="PART",
+        help="of slots and KV cache, which scaling aims at (0.6)",
+    )
+    parser.add_argument(
+        "--gateways", type=int, default=1, metavar="N", help="each on a node of its own (1)"
+    )
+    parser.add_argument("--cpus-per-replica", type=float, default=1.0, metavar="N")
+    parser.add_argument("--gpus-per-replica", type=float, metavar="N")
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        help="of a Ray cluster, or auto for the one of this machine; without it one is started",
+    )
+    parser.add_argument("--name", default="aioinfer", help="of the application (aioinfer)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Deploys, and serves until SIGINT or SIGTERM; then takes the application down in order."""
+    config = load(options)
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        raise ConfigError("deploy needs Ray Serve: pip install 'aioinfer[ray]'") from None
+    from aioinfer.deploy.application import Arguments, deploy
+
+    fixed = options.replicas
+    try:
+        arguments = Arguments(  # type: ignore[call-arg]  # defaults of pydantic's
+            min_replicas=fixed or options.min_replicas,
+            max_replicas=fixed or options.max_replicas or options.min_replicas,
+            target_utilization=options.target_utilization,
+            gateways=options.gateways,
+            cpus_per_replica=options.cpus_per_replica,
+            gpus_per_replica=options.gpus_per_replica,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if options.address is None:
+        # nobody but this machine needs to reach a cluster that ends with this command
+        ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1")
+    else:
+        ray.init(address=options.address)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set one of its own
+    try:
+        urls = deploy(config, arguments, options.name)
+        sys.stdout.write(f"{config.served_model_names[0]} is ready at {' '.join(urls)}\n")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        serve.delete(options.name)
+    finally:
+        if options.address is None:
+            serve.shutdown()
+        ray.shutdown()
+    return 0

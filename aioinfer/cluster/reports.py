@@ -1,0 +1,114 @@
+"""What a replica tells routers about itself: its load, and which prefixes it holds.
+
+A stream of reports begins with all block hashes of the replica's prefix cache, in portions, and
+goes on with what was added and removed since the report before. A reader that missed one has to
+begin anew. On the wire a report is its length in four bytes, little endian, and MessagePack.
+
+Pure Python: imported by routers, replicas and the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+#: Hashes in a report; a longer list is divided. One such report takes about 150 KB.
+MAX_HASHES = 8192
+_LENGTH_BYTES = 4
+#: A longer report is none of ours.
+_MAX_REPORT_BYTES = 4 * 2**20
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica has to do, of all its engines together.
+
+    Attributes:
+        running: sequences that have slots.
+        waiting: requests that wait, for whatever it is.
+        prefill_tokens: prompt tokens that no plan has had computed yet.
+        used_tokens: tokens whose KV blocks have an owner.
+        waiting_tokens: prompt tokens of the requests that wait for slots or blocks.
+        max_tokens: tokens that the KV cache can hold.
+        max_requests: slots.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    prefill_tokens: int = 0
+    used_tokens: int = 0
+    waiting_tokens: int = 0
+    max_tokens: int = 0
+    max_requests: int = 0
+
+    @property
+    def utilization(self) -> float:
+        """The part of what the replica can serve at a time that is asked of it: of its slots, or of
+        its KV cache, whichever is higher. Above 1 where requests wait."""
+        slots = (self.running + self.waiting) / max(1, self.max_requests)
+        return max(slots, (self.used_tokens + self.waiting_tokens) / max(1, self.max_tokens))
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A replica's message to routers.
+
+    Attributes:
+        load: of now.
+        added, removed: hashes of blocks that the prefix cache holds, and no longer holds.
+        block_size: tokens a block; 0 without a prefix cache.
+        is_first: whether all that was reported before is void.
+        is_leaving: whether the replica answers what it has, and takes no more.
+    """
+
+    load: Load
+    added: Sequence[bytes] = ()
+    removed: Sequence[bytes] = ()
+    block_size: int = 0
+    is_first: bool = False
+    is_leaving: bool = False
+
+
+def divided(report: Report) -> Iterator[Report]:
+    """Yields a report in portions of at most `MAX_HASHES` added and as many removed hashes."""
+    size = max(len(report.added), len(report.removed), 1)
+    for start in range(0, size, MAX_HASHES):
+        part = slice(start, start + MAX_HASHES)
+        yield msgspec.structs.replace(
+            report,
+            added=report.added[part],
+            removed=report.removed[part],
+            is_first=report.is_first and start == 0,
+        )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Report)
+
+
+def encode(report: Report) -> bytes:
+    """Returns a report as it is sent."""
+    body = _encoder.encode(report)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class ReportReader:
+    """Takes the bytes of a stream of reports, in whatever portions they come."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Report]:
+        """Yields the reports that are complete with `data`. Raises ValueError (of which msgspec's
+        errors are) for bytes that are no report."""
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= _LENGTH_BYTES:
+            length = int.from_bytes(buffer[:_LENGTH_BYTES], "little")
+            if length > _MAX_REPORT_BYTES:
+                raise ValueError(f"a report of {length} bytes")
+            end = _LENGTH_BYTES + length
+            if len(buffer) < end:
+                return
+            report = _decoder.decode(memoryview(buffer)[_LENGTH_BYTES:end].tobytes())
+            del buffer[:end]
+            yield report

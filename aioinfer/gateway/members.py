@@ -1,0 +1,113 @@
+"""Which replicas there are, and following their reports.
+
+Who is a member, something else says (`deploy.application` asks Ray Serve); whether a member gets
+requests, its stream of reports does: from its first report on, until the stream ends or says that
+the replica leaves. So a replica that is killed gets no more requests as soon as its connections are
+closed, whatever Serve has noticed, and one that hangs after `_SILENCE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+
+import aiohttp
+
+from aioinfer.cluster.reports import ReportReader
+from aioinfer.cluster.router import ClusterRouter
+from aioinfer.gateway.replica import Address
+
+_log = logging.getLogger(__name__)
+
+#: How often members are asked for.
+_ASK_S = 1.0
+#: After so long without a report, a replica counts as gone.
+_SILENCE_S = 5.0
+#: Before a stream that has ended is opened again.
+_PAUSE_S = 0.5
+
+
+class Members:
+    """Follows the replicas of a deployment and tells the router.
+
+    Attributes:
+        urls: of the replicas that were members, by name.
+    """
+
+    def __init__(
+        self,
+        discover: Callable[[], Awaitable[Iterable[Address]]],
+        token: str,
+        router: ClusterRouter,
+        http: aiohttp.ClientSession,
+        on_block_size: Callable[[int], None],
+        on_silence: Callable[[str], None],
+    ):
+        """`discover` returns the replicas that serve; one that it leaves out is followed no more.
+        `on_silence` is called with the name of one that has not reported for too long."""
+        self.urls: dict[str, str] = {}
+        self._discover, self._token, self._router, self._http = discover, token, router, http
+        self._on_block_size, self._on_silence = on_block_size, on_silence
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to ask for members."""
+        self._asking = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stops."""
+        tasks = [*self._followed.values(), *filter(None, [self._asking])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._update(await self._discover())
+            except Exception as error:  # asked again in a second; those that are known go on
+                _log.warning("the replicas could not be asked for: %r", error)
+            await asyncio.sleep(_ASK_S)
+
+    def _update(self, found: Iterable[Address]) -> None:
+        addresses = {address.name: address for address in found}
+        for name in self._followed.keys() - addresses.keys():
+            self._followed.pop(name).cancel()
+            self._router.leave(name)
+            self.urls.pop(name, None)
+        for name in addresses.keys() - self._followed.keys():
+            self.urls[name] = addresses[name].url
+            self._followed[name] = asyncio.create_task(self._follow(addresses[name]))
+
+    async def _follow(self, address: Address) -> None:
+        """Hands the reports of a replica to the router, as long as it is a member."""
+        while True:
+            try:
+                await self._read(address)
+            except TimeoutError:  # of connecting, or of a report
+                _log.warning("replica %s is silent", address.name)
+                self._on_silence(address.name)
+            except (aiohttp.ClientError, ValueError) as error:
+                _log.warning("replica %s reports no more: %r", address.name, error)
+            finally:
+                self._router.leave(address.name)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _read(self, address: Address) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+        headers = {"Authorization": f"Bearer {self._token}"}
+        reader, is_known = ReportReader(), False
+        with suppress(aiohttp.ClientPayloadError):  # the stream was cut off: the replica is gone
+            async with self._http.get(
+                address.reports_url, headers=headers, timeout=timeout, raise_for_status=True
+            ) as response:
+                async for data in response.content.iter_any():
+                    for report in reader.feed(data):
+                        if not is_known and not report.is_leaving:
+                            self._on_block_size(report.block_size)
+                            self._router.join(address.name)
+                            is_known = True
+                        self._router.report(address.name, report)

@@ -1,0 +1,104 @@
+"""A replica behind gateways: the HTTP server of this package in a process that something else owns,
+and what it reports of itself.
+
+`deploy.application` runs it in an actor of Ray Serve; nothing here needs Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from aioinfer.api.app import settle_process
+from aioinfer.api.server import HttpServer
+from aioinfer.cluster.reports import Load
+from aioinfer.config import Config
+from aioinfer.engine.frontend import Frontend
+from aioinfer.errors import EngineDeadError
+from aioinfer.gateway.reporter import Reporter, ReportServer
+
+#: From the report that a replica leaves until it refuses requests: they may be on their way.
+_LEAVING_S = 0.5
+
+
+class Address(NamedTuple):
+    """Where a replica is reached. `name` is another after each start."""
+
+    name: str
+    url: str
+    reports_url: str
+
+
+class ReplicaServer:
+    """One replica: engines, HTTP server and reports."""
+
+    def __init__(self, config: Config, frontend: Frontend, server: HttpServer, address: Address):
+        """Made by `start`."""
+        self.address = address
+        self._config, self._frontend, self._server = config, frontend, server
+        self._reporter = Reporter(frontend)
+
+    @classmethod
+    async def start(cls, config: Config, host: str, name: str, token: str) -> ReplicaServer:
+        """Loads the model and serves it on a free port of `host`, for gateways that have `token`.
+
+        Raises what `Frontend.launch` and `HttpServer.start` do.
+        """
+        config = replica_config(config, host)
+        frontend = await Frontend.launch(config)
+        server = HttpServer(config, frontend)
+        try:
+            url = await server.start()
+            replica = cls(config, frontend, server, Address(name, url, ""))
+            replica._reports = ReportServer(replica._reporter, token)
+            reports_url = await replica._reports.start(host)
+        except BaseException:
+            await frontend.close()
+            await server.close()
+            raise
+        replica.address = Address(name, url, reports_url)
+        settle_process()
+        return replica
+
+    _reports: ReportServer
+
+    def load(self) -> Load:
+        """Returns what there is to do now."""
+        return self._reporter.load()
+
+    def check(self) -> None:
+        """Raises `EngineDeadError` once no engine lives."""
+        if not self._frontend.is_healthy():
+            raise EngineDeadError(self._frontend.dead_reason)
+
+    async def stop(self) -> None:
+        """Takes no more requests, answers those that have come within `server.shutdown_timeout_s`,
+        and ends."""
+        self._reporter.leave()
+        self._server.leave()
+        if self._frontend.is_healthy():
+            await asyncio.sleep(max(_LEAVING_S, self._config.server.shutdown_delay_s))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._server.drain(), self._config.server.shutdown_timeout_s)
+        await self._frontend.close()
+        await self._reporter.close()
+        await self._reports.close()
+        await self._server.close()
+
+
+def replica_config(config: Config, host: str) -> Config:
+    """Returns the configuration of a replica: what concerns the address, TLS and names is the
+    gateway's."""
+    server = replace(
+        config.server,
+        host=host,
+        port=0,
+        unix_socket=None,
+        tls_certificate=None,
+        tls_key=None,
+        allowed_hosts=[],
+        root_path="",
+    )
+    return replace(config, server=server)

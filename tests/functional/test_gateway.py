@@ -1,0 +1,146 @@
+"""A gateway and two replicas of a small random model on one event loop, without Ray: what
+`test_serve` runs in processes. Nothing may block the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from aioinfer.config import load_config
+from aioinfer.gateway.proxy import Gateway
+from aioinfer.gateway.replica import ReplicaServer
+from tests.gpu.random_models import random_model
+
+TOKEN = "secret"
+
+
+def text(start: int, length: int) -> list[int]:
+    """Returns a prompt of so many tokens; others begin with other tokens."""
+    return [(start * 7 + 3 * i) % 512 for i in range(length)]
+
+
+@dataclass
+class Fleet:
+    gateway: Gateway
+    replicas: list[ReplicaServer]
+    members: list[ReplicaServer]
+    http: aiohttp.ClientSession
+
+    async def wait_for(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.gateway.router) != count:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def complete(self, prompt: list[int], **more: object) -> dict[str, object]:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | more
+        async with self.http.post("/v1/completions", json=body) as response:
+            reply: dict[str, object] = await response.json()
+            assert response.status == 200, reply
+            return reply | {"replica": response.headers["X-Aioinfer-Replica"]}
+
+
+@asynccontextmanager
+async def fleet(folder: Path, **settings: object) -> AsyncIterator[Fleet]:
+    usual = {
+        "model.path": str(folder),
+        "parallel.executor": "inline",
+        "parallel.cpu_threads": 1,
+        "cache.num_blocks": 400,
+        "cache.block_size": 16,
+        "scheduler.max_num_seqs": 4,
+        "server.port": 0,
+        "server.shutdown_timeout_s": 20,
+    }
+    config = load_config(None, usual | {k.replace("__", "."): v for k, v in settings.items()})
+    async with AsyncExitStack() as stack:
+        replicas = [await ReplicaServer.start(config, "127.0.0.1", n, TOKEN) for n in "ab"]
+        members = list(replicas)
+
+        async def discover() -> list[object]:
+            return [replica.address for replica in members]
+
+        gateway = Gateway(config, discover, TOKEN)  # type: ignore[arg-type]
+        url = await gateway.start()
+        http = await stack.enter_async_context(aiohttp.ClientSession(url))
+        found = Fleet(gateway, replicas, members, http)
+        try:
+            await found.wait_for(2)
+            yield found
+        finally:
+            await gateway.stop()
+            for replica in list(members):
+                await replica.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(
+        tmp_path_factory.mktemp("model"), vocab_size=512, max_position_embeddings=4096
+    )
+
+
+async def test_prefixes_streams_and_a_replica_that_leaves(folder: Path) -> None:
+    async with fleet(folder) as found:
+        prefix = text(1, 320)
+        first = await found.complete(prefix + text(2, 8))
+        await asyncio.sleep(0.3)
+        second = await found.complete(prefix + text(3, 8))
+        assert second["replica"] == first["replica"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 320  # type: ignore[index]
+
+        body = {"prompt": text(4, 8), "max_tokens": 200, "stream": True, "ignore_eos": True}
+        async with found.http.post("/v1/completions", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            chunks = [await response.content.readuntil(b"\n\n")]
+            replica = response.headers["X-Aioinfer-Replica"]
+            (leaver,) = (r for r in found.replicas if r.address.name == replica)
+            found.members.remove(leaver)
+            stopping = asyncio.create_task(leaver.stop())
+            await found.wait_for(1)
+            others = [await found.complete(text(5 + n, 8)) for n in range(3)]
+            assert {other["replica"] for other in others} != {replica}
+            chunks.append(await response.read())
+        await stopping
+        events = b"".join(chunks).decode().strip().split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+
+
+async def test_what_a_gateway_answers_itself(folder: Path) -> None:
+    async with fleet(folder, server__api_keys=["key"]) as found:
+        http = found.http
+        async with http.get("/health/ready") as response:
+            assert await response.json() == {"status": "ok", "replicas": 2}
+        async with http.get("/metrics") as response:
+            assert "aioinfer:gateway_replicas 2.0" in await response.text()
+        async with http.post("/v1/completions", json={"prompt": text(1, 40)}) as response:
+            assert response.status == 401
+            assert (await response.json())["error"]["code"] == "invalid_api_key"
+        async with http.get("/v1/files") as response:
+            assert response.status == 501
+        async with http.get("/v1/models", headers={"Host": "elsewhere.example"}) as response:
+            assert response.status == 421
+        async with aiohttp.ClientSession() as bare:
+            for replica in found.replicas:
+                async with bare.get(replica.address.reports_url) as response:
+                    assert response.status == 401
+            port = http._base_url.port if http._base_url else 0
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET @127.0.0.1:1/ HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        found.members.clear()
+        stops = [replica.stop() for replica in found.replicas]
+        await asyncio.gather(*stops)
+        await found.wait_for(0)
+        async with http.get("/v1/models") as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
