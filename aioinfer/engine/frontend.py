@@ -108,7 +108,7 @@ class Frontend:
         begin = time.perf_counter()
         folder = await asyncio.to_thread(find_model, config)
         resolved = time.perf_counter()
-        renew = partial(make_executor, config, folder)
+        renew = partial(make_executor, config, folder, find=find_model)
         frontend = cls(config, [*map(renew, range(config.parallel.data_parallel_size))], renew)
         try:
             await frontend.start(folder, on_progress)

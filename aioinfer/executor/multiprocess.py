@@ -15,9 +15,8 @@ class MultiprocessExecutor(WorkerExecutor):
     """Implements `Executor` with worker processes of this host."""
 
     def __init__(self, config: Config, folder: Path, engine: int = 0):
-        size = config.parallel.tensor_parallel_size
-        super().__init__(config, folder, engine, size)
-        places = place_ranks((("tp", size),), [0] * size)
+        super().__init__(config, folder, engine)
+        places = place_ranks(self.groups, [0] * self._size)
         self.ranks = HostRanks(config, folder, engine, places, self.heartbeat, self)
         self._hosts = [self.ranks]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -39,6 +40,12 @@ _GRACE_S = 2.0
 # from asking the ranks for their stacks until they are read: writing them takes milliseconds
 _STACKS_S = 1.0
 _log = logging.getLogger(__name__)
+
+
+def parallel_groups(config: Config) -> tuple[tuple[str, int], ...]:
+    """Returns the axes of an engine's world, as in `RankSpec`; the last is the tensor-parallel
+    one."""
+    return (("tp", config.parallel.tensor_parallel_size),)
 
 
 class WorkerHost(Protocol):
@@ -80,6 +87,7 @@ class WorkerExecutor:
     `_make_hosts`, and may extend `_release`.
 
     Attributes:
+        groups: the axes of the world, as in `RankSpec`.
         heartbeat: what each rank of the world recorded last.
         check_every_s: how often the hosts are asked for faults while there is work.
     """
@@ -87,8 +95,10 @@ class WorkerExecutor:
     #: Name of the first phase of the start.
     _FIRST_PHASE = "spawn workers"
 
-    def __init__(self, config: Config, folder: Path, engine: int, world_size: int):
+    def __init__(self, config: Config, folder: Path, engine: int):
         self.config = config
+        self.groups = parallel_groups(config)
+        world_size = math.prod(size for _, size in self.groups)
         self.heartbeat = Heartbeat(world_size)
         self.check_every_s = 1.0
         self._folder, self._engine, self._size = folder, engine, world_size

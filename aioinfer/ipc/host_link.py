@@ -12,8 +12,8 @@ the loop's turn, and a plan must be on its way before the text of the step befor
 
 The handshake: each side sends a random challenge and answers the other's with an HMAC (RFC 2104,
 SHA-256) under the secret. Strangers who can reach the port learn nothing and are cut off; before
-that they can make a side read a few bytes. The frames behind it are neither encrypted nor signed, and
-neither is what NCCL and gloo send: hosts of one engine belong on a network of their own.
+that they can make a side read a few bytes. The frames behind it are neither encrypted nor signed,
+and neither is what NCCL and gloo send: hosts of one engine belong on a network of their own.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ _READ_BYTES = 1 << 20
 _HELLO = b"aioinfer host 1\n"
 _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _HOST_NUMBER = struct.Struct("!I")
+#: A plan is sent at once; a side that does not answer, idle or not, is lost after ten seconds.
+_TCP_OPTIONS = (
+    (socket.TCP_NODELAY, 1),
+    (socket.TCP_KEEPIDLE, 4),
+    (socket.TCP_KEEPINTVL, 2),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 10_000),
+)
 #: The whole handshake may take so long.
 HANDSHAKE_S = 10.0
 
@@ -83,7 +91,9 @@ class HostLink:
         self._received = bytearray()
         self._unsent = bytearray()
         self._is_open = True
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _TCP_OPTIONS:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._loop.add_reader(connection.fileno(), self._read)
 
     def send(self, kind: FrameKind, number: int = 0, parts: Sequence[memoryview] = ()) -> None:
