@@ -70,6 +70,8 @@ class RaySession:
 
 
 def _connect(address: str | None, num_ranks: int) -> None:
+    # it would take SIGTERM away from the server, which drains then
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     if address is not None and "://" in address:
         raise ConfigError(
             f"parallel.ray_address = {address!r}: the server has to run on a node of the "
