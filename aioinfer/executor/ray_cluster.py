@@ -260,8 +260,12 @@ def _start_actors(
         found = ray.get([actor.describe.remote() for actor in actors], timeout=_ACTOR_TIMEOUT_S)
     except ray.exceptions.RayError as error:
         raise EngineDeadError(f"an actor on a node of Ray could not start: {error}") from error
+    # bundles are alike: those of a node get ranks that follow each other, and the driver's node the
+    # first, whose results then need no stream
+    own, _ = own_node()
+    held = sorted(zip(actors, found, strict=True), key=lambda each: (each[1][0] != own, each[1][0]))
     nodes: dict[str, Node] = {}
-    for index, (actor, (node_id, address, devices)) in enumerate(zip(actors, found, strict=True)):
+    for index, (actor, (node_id, address, devices)) in enumerate(held):
         node = nodes.setdefault(node_id, Node(node_id, address))
         node.ranks += range(index * size, (index + 1) * size)
         node.actors.append(actor)
