@@ -91,8 +91,8 @@ async def compare(actors: list[Any], options: argparse.Namespace) -> None:
             figures = await measure(way, options.steps)
             if number:  # the first warms up
                 found[name].append(figures)
-    for name, figures in found.items():
-        trip, cpu = (statistics.median(each) for each in zip(*figures, strict=True))
+    for name, all_figures in found.items():
+        trip, cpu = (statistics.median(each) for each in zip(*all_figures, strict=True))
         print(f"{name:15} round trip {trip:8.0f} us, CPU of the driver {cpu:8.0f} us")
     pairs = zip(*found.values(), strict=True)
     ratio = statistics.median(graph[0] / stream[0] for stream, graph in pairs)
@@ -116,7 +116,8 @@ def main() -> None:
         other = cluster.add_node(num_cpus=2)
         ray.init(cluster.address, log_to_driver=False)
         there = NodeAffinitySchedulingStrategy(other.node_id, soft=False)
-        actor: Any = ray.remote(num_cpus=1, scheduling_strategy=there)(Echo)
+        remote: Any = ray.remote
+        actor = remote(num_cpus=1, scheduling_strategy=there)(Echo)
         actors = [actor.remote(), actor.remote()]
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(compare(actors, options))

@@ -25,7 +25,7 @@ from aioinfer.executor.remote_host import RemoteHost
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
 from aioinfer.ipc.host_link import HostListener
 from aioinfer.ipc.masks import ConstrainedRows
-from aioinfer.ipc.placement import place_ranks
+from aioinfer.ipc.placement import place_on_hosts
 from tests.executor_runs import Run, broken_plan, decode_plan, greedy, tiny_config, tiny_llama
 from tests.test_multiprocess import until, workers
 
@@ -50,7 +50,7 @@ class TwoHosts(WorkerExecutor):
     async def _make_hosts(self) -> list[WorkerHost]:
         address = own_address()
         self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        places = place_ranks(self.groups, [0, 1], (address, self.store.port))
+        places = place_on_hosts(self.groups, [0, 1], (address, self.store.port))
         listener = HostListener("127.0.0.1", SECRET, 1)
         self.agent = HostAgent(self.config, self._folder, 0, places[1:])
         self.task = asyncio.create_task(self.agent.run(listener.address, SECRET, 0))

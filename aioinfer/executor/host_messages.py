@@ -38,7 +38,12 @@ def plain_report(report: Any) -> dict[str, Any]:
         {"type": type(group.spec).__name__, "spec": group.spec, "layers": group.layers}
         for group in report.groups
     ]
-    return _fields(report) | {"groups": groups}
+    ranges = {
+        name: {"range": [value.start, value.stop]}
+        for name, value in _fields(report).items()
+        if isinstance(value, range)
+    }
+    return _fields(report) | ranges | {"groups": groups}
 
 
 def load_report(plain: dict[str, Any]) -> Any:
@@ -49,10 +54,15 @@ def load_report(plain: dict[str, Any]) -> Any:
         KVGroup(_SPECS[group["type"]](**group["spec"]), tuple(group["layers"]))
         for group in plain["groups"]
     )
-    block_bytes, num_blocks = tuple(plain["block_bytes"]), tuple(plain["num_blocks"])
-    return LoadReport(
-        **plain | {"groups": groups, "block_bytes": block_bytes, "num_blocks": num_blocks}
-    )
+    values = {name: _restored(value) for name, value in plain.items()}
+    return LoadReport(**values | {"groups": groups})
+
+
+def _restored(value: Any) -> Any:
+    """Returns a field as it was before JSON, which knows neither tuples nor ranges."""
+    if isinstance(value, dict) and "range" in value:
+        return range(*value["range"])
+    return tuple(value) if isinstance(value, list) else value
 
 
 def plain_failure(report: FailureReport) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from aioinfer.config import Config
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
-from aioinfer.ipc.placement import place_ranks
+from aioinfer.ipc.placement import place_on_hosts
 
 
 class MultiprocessExecutor(WorkerExecutor):
@@ -16,7 +16,7 @@ class MultiprocessExecutor(WorkerExecutor):
 
     def __init__(self, config: Config, folder: Path, engine: int = 0):
         super().__init__(config, folder, engine)
-        places = place_ranks(self.groups, [0] * self._size)
+        places = place_on_hosts(self.groups, [0] * self._size)
         self.ranks = HostRanks(config, folder, engine, places, self.heartbeat, self)
         self._hosts = [self.ranks]
 

@@ -31,7 +31,7 @@ from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.executor.remote_host import RemoteHost
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
 from aioinfer.ipc.host_link import HostListener
-from aioinfer.ipc.placement import RankSpec, place_ranks
+from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
 _AGENT_TIMEOUT_S = 120.0  # from the placement until all agents have connected
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class RayExecutor(WorkerExecutor):
         if len(nodes) > 1:
             self._store, port = await asyncio.to_thread(ray_cluster.open_store, own_address)
             master = (own_address, port)
-        places = place_ranks(
+        places = place_on_hosts(
             self.groups,
             [host_of[rank] for rank in range(self._size)],
             master,

@@ -40,7 +40,7 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor.host_ranks import HostRanks, RankProcess, spawn
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost, parallel_groups
-from aioinfer.ipc.placement import place_ranks
+from aioinfer.ipc.placement import place_on_hosts
 from aioinfer.worker.process import WorkerSpec, main
 
 _POLL_S = 0.1
@@ -270,7 +270,7 @@ class TorchrunExecutor(WorkerExecutor):
 
     async def _make_hosts(self) -> list[WorkerHost]:
         self._meeting = _Meeting(self._place)
-        places = place_ranks(self.groups, [0] * self._size)
+        places = place_on_hosts(self.groups, [0] * self._size)
         return [
             HostRanks(
                 self.config, self._folder, 0, places, self.heartbeat, self,

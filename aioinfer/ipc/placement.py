@@ -78,7 +78,7 @@ class RankSpec:
             return self.master_address == "localhost"
 
 
-def place_ranks(
+def place_on_hosts(
     groups: Sequence[tuple[str, int]],
     hosts: Sequence[int],
     master: tuple[str, int] = ("127.0.0.1", 0),
