@@ -33,10 +33,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PARTS = ("raylet", "gcs_server", "ray::", "spawn_main", "ray/_private")
 
 
-def left_over() -> list[str]:
-    """Returns the command lines of Ray's processes and of workers below this process."""
+def descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def left_over(others: set[psutil.Process]) -> list[str]:
+    """Returns the command lines of Ray's processes and of workers below this process, without those
+    of `others`."""
     lines = []
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants() - others:
         try:
             line = " ".join(child.cmdline())
         except psutil.NoSuchProcess:
@@ -46,9 +51,9 @@ def left_over() -> list[str]:
     return lines
 
 
-def wait_until_nothing_is_left() -> None:
+def wait_until_nothing_is_left(others: set[psutil.Process]) -> None:
     deadline = time.monotonic() + 30
-    while (lines := left_over()) and time.monotonic() < deadline:
+    while (lines := left_over(others)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert lines == []
 
@@ -56,6 +61,7 @@ def wait_until_nothing_is_left() -> None:
 @contextmanager
 def cluster_of(*num_cpus: int) -> Iterator[Cluster]:
     """A cluster with a node for each number; this process is on the first."""
+    others = descendants()
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": num_cpus[0], "include_dashboard": False}
     )
@@ -66,7 +72,7 @@ def cluster_of(*num_cpus: int) -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-        wait_until_nothing_is_left()
+        wait_until_nothing_is_left(others)
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +217,13 @@ async def test_a_cluster_that_is_not_there(folder: Path) -> None:
 
 async def test_a_ray_of_its_own(folder: Path) -> None:
     """It ends with the executor."""
+    others = descendants()
     run = Run(RayExecutor(tiny_config(folder, executor="ray", tensor_parallel_size=2), folder))
     await run.start()
     assert await greedy(run, 7) == await expected_tokens(folder, 7)
     await run.executor.shutdown()
     assert not ray.is_initialized()
-    await asyncio.to_thread(wait_until_nothing_is_left)
+    await asyncio.to_thread(wait_until_nothing_is_left, others)
 
 
 def test_parts_of_a_group() -> None:
