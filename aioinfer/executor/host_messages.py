@@ -1,7 +1,7 @@
 """The small messages between the driver of an engine and its other hosts, in JSON: how ranks start,
 and how they fail.
 
-Data alone: what reads them cannot be made to run code, as a pickle's reader can.
+JSON holds data alone: what reads it cannot be made to run code.
 """
 
 from __future__ import annotations
