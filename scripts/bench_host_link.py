@@ -39,17 +39,19 @@ class Echo:
 
     def serve(self, address: tuple[str, int], secret: bytes) -> None:
         """Answers over a stream until the driver closes it."""
-        asyncio.run(self._serve(address, secret))
+        asyncio.run(answer_frames(address, secret))
 
-    async def _serve(self, address: tuple[str, int], secret: bytes) -> None:
-        over = asyncio.Event()
-        connection = await connect_to_driver(address, secret, 0)
-        link = HostLink(
-            connection,
-            lambda *frame: link.send(FrameKind.RESULT, 0, [memoryview(ANSWER)]),
-            lambda reason: over.set(),
-        )
-        await over.wait()
+
+async def answer_frames(address: tuple[str, int], secret: bytes) -> None:
+    """Answers each frame until the driver closes the stream."""
+    over = asyncio.Event()
+    connection = await connect_to_driver(address, secret, 0)
+    link = HostLink(
+        connection,
+        lambda *frame: link.send(FrameKind.RESULT, 0, [memoryview(ANSWER)]),
+        lambda reason: over.set(),
+    )
+    await over.wait()
 
 
 async def measure(exchange: Callable[[], Awaitable[None]], steps: int) -> tuple[float, float]:

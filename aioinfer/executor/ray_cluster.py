@@ -2,8 +2,9 @@
 here may block for seconds, and is called in a thread.
 
 A tensor-parallel group is placed whole, as one bundle of a placement group, which Ray never
-divides between nodes; only where no node has room for it is it divided, into equal parts as large
-as possible. In each bundle runs one actor (`HostActor`), which holds its resources.
+divides between nodes. On CPUs, where no node has room for it, it is divided into equal parts as
+large as possible; GPUs sum over ranks through each other's memory, which ends with the host. In
+each bundle runs one actor (`HostActor`), which holds its resources.
 """
 
 from __future__ import annotations
@@ -203,8 +204,9 @@ def place(
     """
     delay_s, deadline = _FIRST_DELAY_S, time.monotonic() + PLACEMENT_TIMEOUT_S
     resources = rank_resources(config)
+    sizes = [group_size] if "GPU" in resources else part_sizes(group_size)
     while not cancelled.is_set():
-        for size in part_sizes(group_size):
+        for size in sizes:
             if (group := _reserve(world_size // size, size, resources)) is not None:
                 try:
                     return _start_actors(group, world_size // size, size, resources)
