@@ -1,9 +1,9 @@
-"""Measures what an executor costs a step: the same tiny model with two ranks on CPUs, in turns over
-the `multiprocess` executor, the Ray executor within the driver's node, and over two nodes.
+"""Measures what an executor costs a step: the same tiny model with one rank on a CPU, in turns over
+the `multiprocess` executor, the Ray executor on the driver's node, and on another node.
 
 The nodes are processes of this machine, so what a network adds is not in it. Prints the median time
-of a step at one stream and at 32, and the median difference to `multiprocess` in a round, in
-microseconds.
+of a step at one stream and at 32, its median difference to `multiprocess` in a round, and the CPU
+time of the driver in a step, all in microseconds.
 
     python scripts/bench_executors.py [--tokens 200] [--rounds 5]
 """
@@ -35,40 +35,47 @@ _COMMON = {
     "scheduler.max_num_seqs": 32,
     "parallel.device": "cpu",
     "parallel.cpu_threads": 1,
-    "parallel.tensor_parallel_size": 2,
 }
 
 
-def step_us(llm: LLM, streams: int, tokens: int) -> float:
-    """Returns the time of a step in microseconds while so many requests decode."""
+def step_us(llm: LLM, streams: int, tokens: int) -> tuple[float, float]:
+    """Returns the time of a step while so many requests decode, and the CPU time of this process in
+    it, in microseconds."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = [[5, 3, 17, number] for number in range(streams)]
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     llm.generate(prompts, params)
-    return 1e6 * (time.perf_counter() - began) / tokens
+    spent = time.perf_counter() - began, time.process_time() - cpu
+    return 1e6 * spent[0] / tokens, 1e6 * spent[1] / tokens
+
+
+def is_remote(llm: LLM) -> bool:
+    """Whether the rank of a model over Ray is on another node than this process."""
+    executor: Any = llm.frontend.engines[0]._executor
+    return bool(executor._placement.nodes[0].node_id != executor._own_node[0])
 
 
 def compare(address: str, folder: Path, options: argparse.Namespace) -> None:
     """Takes turns between the executors, and prints."""
     ray: dict[str, Any] = {"parallel.executor": "ray", "parallel.ray_address": address}
-    ways = {"multiprocess": {}, "ray, one node": ray, "ray, two nodes": ray}
-    models = {
-        name: LLM(str(folder), settings=_COMMON | more, progress=False)
-        for name, more in ways.items()
-    }
+    models = {"multiprocess": LLM(str(folder), settings=_COMMON, progress=False)}
+    for _ in range(2):  # each node has room for one
+        llm = LLM(str(folder), settings=_COMMON | ray, progress=False)
+        models["ray, another node" if is_remote(llm) else "ray, the driver's node"] = llm
     for streams in (1, 32):
-        found: dict[str, list[float]] = {name: [] for name in ways}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
         for number in range(options.rounds + 1):
             for name, llm in models.items():
-                value = step_us(llm, streams, options.tokens)
+                figures = step_us(llm, streams, options.tokens)
                 if number:  # the first warms up
-                    found[name].append(value)
-        for name, values in found.items():
-            pairs = zip(values, found["multiprocess"], strict=True)
-            more = statistics.median(value - base for value, base in pairs)
+                    found[name].append(figures)
+        for name, all_figures in found.items():
+            step, cpu = (statistics.median(each) for each in zip(*all_figures, strict=True))
+            pairs = zip(all_figures, found["multiprocess"], strict=True)
+            more = statistics.median(value[0] - base[0] for value, base in pairs)
             print(
-                f"{streams:3} streams, {name:15} {statistics.median(values):8.0f} us a step, "
-                f"{more:+8.0f} us",
+                f"{streams:3} streams, {name:22} {step:8.0f} us a step ({more:+6.0f}), "
+                f"CPU of the driver {cpu:6.0f}",
                 flush=True,
             )
     for llm in reversed(models.values()):
@@ -81,9 +88,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    # the second model finds room for one rank on the driver's node, once the first has two places
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False}
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     try:
         cluster.add_node(num_cpus=1)
