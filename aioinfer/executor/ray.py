@@ -81,12 +81,14 @@ class RayExecutor(WorkerExecutor):
             owns_devices=any(node.devices for node in nodes),
         )
         remote = [node for node in nodes if node.node_id != own_id]
-        hosts: list[WorkerHost] = []
+        hosts = await self._connect(remote, places, own_address) if remote else []
         for node in nodes:
-            if node not in remote:
+            if (
+                node.node_id == own_id
+            ):  # made last: until it is among the hosts, nobody would end it
                 local = [places[rank] for rank in node.ranks]
                 hosts.append(self._make_local(local, _visible_devices(node)))
-        return hosts + (await self._connect(remote, places, own_address) if remote else [])
+        return hosts
 
     def _place(self) -> None:
         """Connects to Ray and finds room for the ranks; runs in a thread."""

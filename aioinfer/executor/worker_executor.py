@@ -355,9 +355,11 @@ class WorkerExecutor:
         for timer in (self._watchdog, self._report_timer):
             if timer is not None:
                 timer.cancel()
-        await asyncio.gather(*(host.end() for host in self._hosts))
-        await self._release()
-        self.heartbeat.close()
+        try:
+            await asyncio.gather(*(host.end() for host in self._hosts))
+        finally:
+            await self._release()
+            self.heartbeat.close()
 
 
 def _describe_workers(
