@@ -10,6 +10,7 @@ each bundle runs one actor (`HostActor`), which holds its resources.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -124,6 +125,10 @@ class HostActor:
         """Serves the driver as a host's agent until it ends this; see `HostAgent`."""
         from aioinfer.executor.host_agent import HostAgent
 
+        # Ray runs its workers at niceness 15, which would hold every step up on a busy host; only
+        # root may undo that, and others start Ray with RAY_worker_niceness=0
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         if not folder.exists() and find is not None:
             folder = find(config)
         agent = HostAgent(config, folder, engine, places, visible_devices=visible_devices)
