@@ -189,6 +189,8 @@ def _check_combinations(config: Config) -> None:
                     f"parallel.executor = 'inline' runs one worker: use "
                     f"'multiprocess' with parallel.{name} above 1"
                 )
+    if parallel.ray_address is not None and parallel.executor != "ray":
+        raise ConfigError("parallel.ray_address needs parallel.executor = 'ray'")
     if parallel.expert_parallel and parallel.tensor_parallel_size == 1:
         raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
     if model.skip_tokenizer:

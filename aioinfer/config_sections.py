@@ -280,10 +280,17 @@ class ParallelConfig:
         1,
         minimum=1,
     )
-    executor: Literal["auto", "inline", "multiprocess"] = key(
+    executor: Literal["auto", "inline", "multiprocess", "ray"] = key(
         "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` "
-        "in processes of their own (`auto`).",
+        "in processes of their own (`auto`), `ray` on the hosts of a Ray cluster (needs the "
+        "package's extra `ray`). Under torchrun, `auto` takes the processes that it has started.",
         "auto",
+    )
+    ray_address: str | None = key(
+        'Ray cluster that `executor = "ray"` joins: `auto` for the one that this host is a node '
+        "of, or HOST:PORT. Default: the program's own connection to Ray, if it has one, or else a "
+        "Ray of its own on this host, which ends with it.",
+        None,
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"

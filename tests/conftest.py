@@ -50,12 +50,15 @@ SLOW = frozenset(
         "test_compiled.py",
         "test_gguf.py",
         "test_gguf_tokenizer.py",
+        "test_host_agent.py",
         "test_main.py",
         "test_multiprocess.py",
         "test_parallel.py",
+        "test_ray.py",
         "test_schema.py",
         "test_soak.py",
         "test_startup_errors.py",
+        "test_torchrun.py",
     ]
 )
 
@@ -122,8 +125,13 @@ EXTENDED = frozenset(
         "test_bench_large_bodies.py::test_a_short_run",
         "test_gguf.py::test_smollm2_is_as_transformers_reads_it",
         "test_grouped.py::test_two_ranks",
+        "test_host_agent.py",
+        "test_ray.py",
         "test_schema.py::test_the_server_does_what_it_says",
         "test_soak.py::test_a_short_run",
+        "test_torchrun.py::test_a_script_of_two_ranks",
+        "test_torchrun.py::test_a_server_of_two_ranks",
+        "test_torchrun.py::test_all_end_when_one_does",
         # with weights: make test-models ARGS=--extended
         "models/test_structured_output.py",
         "models/test_tools.py",
@@ -154,6 +162,7 @@ KEPT = frozenset(
         "kernels/test_latent_attention.py::test_decodes_in_float16",
         "kernels/test_latent_attention.py::test_norm_rotation_and_cache_write",
         "kernels/test_latent_attention.py::test_prefill_in_float16",
+        "test_host_agent.py::test_two_hosts_give_what_one_gives",
     ]
 )
 

@@ -36,6 +36,27 @@ def test_states_of_several_ranks() -> None:
     heartbeat.close()
 
 
+def test_ranks_of_another_host_by_its_clock() -> None:
+    """Its times are made this host's; ranks that have recorded nothing stay so."""
+    there, here = Heartbeat(4), Heartbeat(4)
+    there.begin(2, 7)
+    there.finish(2, 7)
+    here.begin(0, 8)
+    here.mirror([2, 3], there.read([2, 3]), behind_ns=-5_000_000_000)
+    assert here.has_finished(2, 7)
+    assert not here.has_finished(2, 8)
+    assert not here.has_finished(3, 0)
+    assert re.fullmatch(
+        r"rank 2 was waiting for a plan after step 7, last heartbeat 5\.\d s ago", here.describe(2)
+    )
+    assert here.describe(3) == "rank 3 has begun no step"
+    assert here.describe(0).startswith("rank 0 was executing step 8")
+    with pytest.raises(ValueError, match="reshape"):
+        here.mirror([2], there.read([2, 3]), 0)
+    there.close()
+    here.close()
+
+
 def test_a_step_that_begins_before_the_last_one_is_finished() -> None:
     heartbeat = Heartbeat(1)
     heartbeat.begin(0, 4)

@@ -25,8 +25,9 @@ import psutil
 import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
+from aioinfer.executor.host_ranks import _without_main_module
 from aioinfer.executor.inline import InlineExecutor
-from aioinfer.executor.multiprocess import MultiprocessExecutor, _without_main_module
+from aioinfer.executor.multiprocess import MultiprocessExecutor
 from aioinfer.ipc.heartbeat import ProcessMonitor
 from aioinfer.ipc.plan import StepResult
 from tests.executor_runs import (
@@ -120,7 +121,7 @@ def keep_the_loop_until_ended(*processes: psutil.Process) -> None:
 
 
 def heartbeat(run: Run, rank: int) -> str:
-    return run.executor._heartbeat.describe(rank)  # type: ignore[attr-defined]
+    return run.executor.heartbeat.describe(rank)  # type: ignore[attr-defined]
 
 
 def listening_addresses(pid: int) -> set[str]:
@@ -244,7 +245,8 @@ async def test_a_step_without_an_answer_names_the_ranks_that_the_others_wait_for
 async def watched(folder: Path) -> AsyncIterator[Run]:
     """Two ranks, not yet started, that count as stopped when they do not run for a second."""
     executor = MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder)
-    executor._monitor = ProcessMonitor(check_every_s=0.1, stopped_after_s=1.0)
+    executor.check_every_s = 0.1
+    executor.ranks.monitor = ProcessMonitor(check_every_s=0.1, stopped_after_s=1.0)
     yield Run(executor)
     await executor.shutdown()
     assert workers() == []
@@ -349,7 +351,7 @@ async def test_a_rank_that_waits_for_a_dead_one_is_not_named(
     rank_1.send_signal(number)
     rank_1.resume()
     keep_the_loop_until_ended(rank_0)
-    run.executor._receive(0)  # type: ignore[attr-defined]  # as the loop may do first, too
+    run.executor.ranks._receive(0)  # type: ignore[attr-defined]  # as the loop may do first, too
     message = await run.wait_for_failure()
     assert re.fullmatch(
         rf"worker 1 was killed by {number.name}: rank 1 was "
@@ -369,7 +371,7 @@ async def test_the_rank_with_the_first_error_is_named(tmp_path: Path) -> None:
     rank_1.rlimit(psutil.RLIMIT_AS, (2**21, 2**21))  # less than it has: it gets no more
     run.executor.post(long_prefill_plan(2, 120))
     keep_the_loop_until_ended(rank_0, rank_1)
-    run.executor._receive(0)  # type: ignore[attr-defined]  # as the loop may do first, too
+    run.executor.ranks._receive(0)  # type: ignore[attr-defined]  # as the loop may do first, too
     message = await run.wait_for_failure()
     # Where a stack cannot grow, or a library does not check its allocations, it ends by SIGSEGV.
     if not message.startswith("worker 1 was killed by SIGSEGV: rank 1 was executing step 2,"):

@@ -1,7 +1,8 @@
 """Nothing in the package reads a pickle: a pickle runs code of whoever wrote it.
 
 Messages between the server and its own workers are the exception: they travel over pipes that no
-other process has (`multiprocessing.connection`).
+other process has (`multiprocessing.connection`), and under torchrun over a Unix socket in a folder
+of the user's alone. What other hosts send is JSON.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from aioinfer.ipc.placement import RankSpec
+from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
 
 def test_the_groups_of_a_grid() -> None:
@@ -50,3 +50,16 @@ def test_what_is_no_world(fields: dict) -> None:
 def test_it_can_be_sent_to_a_process() -> None:
     spec = RankSpec(3, 4, 1, "10.0.0.7", 29500, (("dp", 2), ("tp", 2)))
     assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_ranks_of_several_hosts_are_numbered_on_each() -> None:
+    groups = (("pp", 2), ("tp", 2))
+    places = place_on_hosts(groups, [0, 1, 1, 0], ("10.0.0.7", 2900), owns_devices=True)
+    assert [place.rank for place in places] == [0, 1, 2, 3]
+    assert [place.local_rank for place in places] == [0, 0, 1, 1]
+    assert [place.sends_results for place in places] == [True, False, False, False]
+    assert {place.groups for place in places} == {groups}
+    assert {(place.master_address, place.master_port) for place in places} == {("10.0.0.7", 2900)}
+    assert not any(place.is_local for place in places)
+    assert all(place.owns_devices for place in places)
+    assert all(place.is_local for place in place_on_hosts(groups, [0, 0, 0, 0]))

@@ -21,6 +21,7 @@ from aioinfer.api.loop_errors import LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.executor.torchrun import follow
 from aioinfer.startup import StartupDisplay
 
 #: When the engine has died, `/health` reports the reason for this long before the socket closes.
@@ -36,8 +37,10 @@ _MAX_THREADS = 8
 def run(config: Config) -> int:
     """Serves until a signal or the engine's death.
 
-    Returns the exit status. Raises what `serve` does.
+    Under torchrun, the processes of all ranks but the first become workers, and end without
+    returning. Returns the exit status. Raises what `serve` does.
     """
+    follow(config)
     with (
         LogWriter(config.logging.format),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

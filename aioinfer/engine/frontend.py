@@ -31,7 +31,8 @@ from aioinfer.engine.sequence_maker import SequenceMaker, attach_rows
 from aioinfer.engine.served_model import ServedModel, find_model
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
-from aioinfer.executor.factory import make_executor
+from aioinfer.executor.factory import can_start_anew, make_executor
+from aioinfer.executor.torchrun import follow
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow
 from aioinfer.text.constraints import CompiledConstraint
@@ -99,17 +100,20 @@ class Frontend:
     @classmethod
     async def launch(cls, config: Config, on_progress: ProgressCallback = no_progress) -> Frontend:
         """Finds the model, starts the workers of all engines side by side, and loads the tokenizer
-        meanwhile.
+        meanwhile. Under torchrun, the processes of all ranks but the first become workers here, and
+        end without returning.
 
         Raises:
             ConfigError: the configuration does not go with the model or the machine.
             EngineDeadError: a worker failed to start.
         """
+        follow(config)
         begin = time.perf_counter()
         folder = await asyncio.to_thread(find_model, config)
         resolved = time.perf_counter()
-        renew = partial(make_executor, config, folder)
-        frontend = cls(config, [*map(renew, range(config.parallel.data_parallel_size))], renew)
+        renew = partial(make_executor, config, folder, find=find_model)
+        executors = [*map(renew, range(config.parallel.data_parallel_size))]
+        frontend = cls(config, executors, renew if can_start_anew(config) else None)
         try:
             await frontend.start(folder, on_progress)
         except BaseException:

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from aioinfer.config import Config
+from aioinfer.errors import ConfigError
 from aioinfer.executor.base import Executor
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
+from aioinfer.executor.torchrun import TorchrunExecutor, torchrun_place
 
 
-def make_executor(config: Config, folder: Path, engine: int = 0) -> Executor:
+def make_executor(
+    config: Config, folder: Path, engine: int = 0, find: Callable[[Config], Path] | None = None
+) -> Executor:
     """Returns the executor of `parallel.executor` for an engine, by its number; `auto` gives
-    workers processes of their own."""
+    workers processes of their own, or takes those that torchrun has started.
+
+    Args:
+        folder: of the model, on this host.
+        find: finds the model on another host that does not have this folder.
+
+    Raises:
+        ConfigError: a package that the executor needs is missing.
+    """
     if config.parallel.executor == "inline":
         return InlineExecutor(config, folder)
+    if config.parallel.executor == "ray":
+        try:
+            from aioinfer.executor.ray import RayExecutor
+        except ImportError as error:
+            raise ConfigError(
+                f"parallel.executor = 'ray' needs Ray: pip install 'aioinfer[ray]' ({error})"
+            ) from error
+        return RayExecutor(config, folder, engine, find)
+    if (place := torchrun_place(config)) is not None:
+        return TorchrunExecutor(config, folder, place)
     return MultiprocessExecutor(config, folder, engine)
+
+
+def can_start_anew(config: Config) -> bool:
+    """Whether an executor whose workers were lost can be followed by another one: torchrun ends
+    all of its processes when one fails."""
+    return torchrun_place(config) is None

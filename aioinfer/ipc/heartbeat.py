@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import Any
@@ -24,6 +25,7 @@ from aioinfer.ipc.anonymous_file import anonymous_file
 # int64 of a rank: a cache line. In it: step begun, when, step finished, when, step launched, when
 # the last even one was launched, when the last odd one was
 _LINE = 8
+_TIMES = (1, 3, 5, 6)  # which of them are times
 _STATUS = re.compile(
     rb"^State:\t(\w).*^voluntary_ctxt_switches:\t(\d+)\nnonvoluntary_ctxt_switches:\t(\d+)$",
     re.DOTALL | re.MULTILINE,
@@ -67,6 +69,23 @@ class Heartbeat:
     def finish(self, rank: int, step_id: int) -> None:
         """Records that `rank` has finished a step."""
         self._lines[rank, 2:4] = step_id, time.monotonic_ns()
+
+    def has_finished(self, rank: int, step_id: int) -> bool:
+        """Whether `rank` has finished a step, or a later one."""
+        finished, finished_ns = self._lines[rank, 2:4]
+        return bool(finished_ns > 0 and finished >= step_id)
+
+    def read(self, ranks: Sequence[int]) -> bytes:
+        """Returns the records of some ranks, for `mirror` on another host."""
+        return self._lines[ranks].tobytes()
+
+    def mirror(self, ranks: Sequence[int], records: bytes | memoryview, behind_ns: int) -> None:
+        """Takes over the records of ranks on another host, whose clock is `behind_ns` behind this
+        one's. Raises ValueError if they are not of so many ranks."""
+        lines = np.frombuffer(records, np.int64).reshape(len(ranks), _LINE).copy()
+        times = lines[:, _TIMES]
+        lines[:, _TIMES] = np.where(times > 0, times + behind_ns, 0)
+        self._lines[ranks] = lines
 
     def laggards(self, step_id: int) -> list[int]:
         """Returns the ranks for which a step is not finished.

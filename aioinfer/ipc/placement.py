@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Process groups that there may be: tensor, data, expert and pipeline parallel ranks.
@@ -32,6 +34,8 @@ class RankSpec:
             stands for that host.
         groups: (name, size) of each axis; names are of `GROUP_NAMES`, and the product of the sizes
             is `world_size`.
+        owns_devices: whether the GPUs that the process sees are those of its host's ranks alone,
+            as a cluster's scheduler gives them out; else they are counted over all engines.
     """
 
     rank: int = 0
@@ -40,6 +44,7 @@ class RankSpec:
     master_address: str = "127.0.0.1"
     master_port: int = 0
     groups: tuple[tuple[str, int], ...] = ()
+    owns_devices: bool = False
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.groups]
@@ -59,9 +64,38 @@ class RankSpec:
         return [[first + stride * number for number in range(size)] for first in firsts]
 
     @property
+    def sends_results(self) -> bool:
+        """Whether the results of this rank are those that go back to the engine: one rank's do,
+        since all have the same."""
+        return self.rank == 0
+
+    @property
     def is_local(self) -> bool:
         """Whether the ranks meet on this host's loopback interface."""
         try:
             return ipaddress.ip_address(self.master_address).is_loopback
         except ValueError:
             return self.master_address == "localhost"
+
+
+def place_on_hosts(
+    groups: Sequence[tuple[str, int]],
+    hosts: Sequence[int],
+    master: tuple[str, int] = ("127.0.0.1", 0),
+    *,
+    owns_devices: bool = False,
+) -> list[RankSpec]:
+    """Returns the places of all ranks of a world.
+
+    Args:
+        groups: the axes of the world, as in `RankSpec`.
+        hosts: the number of the host on which each rank is to run.
+        master: address and port at which ranks of several hosts find each other.
+        owns_devices: as in `RankSpec`.
+    """
+    seen: Counter[int] = Counter()
+    places = []
+    for rank, host in enumerate(hosts):
+        local_rank, seen[host] = seen[host], seen[host] + 1
+        places.append(RankSpec(rank, len(hosts), local_rank, *master, tuple(groups), owns_devices))
+    return places

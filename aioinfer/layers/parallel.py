@@ -11,7 +11,10 @@ group allocates; NCCL brings the ranks together and does what is not in a step's
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _CPU = torch.device("cpu")
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 
 
 class ParallelGroup:
@@ -195,4 +199,26 @@ def _init_world(spec: RankSpec, device: torch.device, store: dist.Store) -> None
         # gloo would take the address of the host's name, which may not be reachable; this variable
         # is the only way to select the interface
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    elif interface := _interface_towards(spec.master_address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)
+
+
+def _interface_towards(address: str) -> str | None:
+    """Returns the name of the network interface from which this host reaches an IPv4 address, or
+    None if it cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # selects a route; nothing is sent
+        except OSError:
+            return None
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has no IPv4 address
+                continue
+            if answer[20:24] == own:
+                return name
+    return None

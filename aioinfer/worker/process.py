@@ -43,7 +43,7 @@ class WorkerSpec:
     Attributes:
         config, folder: the configuration and the model's folder.
         place: the rank, and where it finds the others.
-        plans, results: the rings; only rank 0 writes results.
+        plans, results: the rings of the host; one rank of the world writes results.
         heartbeat: where this rank writes what it is doing.
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
@@ -52,6 +52,8 @@ class WorkerSpec:
         stacks: where this rank writes its stacks when it is asked for them.
         masks: where the engine writes which tokens constrained rows may sample.
         engine: the number of the engine that the rank belongs to.
+        visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
+            None for those that its parent sees.
     """
 
     config: Config
@@ -66,11 +68,17 @@ class WorkerSpec:
     meeting: MeetingFile
     masks: MaskMemory
     engine: int = 0
+    visible_devices: str | None = None
 
     @property
     def rank(self) -> int:
         """The number of the rank."""
         return self.place.rank
+
+    @property
+    def reader(self) -> int:
+        """Which reader of the ring of the plans this rank is: each host has a ring."""
+        return self.place.local_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,8 @@ def main(spec: WorkerSpec) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, args=(spec.lifeline,), daemon=True).start()
+    if spec.visible_devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     try:
         worker = _start(spec)
         _serve(spec, worker)
@@ -199,7 +209,7 @@ class _Inbox:
         self._holds_plan = False  # whether the ring still has the last plan
         self._control = spec.control.fileno()
         self._poll = select.poll()
-        self._poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
+        self._poll.register(spec.plans.event_fd(spec.reader), select.POLLIN)
         self._poll.register(self._control, select.POLLIN)
 
     def next_plan(self) -> StepPlan:
@@ -217,13 +227,13 @@ class _Inbox:
         """Gives the memory of the last plan back. Safe to call twice."""
         if self._holds_plan:
             self._holds_plan = False
-            self._spec.plans.release(self._spec.rank)
+            self._spec.plans.release(self._spec.reader)
 
     def wait_for_masks(self, plan: StepPlan, count: int) -> I32:
         """Implements `MaskSource`. Raises `_EndOfPlansError`."""
         spec = self._spec
         notice = MaskNotice.decode(self._read())
-        spec.plans.release(spec.rank)
+        spec.plans.release(spec.reader)
         if notice.step_id != plan.step_id:
             raise RuntimeError(f"step {plan.step_id} was given the masks of {notice.step_id}")
         rows = spec.config.scheduler.max_num_seqs
@@ -235,15 +245,15 @@ class _Inbox:
         while not self._num_announced:
             if any(fd == self._control for fd, _ in self._poll.poll()):
                 raise _EndOfPlansError
-            self._num_announced = spec.plans.announced(spec.rank)
+            self._num_announced = spec.plans.announced(spec.reader)
         self._num_announced -= 1
-        return spec.plans.read(spec.rank)
+        return spec.plans.read(spec.reader)
 
 
 def _finish(spec: WorkerSpec, pending: Pending) -> None:
-    """Waits for a step's result; rank 0, whose result is every rank's, posts it."""
+    """Waits for a step's result; the rank that sends results posts it."""
     result = pending.wait()
-    if spec.rank == 0:
+    if spec.place.sends_results:
         spec.results.write(result.encode())
     spec.heartbeat.finish(spec.rank, result.step_id)
 
@@ -275,6 +285,11 @@ def _join_groups(spec: WorkerSpec) -> ProcessGroups:
         return ProcessGroups.single()
     from torch.distributed import FileStore
 
-    device = select_device(spec.config, spec.place.local_rank, spec.engine)
-    store = FileStore(spec.meeting.path, spec.place.world_size)
+    place = spec.place
+    device = select_device(
+        spec.config, place.local_rank, spec.engine, owns_devices=place.owns_devices
+    )
+    store = None
+    if spec.place.is_local:
+        store = FileStore(spec.meeting.path, spec.place.world_size)
     return ProcessGroups.connect(spec.place, device, store)

@@ -114,7 +114,10 @@ class Worker:
         self._config = config
         self._folder = folder
         self._group = groups.tp
-        self.device = select_device(config, groups.spec.local_rank, engine)
+        place = groups.spec
+        self.device = select_device(
+            config, place.local_rank, engine, owns_devices=place.owns_devices
+        )
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
         self.block_size = config.cache.block_size or (
@@ -416,8 +419,11 @@ class Worker:
         runner.step(plan, self._allow_all).wait()
 
 
-def select_device(config: Config, rank: int, engine: int = 0) -> torch.device:
-    """Returns the device of an engine's rank.
+def select_device(
+    config: Config, rank: int, engine: int = 0, *, owns_devices: bool = False
+) -> torch.device:
+    """Returns the device of an engine's rank, by its number on its host; `owns_devices` is as in
+    `RankSpec`.
 
     Raises `ConfigError` if it should be a GPU and there are too few.
     """
@@ -430,6 +436,10 @@ def select_device(config: Config, rank: int, engine: int = 0) -> torch.device:
             "parallel.device = 'cuda', and there is no GPU that torch can use: set "
             "it to 'cpu' or 'auto'"
         )
+    if owns_devices:
+        if rank >= count:
+            raise ConfigError(f"{rank + 1} ranks of one host need as many GPUs, and it has {count}")
+        return torch.device("cuda", rank)
     size, engines = config.parallel.tensor_parallel_size, config.parallel.data_parallel_size
     if size * engines > count:
         settings = {"parallel.tensor_parallel_size": size, "parallel.data_parallel_size": engines}

@@ -65,8 +65,10 @@ async def test_requests_spread(pair: Served) -> None:
     assert [now - then for now, then in zip(finished(pair), before, strict=True)] == [4, 4]
     assert [await pair.complete(**body) for body in bodies[:4]] == together[:4]
     pids = {
-        process.pid for engine in pair.frontend.engines for process in engine._executor._processes
-    }  # type: ignore[attr-defined]
+        process.pid
+        for engine in pair.frontend.engines
+        for process in engine._executor.ranks._processes  # type: ignore[attr-defined]
+    }
     assert len(pids) == 2
 
 

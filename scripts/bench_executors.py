@@ -1,0 +1,104 @@
+"""Measures what an executor costs a step: the same tiny model with one rank on a CPU, in turns over
+the `multiprocess` executor, the Ray executor on the driver's node, and on another node.
+
+The nodes are processes of this machine, so what a network adds is not in it. Prints the median time
+of a step at one stream and at 32, its median difference to `multiprocess` in a round, and the CPU
+time of the driver in a step, all in microseconds.
+
+    python scripts/bench_executors.py [--tokens 200] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from aioinfer import LLM, SamplingParams
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+    "tie_word_embeddings": False, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+_COMMON = {
+    "model.load_format": "dummy",
+    "model.skip_tokenizer": True,
+    "cache.num_blocks": 1000,
+    "scheduler.max_num_seqs": 32,
+    "parallel.device": "cpu",
+    "parallel.cpu_threads": 1,
+}
+
+
+def step_us(llm: LLM, streams: int, tokens: int) -> tuple[float, float]:
+    """Returns the time of a step while so many requests decode, and the CPU time of this process in
+    it, in microseconds."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    prompts = [[5, 3, 17, number] for number in range(streams)]
+    began, cpu = time.perf_counter(), time.process_time()
+    llm.generate(prompts, params)
+    spent = time.perf_counter() - began, time.process_time() - cpu
+    return 1e6 * spent[0] / tokens, 1e6 * spent[1] / tokens
+
+
+def is_remote(llm: LLM) -> bool:
+    """Whether the rank of a model over Ray is on another node than this process."""
+    executor: Any = llm.frontend.engines[0]._executor
+    return bool(executor._placement.nodes[0].node_id != executor._own_node[0])
+
+
+def compare(address: str, folder: Path, options: argparse.Namespace) -> None:
+    """Takes turns between the executors, and prints."""
+    ray: dict[str, Any] = {"parallel.executor": "ray", "parallel.ray_address": address}
+    models = {"multiprocess": LLM(str(folder), settings=_COMMON, progress=False)}
+    for _ in range(2):  # each node has room for one
+        llm = LLM(str(folder), settings=_COMMON | ray, progress=False)
+        models["ray, another node" if is_remote(llm) else "ray, the driver's node"] = llm
+    for streams in (1, 32):
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+        for number in range(options.rounds + 1):
+            for name, llm in models.items():
+                figures = step_us(llm, streams, options.tokens)
+                if number:  # the first warms up
+                    found[name].append(figures)
+        for name, all_figures in found.items():
+            step, cpu = (statistics.median(each) for each in zip(*all_figures, strict=True))
+            pairs = zip(all_figures, found["multiprocess"], strict=True)
+            more = statistics.median(value[0] - base[0] for value, base in pairs)
+            print(
+                f"{streams:3} streams, {name:22} {step:8.0f} us a step ({more:+6.0f}), "
+                f"CPU of the driver {cpu:6.0f}",
+                flush=True,
+            )
+    for llm in reversed(models.values()):
+        llm.close()
+
+
+def main() -> None:
+    """Starts a cluster of two nodes, and ends it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=1)
+        with tempfile.TemporaryDirectory() as name:
+            Path(name, "config.json").write_text(json.dumps(_MODEL))
+            compare(cluster.address, Path(name), options)
+    finally:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

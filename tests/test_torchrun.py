@@ -1,0 +1,180 @@
+"""Processes that torchrun starts: a server and a script of two ranks each, and what becomes of the
+others when one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from aioinfer.errors import ConfigError
+from aioinfer.executor.torchrun import torchrun_place
+from tests.executor_runs import PROMPT, tiny_config, tiny_llama
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",
+}  # fmt: skip
+SETTINGS = {
+    "model.skip_tokenizer": True,
+    "cache.block_size": 4,
+    "cache.num_blocks": 64,
+    "scheduler.max_num_seqs": 4,
+    "parallel.cpu_threads": 1,
+    "parallel.device": "cpu",
+    "parallel.tensor_parallel_size": 2,
+}
+SCRIPT = """
+    import os, sys
+    from aioinfer import LLM, SamplingParams
+    print("begin of rank", os.environ.get("RANK", "none"), flush=True)
+    def main():
+        with LLM(sys.argv[1], settings={settings}, progress=False) as llm:
+            params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+            print(llm.generate([{prompt}], params)[0].token_ids, flush=True)
+        print("end of rank", os.environ.get("RANK", "none"), flush=True)
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+def meeting_places() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("aioinfer-")}
+
+
+def start(*arguments: Any) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*torchrun, "--master-port", "0", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_script_of_two_ranks(tmp_path: Path, folder: Path) -> None:
+    """The first goes on behind `LLM`, the other does not; the tokens are those of one worker."""
+    script = tmp_path / "script.py"
+    alone = SETTINGS | {"parallel.tensor_parallel_size": 1}
+    script.write_text(textwrap.dedent(SCRIPT).format(settings=alone, prompt=PROMPT))
+    single = subprocess.run(
+        [sys.executable, script, folder], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ).stdout.splitlines()  # fmt: skip
+    script.write_text(textwrap.dedent(SCRIPT).format(settings=SETTINGS, prompt=PROMPT))
+    before = meeting_places()
+    process = start(script, folder)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert sorted(output.splitlines()) == sorted(
+        ["begin of rank 0", "begin of rank 1", single[1], "end of rank 0"]
+    )
+    assert len(json.loads(single[1])) == 9
+    assert meeting_places() == before
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    settings = [
+        f"--set={name}={json.dumps(value)}"
+        for name, value in (SETTINGS | {"server.port": 0, "model.path": str(folder)}).items()
+    ]
+    process = start("-m", "aioinfer", *settings)
+    children: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"http://127.0.0.1:\d+", line):
+                break
+        assert found is not None
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield process, found[0]
+    finally:
+        process.kill()
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+        process.communicate()
+
+
+def complete(url: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps({"prompt": PROMPT, "temperature": 0, "return_token_ids": True} | body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.loads(response.read())
+
+
+def test_a_server_of_two_ranks(server: tuple[subprocess.Popen[str], str]) -> None:
+    """It answers, drains at SIGTERM as without torchrun, and leaves nothing."""
+    process, url = server
+    reply = complete(url, max_tokens=7, ignore_eos=True)
+    assert reply["choices"][0]["token_ids"] == [23, 35, 54, 42, 43, 34, 26]
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    assert psutil.wait_procs(children, timeout=20)[1] == []
+
+
+def test_all_end_when_one_does(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, _ = server
+    ranks = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "aioinfer" in " ".join(child.cmdline())
+    ]
+    follower = next(rank for rank in ranks if rank.environ()["RANK"] == "1")
+    children = psutil.Process(process.pid).children(recursive=True)
+    began = time.monotonic()
+    follower.kill()
+    assert process.wait(60) != 0
+    assert time.monotonic() - began < 40
+    assert psutil.wait_procs(children, timeout=20)[1] == []
+
+
+def test_where_a_process_stands(folder: Path) -> None:
+    config = tiny_config(folder, tensor_parallel_size=2)
+    place = torchrun_place(config, TORCHRUN)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank) == (1, 2, 1)
+    assert torchrun_place(config, {}) is None
+    alone = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    assert torchrun_place(tiny_config(folder), alone) is None
+    named = tiny_config(folder, executor="multiprocess", tensor_parallel_size=2)
+    assert torchrun_place(named, TORCHRUN) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "message"),
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, {}, "tensor_parallel_size to 4"),
+        ({"WORLD_SIZE": "4"}, {}, "several hosts"),
+        ({}, {"parallel.data_parallel_size": 2}, "data_parallel_size to 1"),
+    ],
+)
+def test_a_world_that_does_not_fit(
+    folder: Path, environ: dict[str, str], settings: dict[str, Any], message: str
+) -> None:
+    config = tiny_config(folder, tensor_parallel_size=2, **settings)
+    with pytest.raises(ConfigError, match=message):
+        torchrun_place(config, TORCHRUN | environ)
