@@ -1,10 +1,10 @@
-"""`python -m aioinfer.deploy`: the same as `aioinfer deploy`."""
+"""`python -m aioinfer.deploy`: the same as `aioinfer deploy`, whose command line is in `cli`, above
+this package."""
 
 from __future__ import annotations
 
 import sys
-
-from aioinfer.cli.commands import run
+from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(run(["deploy", *sys.argv[1:]]))
+    sys.exit(import_module("aioinfer.cli.commands").run(["deploy", *sys.argv[1:]]))
