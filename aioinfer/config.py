@@ -85,14 +85,17 @@ class Config:
     @property
     def max_prefill_tokens_beside_decode(self) -> int:
         """The cap on prefill tokens of a step that also decodes."""
-        cap = self.scheduler.max_prefill_tokens_beside_decode
-        return cap if cap is not None else self.scheduler.max_num_batched_tokens
+        limits = self.scheduler
+        if limits.max_prefill_tokens_beside_decode is not None:
+            return limits.max_prefill_tokens_beside_decode
+        budget = limits.max_num_batched_tokens
+        return budget if self.paces_prefill else max(1, budget // 4)
 
     @property
     def paces_prefill(self) -> bool:
         """Whether the predicted time of such a step bounds its prefill tokens."""
         limits = self.scheduler
-        return limits.target_itl_ms is not None or limits.max_prefill_tokens_beside_decode is None
+        return limits.target_itl_ms is not None or limits.predicted_prefill
 
 
 def load_config(

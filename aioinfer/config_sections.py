@@ -217,19 +217,24 @@ class SchedulerConfig:
         "Token budget of a step: prefill and decode tokens together.", 8192, minimum=1
     )
     max_prefill_tokens_beside_decode: int | None = key(
-        "Maximum number of prefill tokens in a step that also decodes. With it, and without "
-        "`target_itl_ms`, a step takes so many, whatever they cost; else what the step is "
-        "predicted to take decides.",
+        "Maximum number of prefill tokens in a step that also decodes, so that long prompts do not "
+        "stall streams. Default: a quarter of the budget; where predicted times bound them "
+        "(`target_itl_ms`, `predicted_prefill`) the whole of it.",
         None,
         minimum=1,
     )
     target_itl_ms: float | None = key(
         "Milliseconds between the tokens of a stream: a step that also decodes takes as much "
         "prefill as is predicted to fit. At least a fifth of such a step is prefill, whatever the "
-        "target. Default: few streams beside many prompts wait for long steps, many for short "
-        "ones, so that waiting prompts cost about 2.5 % of throughput.",
+        "target.",
         None,
         above=0,
+    )
+    predicted_prefill: bool = key(
+        "Without a target, the predicted time of a step bounds its prefill by what waiting prompts "
+        "cost: few streams beside many prompts wait for long steps, many for short ones, so that "
+        "about 2.5 % of throughput is lost. Not yet measured on a GPU.",
+        False,
     )
     policy: Literal["fcfs", "priority"] = key(
         "Order of scheduling: `fcfs` by arrival; `priority` by the request's `priority` (lower "

@@ -89,13 +89,13 @@ def test_derived_values() -> None:
         load_config(
             overrides=[MODEL, "scheduler.max_num_batched_tokens=100"]
         ).max_prefill_tokens_beside_decode
-        == 100
+        == 25
     )
     assert (
         load_config(
             overrides=[MODEL, "scheduler.max_num_batched_tokens=2"]
         ).max_prefill_tokens_beside_decode
-        == 2
+        == 1
     )
     assert (
         load_config(
@@ -103,10 +103,13 @@ def test_derived_values() -> None:
         ).max_prefill_tokens_beside_decode
         == 7
     )
-    assert load_config(overrides=[MODEL]).paces_prefill
-    fixed = "scheduler.max_prefill_tokens_beside_decode=7"
-    assert not load_config(overrides=[MODEL, fixed]).paces_prefill
-    assert load_config(overrides=[MODEL, fixed, "scheduler.target_itl_ms=20"]).paces_prefill
+    assert not load_config(overrides=[MODEL]).paces_prefill
+    for key in ("scheduler.target_itl_ms=20", "scheduler.predicted_prefill=true"):
+        config = load_config(overrides=[MODEL, key])
+        assert config.paces_prefill
+        assert config.max_prefill_tokens_beside_decode == 8192
+        fixed = "scheduler.max_prefill_tokens_beside_decode=7"
+        assert load_config(overrides=[MODEL, fixed, key]).max_prefill_tokens_beside_decode == 7
 
 
 def test_fields_cannot_be_assigned() -> None:

@@ -52,7 +52,7 @@ def test_a_target_below_what_decodes_take_leaves_prompts_a_fifth() -> None:
     ("prompt", "output", "streams", "seconds"),
     [(2000, 128, 64, 20), (32_000, 64, 8, 200), (500, 100, 48, 5)],
 )
-def test_the_default_is_as_fast_as_fixed_chunks(
+def test_without_a_target_it_is_as_fast_as_fixed_chunks(
     prompt: int, output: int, streams: int, seconds: int
 ) -> None:
     rates, gaps = {}, {}

@@ -95,6 +95,7 @@ def _offline(config: Config) -> Config:
         max_waiting_tokens=None,
         max_prefill_tokens_beside_decode=cap or config.scheduler.max_num_batched_tokens,
         target_itl_ms=None,
+        predicted_prefill=False,
     )
     logging = replace(config.logging, requests=False)
     return replace(
