@@ -185,6 +185,8 @@ def _check_combinations(config: Config) -> None:
                 )
     if parallel.expert_parallel and parallel.tensor_parallel_size == 1:
         raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
+    if parallel.expert_placement is not None and not parallel.expert_parallel:
+        raise ConfigError("parallel.expert_placement needs parallel.expert_parallel = true")
     if model.skip_tokenizer:
         for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:

@@ -250,6 +250,12 @@ class ParallelConfig:
         "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1.",
         False,
     )
+    expert_placement: str | None = key(
+        "JSON file that names the experts of each rank, an expert on several ranks if need be, so "
+        "that its tokens are divided among them; `GET /experts/placement` of a server that has "
+        "counted tokens makes one. Needs `expert_parallel`. Default: equal parts, in order.",
+        None,
+    )
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
         "own. A request goes to the one that has the most of its prompt cached or the least to "
@@ -327,8 +333,8 @@ class ServerConfig:
     )
     admin_key: str | None = key(
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
-        "`/abort`, `/reset_prefix_cache`), and nothing else. Tables of `api_key_file` with "
-        "`admin = true` open them, too; without either they are answered 403.",
+        "`/abort`, `/reset_prefix_cache`, `/experts`), and nothing else. Tables of `api_key_file` "
+        "with `admin = true` open them, too; without either they are answered 403.",
         None,
         secret=True,
     )

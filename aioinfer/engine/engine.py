@@ -335,6 +335,7 @@ class Engine:
             output = self.scheduler.update(result)
             if result.sections:
                 self.prompt_outputs.accept(result)
+                self.metrics.expert_load.accept(result)
             self.masking.accept(output)
             searched = self.beam_searches.accept(output, result) if output.beam_rows else []
         self.masking.fill()

@@ -25,6 +25,7 @@ from aioinfer.kernels.expert_linear import (
 )
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
+    CopyTable,
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
@@ -34,7 +35,7 @@ from aioinfer.kernels.expert_routing import (
     supports_rule,
 )
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.experts import MixtureMLP, Router, Routing, SharedExpert
+from aioinfer.layers.experts import MixtureMLP, PlacedExperts, Router, Routing, SharedExpert
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
@@ -50,13 +51,11 @@ class StackedExperts:
 
     Args:
         names: the checkpoint modules of each of them: gate, up and down.
-        local: which of all experts they are.
         channels: of each expert that this rank has; a multiple of 8.
         hidden_size: of the tokens.
         backend: of the rank.
 
     Attributes:
-        local: as given.
         gate_up: [E, 2 * channels, hidden_size]; interleaved by `finalize`.
         down: [E, hidden_size, channels].
     """
@@ -64,12 +63,10 @@ class StackedExperts:
     def __init__(
         self,
         names: Sequence[tuple[str, str, str]],
-        local: Shard,
         channels: Shard,
         hidden_size: int,
         backend: Backend,
     ):
-        self.local = local
         self._names, self._channels = names, channels
         empty = partial(torch.empty, dtype=backend.dtype, device=backend.device)
         self.gate_up = empty((len(names), 2 * channels.size, hidden_size))
@@ -100,6 +97,7 @@ class KernelMixtureMLP(MixtureMLP):
     Args:
         router: selects experts; its weight in the backend's dtype.
         stacked: those that this rank has.
+        placed: which of all they are.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
@@ -111,17 +109,20 @@ class KernelMixtureMLP(MixtureMLP):
         self,
         router: Router,
         stacked: StackedExperts,
+        placed: PlacedExperts,
         shared: SharedExpert | None,
         norm: RMSNorm,
         backend: Backend,
     ):
-        local = stacked.local
-        super().__init__(router, (), local, shared, norm, backend)
+        local = placed.local
+        super().__init__(router, (), placed, shared, norm, backend)
         self.stacked = stacked
         is_partial = local.size < local.total
         self._experts = range(local.start, local.start + local.size) if is_partial else None
         self._rule = rule_of(router.routing)
-        self._counters = make_counters(self._rule.num_experts, backend.device)
+        self._counters = make_counters(local.total, backend.device)
+        copies = placed.copies
+        self._copies = None if copies is None else CopyTable(copies.table, copies.counts)
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
@@ -172,15 +173,24 @@ class KernelMixtureMLP(MixtureMLP):
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
         x = stream.normed(self._norm)
-        self._add(stream, x, self._route(x, buckets=len(x) > SCANNED_TOKENS))
+        # padding has no slots; where the tokens are sampled ones alone there is none
+        mapping = step.inputs.groups[0].slot_mapping
+        slots = mapping if len(mapping) == len(x) else None
+        self._add(stream, x, self._route(x, buckets=len(x) > SCANNED_TOKENS, slots=slots))
 
     def _route(
-        self, x: torch.Tensor, *, buckets: bool, config: RoutingConfig | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        buckets: bool,
+        config: RoutingConfig | None = None,
+        slots: torch.Tensor | None = None,
     ) -> RoutedTokens:
         router = self.router
         return route(
             x, router.weight, self._rule, self._counters, bias=router.bias, buckets=buckets,
-            local=self._experts, pdl=self._backend.pdl, config=config,
+            local=self._experts, copies=self._copies, totals=self.counter.tokens, slots=slots,
+            pdl=self._backend.pdl, config=config,
         )  # fmt: skip
 
     def _add(

@@ -19,10 +19,10 @@ from aioinfer.layers.experts import (
     Expert,
     MixtureMLP,
     MixtureShape,
+    PlacedExperts,
     Router,
     Routing,
     SharedExpert,
-    expert_shards,
 )
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.half import has_half_products
@@ -406,14 +406,14 @@ class LayerMaker:
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
         prefixes = (f"{name}.experts.{number}" for number in range(routing.num_experts))
         names = [_expert_modules(prefix, projections) for prefix in prefixes]
-        local, channels = expert_shards(shape, self.backend)
-        here = names[local.start : local.start + local.size]
-        self._elsewhere.update(*names[: local.start], *names[local.start + local.size :])
-        if self._takes_stacked(names, routing, channels, activation):
-            return self._keep(self._kernel_mixture(name, shape, here, of_all, norm))
+        placed = PlacedExperts(name, shape, self.backend)
+        here = [names[expert] for expert in placed.local_experts]
+        self._elsewhere.update(*(set(names) - set(here)))
+        if self._takes_stacked(names, routing, placed.channels, activation):
+            return self._keep(self._kernel_mixture(name, routing, here, placed, of_all, norm))
         router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
-        experts = [expert(modules, channels) for modules in here]
-        return self._keep(MixtureMLP(router, experts, local, of_all, norm, self.backend))
+        experts = [expert(modules, placed.channels) for modules in here]
+        return self._keep(MixtureMLP(router, experts, placed, of_all, norm, self.backend))
 
     def biased_mixture(
         self, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
@@ -426,18 +426,19 @@ class LayerMaker:
             swiglu: the activation.
             norm: of the residual stream before it.
         """
-        (local, channels), routing = expert_shards(shape, self.backend), shape.routing
+        placed, routing = PlacedExperts(name, shape, self.backend), shape.routing
         router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
 
         def expert(number: int) -> BiasedExpert:
             index = StackIndex(number, routing.num_experts)
+            channels = placed.channels
             places = ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
             gate_up = self._weight([places.gate_up], Shard.whole(self.hidden_size))
             down = self._weight([places.down], channels)
             return BiasedExpert(places, gate_up, down, swiglu, self.backend)
 
-        experts = [expert(local.start + place) for place in range(local.size)]
-        return self._keep(MixtureMLP(router, experts, local, None, norm, self.backend))
+        experts = [expert(number) for number in placed.local_experts]
+        return self._keep(MixtureMLP(router, experts, placed, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
 
@@ -464,8 +465,9 @@ class LayerMaker:
     def _kernel_mixture(
         self,
         name: str,
-        shape: MixtureShape,
+        routing: Routing,
         names: Sequence[tuple[str, str, str]],
+        placed: PlacedExperts,
         shared: SharedExpert | None,
         norm: RMSNorm,
     ) -> MixtureMLP:
@@ -473,9 +475,9 @@ class LayerMaker:
         from aioinfer.layers.kernel_experts import KernelMixtureMLP, StackedExperts
 
         backend = self.backend
-        stacked = StackedExperts(names, *expert_shards(shape, backend), self.hidden_size, backend)
-        router = Router(f"{name}.gate", shape.routing, self.hidden_size, backend, backend.dtype)
-        return KernelMixtureMLP(router, stacked, shared, norm, backend)
+        stacked = StackedExperts(names, placed.channels, self.hidden_size, backend)
+        router = Router(f"{name}.gate", routing, self.hidden_size, backend, backend.dtype)
+        return KernelMixtureMLP(router, stacked, placed, shared, norm, backend)
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
         weight = make_weight(sources, columns, self.backend, self.quantization)

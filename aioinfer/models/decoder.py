@@ -17,7 +17,7 @@ from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.experts import MixtureMLP
+from aioinfer.layers.experts import ExpertCounter, MixtureMLP
 from aioinfer.layers.kv_cache import KVScales
 from aioinfer.layers.latent_attention import LatentAttention
 from aioinfer.layers.maker import LayerMaker
@@ -47,6 +47,7 @@ class CausalLM(Protocol):
             None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
+        expert_counters: of the layers with experts, if their tokens are counted.
     """
 
     backend: Backend
@@ -56,6 +57,7 @@ class CausalLM(Protocol):
     weights_bytes: int
     kv_specs: Sequence[KVSpec]
     kv_scales: Sequence[KVScales]
+    expert_counters: Sequence[ExpertCounter]
 
     def load(
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
@@ -211,6 +213,8 @@ class DecoderModel:
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         scales = [layer.attention.scales for layer in self.layers]
         self.kv_scales = [of_layer for of_layer in scales if of_layer is not None]
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureMLP)]
+        self.expert_counters = [mixture.counter for mixture in mixtures]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 

@@ -36,6 +36,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
+from aioinfer.worker.expert_report import ExpertReport
 from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
@@ -76,7 +77,7 @@ class PendingGpuResult:
         logprobs: float32 [S], int32 [S, K] and float32 [S, K] in pinned memory, or nothing.
         arrived: recorded behind the copy to the host.
         busy_ns: nanoseconds that the host spent on the step, less those spent waiting for masks.
-        prompt_outputs: of prompt rows that have outputs of their own; valid after `arrived`.
+        outputs: of prompt rows that have outputs of their own, and counts; valid after `arrived`.
     """
 
     step_id: int
@@ -84,7 +85,7 @@ class PendingGpuResult:
     logprobs: tuple[torch.Tensor, ...]
     arrived: torch.cuda.Event
     busy_ns: int
-    prompt_outputs: Sequence[PendingSection] = ()
+    outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result once it has reached the host."""
@@ -92,8 +93,8 @@ class PendingGpuResult:
         result = StepResult(self.step_id, self.tokens.numpy().copy(), busy_ns=self.busy_ns)
         if self.logprobs:
             result.sections = [Logprobs(*(part.numpy() for part in self.logprobs))]
-        if self.prompt_outputs:
-            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
+        if self.outputs:
+            result.sections = [*result.sections, *sections_of(self.outputs)]
         return result
 
 
@@ -120,6 +121,7 @@ class GpuModelRunner:
         kv: keys and values of all layers.
         slots: the running requests.
         graph_bytes: GPU memory that the graphs have taken.
+        expert_report: of the tokens that experts were given.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class GpuModelRunner:
         self._mask_uploads = MaskUploads(device)
         dtype = model.backend.dtype
         self._logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
+        self.expert_report = ExpertReport.of(model)
         self._prompt_rows = PromptOutputs(model, slots)
         # of the step that is being launched
         self._prompt_outputs: Sequence[PendingSection] = ()
@@ -176,11 +179,12 @@ class GpuModelRunner:
             launched = self._launch(plan, index, staged)
         logprobs, waited_ns = self._sample_masked(plan, launched, masks)
         count = 0 if launched.logits is None else len(launched.logits)
+        outputs = [*self._prompt_outputs, *self.expert_report.take()]
+        self._prompt_outputs = ()
         tokens, logprobs, arrived = self._fetch(index, count, logprobs)
         self._staging.end(arrived)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
-        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, prompt_outputs)
+        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, outputs)
 
     def _has_graph(self, plan: StepPlan) -> bool:
         """Whether the step does nothing but decode, and is captured."""

@@ -17,6 +17,7 @@ import torch
 from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.expert_report import ExpertReport
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.masks import MaskedRows, MaskSource, await_masks
 from aioinfer.worker.prompt_rows import (
@@ -38,13 +39,13 @@ class PendingResult:
         step_id: the plan's.
         sampled: what was sampled.
         busy_ns: nanoseconds that the step took, less those spent waiting for masks.
-        prompt_outputs: of prompt rows that have outputs of their own.
+        outputs: of prompt rows that have outputs of their own, and counts.
     """
 
     step_id: int
     sampled: Sampled
     busy_ns: int
-    prompt_outputs: Sequence[PendingSection] = ()
+    outputs: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result."""
@@ -53,8 +54,8 @@ class PendingResult:
         if len(sampled.logprobs):
             parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
             result.sections = [Logprobs(*(part.cpu().numpy() for part in parts))]
-        if self.prompt_outputs:
-            result.sections = [*result.sections, *sections_of(self.prompt_outputs)]
+        if self.outputs:
+            result.sections = [*result.sections, *sections_of(self.outputs)]
         return result
 
 
@@ -65,12 +66,14 @@ class ModelRunner:
         model: the rank's part of the model, bound to `kv`.
         kv: keys and values of all layers.
         slots: the running requests.
+        expert_report: of the tokens that experts were given.
     """
 
     def __init__(self, model: CausalLM, kv: KVTensors, slots: Slots):
         self.model = model
         self.kv = kv
         self.slots = slots
+        self.expert_report = ExpertReport.of(model)
         self._prompt_rows = PromptOutputs(model, slots)
         # of the step that is being computed
         self._prompt_outputs: Sequence[PendingSection] = ()
@@ -88,8 +91,9 @@ class ModelRunner:
         masked, waited_ns = await_masks(plan, masks)
         sampled = self._sample(plan, logits, masked)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        prompt_outputs, self._prompt_outputs = self._prompt_outputs, ()
-        return PendingResult(plan.step_id, sampled, busy_ns, prompt_outputs)
+        outputs = [*self._prompt_outputs, *self.expert_report.take()]
+        self._prompt_outputs = ()
+        return PendingResult(plan.step_id, sampled, busy_ns, outputs)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""

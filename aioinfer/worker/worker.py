@@ -18,6 +18,7 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
 from aioinfer.ipc.masks import mask_words
 from aioinfer.ipc.plan import I32, Admission, StepPlan
@@ -139,7 +140,11 @@ class Worker:
         self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(
-            self.device, dtype, self._group, expert_parallel=config.parallel.expert_parallel
+            self.device,
+            dtype,
+            self._group,
+            expert_parallel=config.parallel.expert_parallel,
+            expert_placement=_read_placement(config),
         )
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             self._model = build_model(
@@ -255,6 +260,7 @@ class Worker:
             keep_freed_memory()
             self._run_warm_up_steps()
             self._calibrate()
+            runner.expert_report.begin()
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
@@ -266,6 +272,7 @@ class Worker:
         self._run_prompt_rows()
         self._calibrate()
         runner.capture()
+        runner.expert_report.begin()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
 
@@ -413,6 +420,11 @@ class Worker:
             with compile_only():
                 runner.step(plan, self._allow_all).wait()
         runner.step(plan, self._allow_all).wait()
+
+
+def _read_placement(config: Config) -> ExpertPlacement | None:
+    path = config.parallel.expert_placement
+    return None if path is None else ExpertPlacement.read(Path(path))
 
 
 def select_device(config: Config, rank: int, engine: int = 0) -> torch.device:
