@@ -201,7 +201,7 @@ def _select(
 @triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _routing_kernel(
     x, weight, bias, logits, weights, experts, counts, rows, tickets, copy_places, copy_counts,
-    totals, slot_mapping, tokens, x_stride, scale, slot_stride,
+    place_totals, slot_mapping, tokens, x_stride, scale, slot_stride,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOKENS: tl.constexpr,
     PART: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -256,7 +256,7 @@ def _routing_kernel(
         tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
     if COUNTED:
         is_real = tl.load(slot_mapping + token * slot_stride, is_token, -1) >= 0
-        tl.atomic_add(totals + chosen, 1, mask & is_real[:, None], sem="relaxed")
+        tl.atomic_add(place_totals + chosen, 1, mask & is_real[:, None], sem="relaxed")
 
 
 def route(

@@ -90,20 +90,25 @@ def test_products_of_one_token(gated: bool, partial: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tokens", [1, 100, 5000])
 @pytest.mark.parametrize(
-    ("experts", "groups", "sigmoid"), [(EXPERTS, 1, False), (256, 8, True), (60, 1, False)]
+    ("experts", "groups", "sigmoid", "copies"),
+    [(EXPERTS, 1, False, 0), (256, 8, True, 0), (60, 1, False, 0), (EXPERTS, 1, False, 4)],
 )
-def test_routing(tokens: int, experts: int, groups: int, sigmoid: bool, tmp_path: Path) -> None:
+def test_routing(
+    tokens: int, experts: int, groups: int, sigmoid: bool, copies: int, tmp_path: Path
+) -> None:
     config, padded = routing_config(tokens, experts), expert_routing.padded_experts(experts)
     types = {
         "x": "*bf16", "weight": "*bf16", "bias": "*fp32", "logits": "*fp32", "weights": "*fp32",
         "experts": "*i32", "counts": "*i32", "rows": "*i32", "tickets": "*i32", "scale": "fp32",
+        "copy_places": "*i32", "copy_counts": "*i32", "place_totals": "*i32",
+        "slot_mapping": "*i64",
     }  # fmt: skip
     constants = {
         "HIDDEN": HIDDEN, "EXPERTS": experts, "EXPERTS_PAD": padded, "TOKENS": config.tokens,
         "PART": config.experts, "STEP": config.step, "TOP_K": TOP_K, "K_PAD": TOP_K,
         "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "GROUPS": groups,
         "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": tokens > 16,
-        "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
+        "COPIES": copies, "COUNTED": True, "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
     }  # fmt: skip
     kernel = compile_kernel(expert_routing._routing_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0
