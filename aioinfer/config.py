@@ -183,10 +183,7 @@ def _check_combinations(config: Config) -> None:
                     f"parallel.executor = 'inline' runs one worker: use "
                     f"'multiprocess' with parallel.{name} above 1"
                 )
-    if parallel.expert_parallel and parallel.tensor_parallel_size == 1:
-        raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
-    if parallel.expert_placement is not None and not parallel.expert_parallel:
-        raise ConfigError("parallel.expert_placement needs parallel.expert_parallel = true")
+    _check_experts(parallel)
     if model.skip_tokenizer:
         for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:
@@ -196,6 +193,25 @@ def _check_combinations(config: Config) -> None:
         SamplingParams(**config.sampling.given())
     except RequestError as error:
         raise ConfigError(f"sampling.{error.param}: {error}") from error
+
+
+def _check_experts(parallel: ParallelConfig) -> None:
+    """Checks which ranks are to have which experts. Raises `ConfigError` naming the key."""
+    if parallel.data_parallel_attention:
+        if not parallel.expert_parallel:
+            raise ConfigError("parallel.data_parallel_attention needs parallel.expert_parallel")
+        if parallel.data_parallel_size == 1:
+            raise ConfigError(
+                "parallel.data_parallel_attention needs parallel.data_parallel_size above 1"
+            )
+        if parallel.tensor_parallel_size > 1:
+            raise ConfigError(
+                "parallel.data_parallel_attention needs parallel.tensor_parallel_size = 1"
+            )
+    elif parallel.expert_parallel and parallel.tensor_parallel_size == 1:
+        raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
+    if parallel.expert_placement is not None and not parallel.expert_parallel:
+        raise ConfigError("parallel.expert_placement needs parallel.expert_parallel = true")
 
 
 def _check_tracing(tracing: TracingConfig) -> None:

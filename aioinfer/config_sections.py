@@ -247,7 +247,15 @@ class ParallelConfig:
     )
     expert_parallel: bool = key(
         "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
-        "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1.",
+        "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1 "
+        "or `data_parallel_attention`.",
+        False,
+    )
+    data_parallel_attention: bool = key(
+        "Mixtures of experts: the engines of `data_parallel_size` divide the experts among them, "
+        "and send one another the tokens of each step; everything else, the KV cache above all, is "
+        "each engine's own. They take their steps together, and are restarted together. Needs "
+        "`expert_parallel`, `tensor_parallel_size` = 1, and CPUs.",
         False,
     )
     expert_placement: str | None = key(

@@ -8,11 +8,15 @@ from aioinfer.config import Config
 from aioinfer.executor.base import Executor
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
+from aioinfer.ipc.meeting_file import Meetings
 
 
-def make_executor(config: Config, folder: Path, engine: int = 0) -> Executor:
+def make_executor(
+    config: Config, folder: Path, engine: int = 0, meetings: Meetings | None = None
+) -> Executor:
     """Returns the executor of `parallel.executor` for an engine, by its number; `auto` gives
-    workers processes of their own."""
+    workers processes of their own. `meetings` bring the ranks of several engines together."""
     if config.parallel.executor == "inline":
         return InlineExecutor(config, folder)
-    return MultiprocessExecutor(config, folder, engine)
+    meeting = meetings.next(engine) if meetings is not None else None
+    return MultiprocessExecutor(config, folder, engine, meeting)

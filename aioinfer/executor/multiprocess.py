@@ -58,7 +58,10 @@ _log = logging.getLogger(__name__)
 class MultiprocessExecutor:
     """Implements `Executor` with worker processes."""
 
-    def __init__(self, config: Config, folder: Path, engine: int = 0):
+    def __init__(
+        self, config: Config, folder: Path, engine: int = 0, meeting: MeetingFile | None = None
+    ):
+        """`meeting` is where its ranks find those of other engines, if they compute with them."""
         self.config = config
         self._folder = folder
         self._engine = engine
@@ -73,7 +76,7 @@ class MultiprocessExecutor:
         self._pidfds: list[int] = []
         self._controls: list[Connection] = []
         self._lifeline: Connection | None = None
-        self._meeting = MeetingFile()
+        self._meeting = meeting or MeetingFile()
         self._spawning: asyncio.Future[None] | None = None
         self._answers: list[deque[Any]] = []
         self._news = asyncio.Event()  # an answer or a failure while starting
@@ -148,10 +151,10 @@ class MultiprocessExecutor:
         for rank in range(self._size):
             here, there = context.Pipe()
             self._controls.append(here)
-            place = RankSpec(rank, self._size, rank, groups=(("tp", self._size),))
             spec = WorkerSpec(
-                self.config, self._folder, place, self._plans, self._results, self._heartbeat,
-                there, lifeline, self._stacks[rank], self._meeting, self._masks, self._engine,
+                self.config, self._folder, self._place(rank), self._plans, self._results,
+                self._heartbeat, there, lifeline, self._stacks[rank], self._meeting, self._masks,
+                self._engine,
             )  # fmt: skip
             process = context.Process(
                 target=main,
@@ -166,6 +169,16 @@ class MultiprocessExecutor:
             self._pidfds.append(os.pidfd_open(cast(int, process.pid)))
             self._monitor.watch(cast(int, process.pid))
         lifeline.close()
+
+    def _place(self, rank: int) -> RankSpec:
+        """Returns the place of a rank of this engine, in a world of all engines' ranks if they
+        share the experts."""
+        size, parallel = self._size, self.config.parallel
+        if not parallel.data_parallel_attention:
+            return RankSpec(rank, size, rank, groups=(("tp", size),))
+        engines = parallel.data_parallel_size
+        groups = (("dp", engines), ("tp", size))
+        return RankSpec(self._engine * size + rank, engines * size, rank, groups=groups)
 
     def _watch(self) -> None:
         """Has the event loop watch every descriptor that can become readable."""

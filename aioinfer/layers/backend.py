@@ -44,7 +44,9 @@ class Backend:
         group: the tensor-parallel ranks that share each layer.
         expert_parallel: whether each of these ranks has some of the experts, whole, instead of some
             channels of every expert.
-        expert_placement: which experts each of them has then.
+        expert_group: the ranks of all engines, where these have the experts instead, and tokens of
+            their own, which they send to each other (data-parallel attention).
+        expert_placement: which experts each rank has in both cases.
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
@@ -57,6 +59,7 @@ class Backend:
     group: ParallelGroup
     has_kernels: bool = False
     expert_parallel: bool = False
+    expert_group: ParallelGroup | None = None
     expert_placement: ExpertPlacement = field(default_factory=ExpertPlacement)
     pdl: bool = False
     all_reduce: AllReduce | None = None
@@ -70,10 +73,12 @@ class Backend:
         group: ParallelGroup,
         *,
         expert_parallel: bool = False,
+        expert_group: ParallelGroup | None = None,
         expert_placement: ExpertPlacement | None = None,
     ) -> Backend:
         """Returns the backend of a device: kernels on GPUs, dependent launches from Hopper on."""
         backend = cls(device, dtype, group, expert_parallel=expert_parallel)
+        backend.expert_group = expert_group
         if expert_placement is not None:
             backend.expert_placement = expert_placement
         if device.type != "cpu":

@@ -6,8 +6,11 @@ scores. Tensor-parallel ranks have some channels of every expert each, and all o
 With `Backend.expert_parallel` each of these ranks has some of the experts instead, whole. All ranks
 have all tokens, since attention is tensor-parallel: a rank computes its own experts for the tokens
 that take them, and what it adds for the others is zero. The sum over the ranks that a layer has
-anyway is then that over the experts. Nothing is sent from rank to rank beforehand: an all-to-all of
-tokens is of use only where ranks have tokens of their own (data-parallel attention).
+anyway is then that over the experts. Nothing is sent from rank to rank beforehand.
+
+With `Backend.expert_group` the ranks are those of several engines, each with tokens of its own
+(data-parallel attention): a rank sends its tokens to the ranks of their experts, which send the
+outputs back, by an all-to-all each way (Lepikhin et al. 2021). All ranks take part in every step.
 
 An expert may have copies on several ranks (`ipc.expert_placement`), as DeepSeek-AI's load balancer
 for expert parallelism (EPLB, 2025) places them: token t takes copy t modulo their number, on every
@@ -29,6 +32,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 from aioinfer.layers.step import Step
@@ -146,6 +150,7 @@ class PlacedExperts:
 
     Attributes:
         local: the rank's places, of all.
+        by_rank: how many places each rank has.
         channels: of each expert that the rank has.
         experts: the expert of each place.
         counter: of the tokens.
@@ -156,15 +161,18 @@ class PlacedExperts:
     """
 
     def __init__(self, name: str, shape: MixtureShape, backend: Backend):
-        rank, size = backend.group.rank, backend.group.size
+        group = backend.expert_group or backend.group
+        rank, size = group.rank, group.size
         layer, count = _layer_of(name), shape.routing.num_experts
         if backend.expert_parallel:
             placement = backend.expert_placement.of(layer, count, size)
-            here = len(placement.by_rank[rank])
+            self.by_rank = [len(experts) for experts in placement.by_rank]
+            here = self.by_rank[rank]
             self.local = Shard(placement.first_place(rank), here, len(placement.experts))
             self.channels = Shard.whole(shape.expert_size)
         else:
             placement = LayerPlacement.near_equal(count, 1)
+            self.by_rank = [count]
             self.local = Shard.whole(count)
             self.channels = Shard.of_rank(shape.expert_size, rank, size)
         self.experts = placement.experts
@@ -337,6 +345,7 @@ class MixtureMLP:
     Attributes:
         supports_graphs: whether a CUDA graph can hold it.
         counter: of the tokens of its experts.
+        needs_all_ranks: whether other engines' ranks wait for this one, even if it has no tokens.
     """
 
     supports_graphs = False
@@ -353,6 +362,7 @@ class MixtureMLP:
         self.router, self.experts, self._shared = router, experts, shared
         self._placed, self._norm = placed, norm
         self.counter = placed.counter
+        self.needs_all_ranks = backend.expert_group is not None
         self._backend = backend
 
     def weight_shards(self) -> NamedShards:
@@ -388,6 +398,10 @@ class MixtureMLP:
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
+        self.add_to(stream)
+
+    def add_to(self, stream: ResidualStream) -> None:
+        """Adds the mixture of the stream's tokens to the stream, which may have none."""
         x = stream.normed(self._norm)
         output = self._mix(x)
         if self._shared is not None:
@@ -395,7 +409,8 @@ class MixtureMLP:
         stream.add_over_ranks(output)
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]."""
+        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]; in
+        an `expert_group` the whole sum, of its own tokens."""
         weights, chosen = self.router(x)
         if self._placed.copies is not None:
             chosen = self._placed.copies(chosen)
@@ -405,8 +420,11 @@ class MixtureMLP:
         local = self._placed.local
         tokens_of = chosen.flatten().bincount(minlength=local.total)
         self.counter.tokens += tokens_of
-        counts = tokens_of.tolist()
         total = torch.zeros_like(x)
+        if self._backend.expert_group is not None:
+            outputs = self._exchange(x[tokens], tokens_of, self._backend.expert_group)
+            return total.index_add_(0, tokens, outputs * weights.to(x.dtype))
+        counts = tokens_of.tolist()
         first = sum(counts[: local.start])
         here = counts[local.start : local.start + local.size]
         for expert, count in zip(self.experts, here, strict=True):
@@ -416,3 +434,32 @@ class MixtureMLP:
                 total.index_add_(0, tokens[pairs], output)
                 first += count
         return total
+
+    def _multiply(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Returns the outputs of this rank's experts for rows [R, hidden_size], of which the first
+        `counts[0]` are of the first expert, and so on."""
+        outputs = torch.empty_like(rows)
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                outputs[first : first + count] = expert(rows[first : first + count])
+                first += count
+        return outputs
+
+    def _exchange(
+        self, rows: torch.Tensor, counts: torch.Tensor, group: ParallelGroup
+    ) -> torch.Tensor:
+        """Returns the experts' outputs for rows [R, hidden_size] by place, `counts` int64 [places]
+        of each: sends them to the ranks of the places, computes those that come, and gets the
+        outputs back."""
+        by_rank, size = self._placed.by_rank, self._placed.local.size
+        came = group.all_to_all(counts, by_rank, [size] * group.size).view(group.size, size)
+        sent = [int(part.sum()) for part in counts.split(by_rank)]
+        received = came.sum(1).tolist()
+        rows = group.all_to_all(rows, sent, received)
+        # they came by rank, and by place of each rank
+        places = torch.arange(size, device=rows.device).repeat(group.size)
+        order = places.repeat_interleave(came.flatten()).argsort(stable=True)
+        outputs = torch.empty_like(rows)
+        outputs[order] = self._multiply(rows[order], came.sum(0).tolist())
+        return group.all_to_all(outputs, received, sent)

@@ -114,6 +114,10 @@ class CausalLM(Protocol):
         `begin`, and never inside a graph that is replayed for other numbers of rows."""
         ...
 
+    def take_part(self) -> None:
+        """Does what other engines' ranks wait for in a step in which this one has no rows."""
+        ...
+
     def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
         """Computes all layers but the last, and writes the KV cache.
 
@@ -175,7 +179,7 @@ class DecoderLayer:
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """Adds the layer's results to the stream; see `Attention` for `is_last`."""
         self.attention(stream, step, is_last=is_last)
-        if len(stream):
+        if len(stream) or self.mlp.needs_all_ranks:
             self.mlp(stream, step)
 
 
@@ -312,6 +316,13 @@ class DecoderModel:
         """See `CausalLM.plan`."""
         if self._plans is not None:
             self._plans.fill(step)
+
+    def take_part(self) -> None:
+        """See `CausalLM.take_part`."""
+        none = torch.empty(0, self.hidden_size, dtype=self.backend.dtype)
+        for layer in self.layers:
+            if isinstance(layer.mlp, MixtureMLP) and layer.mlp.needs_all_ranks:
+                layer.mlp.add_to(ResidualStream(none.to(self.backend.device), self.backend))
 
     def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
         """See `CausalLM.begin`."""

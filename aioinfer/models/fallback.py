@@ -258,6 +258,9 @@ class FallbackModel:
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`; no kernel has several configurations here."""
 
+    def take_part(self) -> None:
+        """See `CausalLM.take_part`: no engine waits for another."""
+
     def plan(self, step: Step) -> None:
         """See `CausalLM.plan`."""
         if self._plans is not None:

@@ -45,6 +45,7 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prompt_rows import PromptPool, PromptScores, PromptStates
 from aioinfer.scheduler.request import BeamGroup, Request, Status
 from aioinfer.scheduler.running import RunningRequests
@@ -305,6 +306,17 @@ class Scheduler:
         plan = builder.to_plan(running.vacated, constrained)
         running.vacated.clear()
         return plan
+
+    def schedule_nothing(self) -> StepPlan:
+        """Plans a step without rows, which the workers of other engines wait for. It must be
+        posted, like any other."""
+        builder = PlanBuilder(self._step_id, 0, 0, self.limits.max_num_seqs)
+        self._posted.add(self._step_id, [], has_beams=False)
+        self._step_id += 1
+        self.last_scored, self.last_pooled, self.last_stated = (
+            builder.scored, builder.pooled, builder.stated
+        )  # fmt: skip
+        return builder.to_plan()
 
     def update(self, result: StepResult) -> StepOutput:
         """Takes the result of the oldest posted step: appends its tokens and ends the requests that

@@ -97,6 +97,9 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
+        if not len(plan.slots):
+            self.model.take_part()
+            return None
         step = prepare_step(plan, self.slots)
         if plan.sections and has_prompt_rows(plan):
             return self._compute_prompt_rows(plan, step)

@@ -69,8 +69,8 @@ class WorkerSpec:
 
     @property
     def rank(self) -> int:
-        """The number of the rank."""
-        return self.place.rank
+        """The number of the rank in its engine."""
+        return self.place.local_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ class Worker:
         self._config = config
         self._folder = folder
         self._group = groups.tp
+        self._expert_group = groups.dp if config.parallel.data_parallel_attention else None
         self.device = select_device(config, groups.spec.local_rank, engine)
         self.graph_bytes = 0
         self.compilations: CompilationWatch | None = None
@@ -144,6 +145,7 @@ class Worker:
             dtype,
             self._group,
             expert_parallel=config.parallel.expert_parallel,
+            expert_group=self._expert_group,
             expert_placement=_read_placement(config),
         )
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
@@ -436,6 +438,11 @@ def select_device(config: Config, rank: int, engine: int = 0) -> torch.device:
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
+    if config.parallel.data_parallel_attention:
+        raise ConfigError(
+            "parallel.data_parallel_attention is for CPUs so far: set parallel.device to 'cpu', or "
+            "use parallel.tensor_parallel_size"
+        )
     if not count:
         raise ConfigError(
             "parallel.device = 'cuda', and there is no GPU that torch can use: set "
