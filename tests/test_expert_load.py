@@ -75,7 +75,9 @@ def test_a_worker_reports_what_was_counted_since(monkeypatch: pytest.MonkeyPatch
         for layer, placement in zip((1, 4), placements, strict=True)
     ]
     reports = ExpertReport(counters)
-    counters[0].tokens += 9
+    for _ in range(2):
+        counters[0].tokens += 9
+        reports.take()
     reports.begin()
     load = ExpertLoad()
     for seconds, tokens in ((0.0, 1), (0.1, 2), (5.0, 3)):

@@ -53,6 +53,7 @@ class ExpertReport:
 
     def begin(self) -> None:
         """Forgets what was counted while the rank warmed up; the next step brings a report."""
+        self._due = 0.0
         self.take()
         self._due = 0.0
 
