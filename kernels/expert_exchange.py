@@ -138,7 +138,7 @@ def _send_kernel(
             tl.store(weight_out + j, weight, is_pair)
             if tl.max(is_there.to(tl.int32), 0) > 0:
                 out = (base + rows_at).to(tl.pointer_type(x.dtype.element_ty)) + slot * WIDTH
-                tl.store(out + column, row, mask)
+                tl.store(tl.multiple_of(out, 16) + column, row, mask)
     if _is_last(ticket):
         _tell(addresses, sent_at, epoch, tokens, RANK, SIZE)
 
@@ -187,8 +187,9 @@ def _return_kernel(
                 total += value.to(tl.float32)
                 found += is_here.to(tl.int32)
             if found > 0:
-                target = (RANK * max_tokens + token).to(tl.int64) * WIDTH
-                tl.store(out + target + column, total.to(out.dtype.element_ty), mask)
+                target = out + (RANK * max_tokens + token).to(tl.int64) * WIDTH
+                total_out = total.to(out.dtype.element_ty)
+                tl.store(tl.multiple_of(target, 16) + column, total_out, mask)
     if _is_last(ticket):
         number = tl.arange(0, PLACES_PAD)
         tl.store(counts + number, tl.zeros([PLACES_PAD], tl.int32), number < PLACES)
@@ -217,8 +218,8 @@ def _add_kernel(
         for peer in tl.static_range(SIZE):
             first, end = tl.load(firsts + peer), tl.load(firsts + peer + 1)
             has = tl.max(((place >= first) & (place < end)).to(tl.int32), 0) > 0
-            at = (peer * max_tokens + token).to(tl.int64) * WIDTH
-            total += tl.load(sums + at + column, mask & has, 0.0).to(tl.float32)
+            at = tl.multiple_of(sums + (peer * max_tokens + token).to(tl.int64) * WIDTH, 16)
+            total += tl.load(at + column, mask & has, 0.0).to(tl.float32)
         tl.store(out + row + column, total.to(out.dtype.element_ty), mask)
     if _is_last(ticket):
         tl.store(epochs, epoch)
@@ -248,7 +249,12 @@ class ExpertExchange:
         Args:
             by_rank: how many places each rank has.
             top_k, hidden, dtype: of the tokens.
+
+        Raises:
+            ValueError: the bytes of a token are no multiple of 16.
         """
+        if hidden * dtype.itemsize % 16:
+            raise ValueError(f"tokens of {hidden} numbers in {dtype} do not begin at 16 bytes each")
         self._peers, self._layout, self._top_k = peers, layout, top_k
         device, size = peers.local.device, peers.size
         slots = size * layout.max_tokens
