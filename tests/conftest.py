@@ -66,6 +66,7 @@ EXTENDED = frozenset(
     [
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_latent_kernels.py",
+        "compiled/test_expert_exchange.py",
         "compiled/test_expert_kernels.py",
         "compiled/test_scaled_kernels.py",
         "functional/test_admin.py",
@@ -101,6 +102,7 @@ EXTENDED = frozenset(
         "kernels/test_attention.py::test_sinks_that_weigh_nothing_and_all",
         "kernels/test_attention.py::test_sinks_with_windows_and_soft_caps",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
+        "kernels/test_expert_exchange.py",
         "kernels/test_expert_models.py",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "kernels/test_latent_attention.py",

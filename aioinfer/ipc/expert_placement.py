@@ -82,13 +82,14 @@ class ExpertPlacement:
                 a rank has none.
         """
         found = self.layers.get(layer)
-        if found is None:
-            return LayerPlacement.near_equal(num_experts, num_ranks)
         about = f"parallel.expert_placement: layer {layer}"
+        if found is None:
+            found = LayerPlacement.near_equal(num_experts, num_ranks)
+            about = f"parallel.expert_parallel: layer {layer}"
         if len(found.by_rank) != num_ranks:
             raise ConfigError(
                 f"{about} is placed on {len(found.by_rank)} ranks; there are {num_ranks} "
-                f"(parallel.tensor_parallel_size)"
+                f"(parallel.tensor_parallel_size, or data_parallel_size)"
             )
         if not all(found.by_rank):
             raise ConfigError(f"{about}: a rank has no expert")

@@ -404,7 +404,7 @@ class MixtureMLP:
         """Adds the mixture of the stream's tokens to the stream, which may have none."""
         x = stream.normed(self._norm)
         output = self._mix(x)
-        if self._shared is not None:
+        if self._shared is not None and len(x):
             output += self._shared(x)
         stream.add_over_ranks(output)
 
