@@ -153,7 +153,7 @@ def test_engines_that_share_experts_are_started_anew_together(tmp_path: Path) ->
         while not any(grown()) and time.monotonic() < deadline:
             time.sleep(0.005)
         idle = engines[grown().index(False)]
-        os.kill(idle._executor._processes[0].pid, signal.SIGKILL)
+        os.kill(idle._executor.ranks._processes[0].pid, signal.SIGKILL)
         assert running.result(120)[0].token_ids == expected
         assert [engine.metrics.restarts for engine in engines] == [1, 1]
         again = llm.generate([prompt, [7, 8, 9]], greedy(30))
