@@ -117,10 +117,11 @@ def test_ranks_with_whole_experts(
         assert_close(torch.stack(parts[1:]).sum(0), parts[0])
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @torch.inference_mode()
-def test_ranks_with_copies_of_experts(tmp_path: Path) -> None:
+def test_ranks_with_copies_of_experts(family: str, tmp_path: Path) -> None:
     """Tokens are divided among the copies, and all are counted once."""
-    tiny_model("qwen3_moe", tmp_path, **SIZES)
+    tiny_model(family, tmp_path, **SIZES)
     placement = ExpertPlacement({0: LayerPlacement(((6, 0, 1, 2), (3, 4, 5, 6, 7, 0)))})
     groups = (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
     whole, *ranks = (
