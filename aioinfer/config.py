@@ -194,8 +194,7 @@ def _check_combinations(config: Config) -> None:
                 )
     if parallel.ray_address is not None and parallel.executor != "ray":
         raise ConfigError("parallel.ray_address needs parallel.executor = 'ray'")
-    if parallel.expert_parallel and parallel.tensor_parallel_size == 1:
-        raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
+    _check_experts(parallel)
     if model.skip_tokenizer:
         for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:
@@ -205,6 +204,30 @@ def _check_combinations(config: Config) -> None:
         SamplingParams(**config.sampling.given())
     except RequestError as error:
         raise ConfigError(f"sampling.{error.param}: {error}") from error
+
+
+def _check_experts(parallel: ParallelConfig) -> None:
+    """Checks which ranks are to have which experts. Raises `ConfigError` naming the key."""
+    if parallel.data_parallel_attention:
+        if not parallel.expert_parallel:
+            raise ConfigError("parallel.data_parallel_attention needs parallel.expert_parallel")
+        if parallel.data_parallel_size == 1:
+            raise ConfigError(
+                "parallel.data_parallel_attention needs parallel.data_parallel_size above 1"
+            )
+        if parallel.tensor_parallel_size > 1:
+            raise ConfigError(
+                "parallel.data_parallel_attention needs parallel.tensor_parallel_size = 1"
+            )
+        if parallel.executor == "ray":
+            raise ConfigError(
+                "parallel.data_parallel_attention needs parallel.executor = 'multiprocess': "
+                "'ray' does not bring the ranks of several engines together"
+            )
+    elif parallel.expert_parallel and parallel.tensor_parallel_size == 1:
+        raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
+    if parallel.expert_placement is not None and not parallel.expert_parallel:
+        raise ConfigError("parallel.expert_placement needs parallel.expert_parallel = true")
 
 
 def _check_tracing(tracing: TracingConfig) -> None:

@@ -275,8 +275,22 @@ class ParallelConfig:
     )
     expert_parallel: bool = key(
         "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
-        "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1.",
+        "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1 "
+        "or `data_parallel_attention`.",
         False,
+    )
+    data_parallel_attention: bool = key(
+        "Mixtures of experts: the engines of `data_parallel_size` divide the experts among them, "
+        "and send one another the tokens of each step; everything else, the KV cache above all, is "
+        "each engine's own. They take their steps together, and are restarted together. Needs "
+        "`expert_parallel`, `tensor_parallel_size` = 1, and CPUs.",
+        False,
+    )
+    expert_placement: str | None = key(
+        "JSON file that names the experts of each rank, an expert on several ranks if need be, so "
+        "that its tokens are divided among them; `GET /experts/placement` of a server that has "
+        "counted tokens makes one. Needs `expert_parallel`. Default: equal parts, in order.",
+        None,
     )
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
@@ -362,8 +376,8 @@ class ServerConfig:
     )
     admin_key: str | None = key(
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
-        "`/abort`, `/reset_prefix_cache`), and nothing else. Tables of `api_key_file` with "
-        "`admin = true` open them, too; without either they are answered 403.",
+        "`/abort`, `/reset_prefix_cache`, `/experts`), and nothing else. Tables of `api_key_file` "
+        "with `admin = true` open them, too; without either they are answered 403.",
         None,
         secret=True,
     )

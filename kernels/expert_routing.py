@@ -13,6 +13,10 @@ depends on them.
 For a few tokens there are no buckets either (`counts` is None): a product's program compares its
 expert with those of all pairs.
 
+Where experts have copies, places (see `ipc.expert_placement`) take the part of experts behind the
+selection: token t takes copy t modulo their number. The tokens of each place are counted in the
+same launch.
+
 Of experts with equal scores the one with the lower number is taken, of groups likewise. A token
 with NaN among its scores gets distinct experts and weights of NaN: it spoils no other token.
 """
@@ -67,7 +71,7 @@ class RoutedTokens:
 
     Attributes:
         weights: float32 [T, top_k].
-        experts: int32 [T, top_k], best first.
+        experts: int32 [T, top_k], best first; with copies, their places, as in all that follows.
         counts: int32 [num_experts], the pairs of each expert, or None for a few tokens.
         rows: int32 [num_experts, T], the pairs of each expert, in no particular order.
         local: the experts whose products are computed on this rank, at least one; None for all.
@@ -78,6 +82,19 @@ class RoutedTokens:
     counts: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     local: range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTable:
+    """Among which places the tokens of an expert are divided.
+
+    Attributes:
+        places: int32 [num_experts, most], those of each expert, from the left; contiguous.
+        counts: int32 [num_experts], how many each has, at least 1.
+    """
+
+    places: torch.Tensor
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,31 +209,41 @@ def _select(
 
 @triton.jit
 def _write(
-    weights, experts, counts, rows, chosen_weights, chosen, token, tokens, scale,
-    TOP_K: tl.constexpr, K_PAD: tl.constexpr, BUCKETS: tl.constexpr,
+    weights, experts, counts, rows, copy_places, copy_counts, place_totals, slot_mapping,
+    chosen_weights, chosen, token, tokens, scale, slot_stride,
+    TOP_K: tl.constexpr, K_PAD: tl.constexpr, BUCKETS: tl.constexpr, COPIES: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Writes what is selected for tokens [TOKENS], and enters the pairs into their buckets."""
+    """Writes what is selected for tokens [TOKENS], enters the pairs into their buckets, and counts
+    them. COPIES is the width of `copy_places`, 0 without."""
     j = tl.arange(0, K_PAD)[None, :]
     pair = token[:, None] * TOP_K + j
-    mask = (token < tokens)[:, None] & (j < TOP_K)
+    is_token = token < tokens
+    mask = is_token[:, None] & (j < TOP_K)
     tl.store(weights + pair, chosen_weights * scale, mask)
+    if COPIES > 0:
+        number = token[:, None] % tl.load(copy_counts + chosen, mask, 1)
+        chosen = tl.load(copy_places + chosen * COPIES + number, mask, 0)
     tl.store(experts + pair, chosen, mask)
     if BUCKETS:
         rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
         # after a step that failed between two launches, counters are too high
         tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
+    if COUNTED:
+        is_real = tl.load(slot_mapping + token * slot_stride, is_token, -1) >= 0
+        tl.atomic_add(place_totals + chosen, 1, mask & is_real[:, None], sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["tokens", "scale"])
+@triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _few_tokens_kernel(
-    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride,
-    scale,
+    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
+    copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PART: tl.constexpr,
     STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    BUCKETS: tl.constexpr, SMALLEST: tl.constexpr, LOWEST: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BUCKETS: tl.constexpr, COPIES: tl.constexpr, COUNTED: tl.constexpr, SMALLEST: tl.constexpr,
+    LOWEST: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See `expert_selection`."""
     PARTS: tl.constexpr = EXPERTS_PAD // PART
@@ -235,20 +262,22 @@ def _few_tokens_kernel(
             GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST, True,
         )  # fmt: skip
         _write(
-            weights, experts, counts, rows, chosen_weights, chosen, token, tokens, scale, TOP_K,
-            K_PAD, BUCKETS,
+            weights, experts, counts, rows, copy_places, copy_counts, place_totals, slot_mapping,
+            chosen_weights, chosen, token, tokens, scale, slot_stride, TOP_K, K_PAD, BUCKETS,
+            COPIES, COUNTED,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "scale"])
+@triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _routing_kernel(
-    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, tokens, x_stride,
-    scale,
+    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
+    copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOKENS: tl.constexpr,
     PART: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LOGIT_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr, BUCKETS: tl.constexpr, BY_KEYS: tl.constexpr,
+    GROUP_BEST: tl.constexpr, BUCKETS: tl.constexpr, COPIES: tl.constexpr, COUNTED: tl.constexpr,
+    BY_KEYS: tl.constexpr,
     SMALLEST: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = EXPERTS_PAD // PART
@@ -287,8 +316,9 @@ def _routing_kernel(
         GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST, BY_KEYS,
     )  # fmt: skip
     _write(
-        weights, experts, counts, rows, chosen_weights, chosen, token, tokens, scale, TOP_K, K_PAD,
-        BUCKETS,
+        weights, experts, counts, rows, copy_places, copy_counts, place_totals, slot_mapping,
+        chosen_weights, chosen, token, tokens, scale, slot_stride, TOP_K, K_PAD, BUCKETS, COPIES,
+        COUNTED,
     )  # fmt: skip
 
 
@@ -302,6 +332,9 @@ def route(
     logit_bias: torch.Tensor | None = None,
     buckets: bool = True,
     local: range | None = None,
+    copies: CopyTable | None = None,
+    totals: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
     pdl: bool = False,
     config: RoutingConfig | FewTokensConfig | None = None,
 ) -> RoutedTokens:
@@ -311,12 +344,17 @@ def route(
         x: [T, H], T > 0; bf16, fp16 or fp32; rows may be strided.
         weight: [num_experts, H] of the router, of x's dtype; products are accumulated in float32.
         rule: how experts are selected.
-        counters: from `make_counters`; the `counts` of the result are a view of it, and whoever
-            reads them last sets them to 0 (`expert_linear.sum_pairs`).
+        counters: from `make_counters`, for as many places as there are; the `counts` of the result
+            are a view of it, and whoever reads them last sets them to 0
+            (`expert_linear.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
         logit_bias: [num_experts], added to the logits.
         buckets: whether to fill `counts` and `rows`, of all experts.
         local: see `RoutedTokens`.
+        copies: the places of each expert; by default an expert is a place.
+        totals: int32 [places]; the tokens of each place are added, modulo 2 ** 32.
+        slots: int64 [T], negative for tokens that are padding, which are routed and not counted; by
+            default none is.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
         config: instead of `routing_config`'s (for tests and tuning).
 
@@ -344,13 +382,20 @@ def route(
     weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, **like)
     chosen = torch.empty(tokens, rule.top_k, dtype=torch.int32, **like)
     tickets, counts = counters[:MAX_SHARED_TILES], counters[MAX_SHARED_TILES:]
-    rows = torch.empty(experts if buckets else 0, tokens, dtype=torch.int32, **like)
+    rows = torch.empty(len(counts) if buckets else 0, tokens, dtype=torch.int32, **like)
+    # of tokens without slots one stands for all: two tickets, which are never negative
+    slot_mapping = tickets[:2].view(torch.int64) if slots is None else slots
     constants = _constants(rule, bias, logit_bias) | _configured(config)
     kernel = _few_tokens_kernel if is_few else _routing_kernel
     kernel[(parts, tiles)](
         x, weight, weight if bias is None else bias, weight if logit_bias is None else logit_bias,
-        logits, weights, chosen, counts, rows, tickets, tokens, x.stride(0), rule.scale,
-        HIDDEN=hidden, EXPERTS_PAD=padded, BUCKETS=buckets, PDL=pdl, launch_pdl=pdl, **constants,
+        logits, weights, chosen, counts, rows, tickets,
+        *((counts, counts) if copies is None else (copies.places, copies.counts)),
+        counts if totals is None else totals, slot_mapping, tokens, x.stride(0), rule.scale,
+        0 if slots is None else 1,
+        HIDDEN=hidden, EXPERTS_PAD=padded, BUCKETS=buckets,
+        COPIES=0 if copies is None else copies.places.shape[1], COUNTED=totals is not None,
+        PDL=pdl, launch_pdl=pdl, **constants,
     )  # fmt: skip
     filled = (counts, rows) if buckets else (None, None)
     return RoutedTokens(weights, chosen, *filled, local)
@@ -390,9 +435,10 @@ def padded_experts(num_experts: int) -> int:
     return max(16, triton.next_power_of_2(num_experts))
 
 
-def make_counters(num_experts: int, device: torch.device) -> torch.Tensor:
-    """Returns the counters of `route`: 0, and left so but for those of experts."""
-    return torch.zeros(MAX_SHARED_TILES + num_experts, dtype=torch.int32, device=device)
+def make_counters(num_places: int, device: torch.device) -> torch.Tensor:
+    """Returns the counters of `route`: 0, and left so but for those of places, which are experts
+    where these have no copies."""
+    return torch.zeros(MAX_SHARED_TILES + num_places, dtype=torch.int32, device=device)
 
 
 def select_reference(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
@@ -27,9 +28,11 @@ def load_model(
     served_len: int | None = None,
     *,
     expert_parallel: bool = False,
+    expert_placement: ExpertPlacement | None = None,
 ) -> CausalLM:
     """Returns this rank's part of the model, ready to use; `served_len` as in `build_model`."""
     backend = Backend(CPU, dtype, group, expert_parallel=expert_parallel)
+    backend.expert_placement = expert_placement or ExpertPlacement()
     model = build_model(folder, backend, served_len=served_len)
     model.load(folder, "auto", 0, lambda done, total: None)
     return model

@@ -276,6 +276,25 @@ def test_experts_are_placed_on_several_ranks() -> None:
         load_config(overrides=wanted)
     config = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=2"])
     assert config.parallel.expert_parallel
+    with pytest.raises(ConfigError, match=r"expert_placement needs parallel\.expert_parallel"):
+        load_config(overrides=[MODEL, "parallel.expert_placement=p.json"])
+
+
+def test_engines_share_experts() -> None:
+    wanted = [MODEL, "parallel.data_parallel_attention=true"]
+    for more, missing in (
+        ([], r"parallel\.expert_parallel"),
+        (["expert_parallel=true"], r"parallel\.data_parallel_size above 1"),
+        (["data_parallel_size=2", "tensor_parallel_size=2"], r"tensor_parallel_size = 1"),
+    ):
+        wanted += [f"parallel.{setting}" for setting in more]
+        with pytest.raises(ConfigError, match=rf"data_parallel_attention needs .*{missing}"):
+            load_config(overrides=wanted)
+    config = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=1"])
+    assert config.parallel.data_parallel_attention
+    wanted += ["parallel.tensor_parallel_size=1", "parallel.executor=ray"]
+    with pytest.raises(ConfigError, match=r"data_parallel_attention needs .*'multiprocess'"):
+        load_config(overrides=wanted)
 
 
 @pytest.mark.parametrize(

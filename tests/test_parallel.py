@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.layers.parallel import ParallelGroup, ProcessGroups
 from tests.paged_model import PagedModel, load_model
@@ -48,7 +49,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss mxfp4 experts": ("gpt_oss", {}),
     "qwen2_moe experts": ("qwen2_moe", {}),
     "qwen3_moe experts": ("qwen3_moe", {"num_experts": 7, "moe_intermediate_size": 31}),
+    # the same with copies of some of them
+    "deepseek_v3 copied experts": ("deepseek_v3", {}),
+    "gpt_oss copied experts": ("gpt_oss", {"num_local_experts": 8}),
+    "qwen3_moe copied experts": ("qwen3_moe", {}),
 }
+
+
+def copied_experts(size: int) -> ExpertPlacement:
+    """Returns a placement of 8 experts with copies of two, one of which is on every rank."""
+    by_rank = [list(experts) for experts in LayerPlacement.near_equal(8, size).by_rank]
+    by_rank[-1].insert(0, 1)
+    for experts in by_rank[:-1]:
+        experts.append(7)
+    placement = LayerPlacement(tuple(tuple(experts) for experts in by_rank))
+    return ExpertPlacement(dict.fromkeys(range(4), placement))
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
@@ -59,7 +74,10 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     logits, shapes = {}, {}
     for name in MODELS:
         by_expert = name.endswith(" experts")
-        model = load_model(folder / name, group, expert_parallel=by_expert)
+        placement = copied_experts(size) if " copied " in name else None
+        model = load_model(
+            folder / name, group, expert_parallel=by_expert, expert_placement=placement
+        )
         logits[name] = PagedModel(model, 4).run_at_random(TEXTS, longest=9, seed=1)
         shapes[name] = model.kv_specs[0].token_shape, model.weights_bytes
     torch.save((logits, shapes), folder / f"rank-{rank}-of-{size}")

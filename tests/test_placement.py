@@ -52,6 +52,14 @@ def test_it_can_be_sent_to_a_process() -> None:
     assert pickle.loads(pickle.dumps(spec)) == spec
 
 
+def test_ranks_are_numbered_in_each_engine_of_a_world() -> None:
+    groups = (("dp", 2), ("tp", 2))
+    places = [RankSpec(rank, 4, rank % 2, groups=groups) for rank in range(4)]
+    assert [place.engine_rank for place in places] == [0, 1, 0, 1]
+    assert [place.sends_results for place in places] == [True, False, True, False]
+    assert RankSpec(3, 4, groups=(("pp", 2), ("tp", 2))).engine_rank == 3
+
+
 def test_ranks_of_several_hosts_are_numbered_on_each() -> None:
     groups = (("pp", 2), ("tp", 2))
     places = place_on_hosts(groups, [0, 1, 1, 0], ("10.0.0.7", 2900), owns_devices=True)

@@ -29,7 +29,9 @@ OPEN_PATHS = frozenset(
     ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_PATHS)
 )
 #: Paths that act on the whole server: they need an admin key.
-ADMIN_PATHS = frozenset(("/abort", "/pause", "/reset_prefix_cache", "/resume"))
+ADMIN_PATHS = frozenset(
+    ("/abort", "/experts", "/experts/placement", "/pause", "/reset_prefix_cache", "/resume")
+)
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 #: Seconds for which a browser may remember the answer to a preflight.
 _PREFLIGHT_AGE_S = 600

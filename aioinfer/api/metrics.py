@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 from aioinfer.api.connections import CONNECTIONS, ConnectionServer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.limits import ACCOUNTS, Accounts
+from aioinfer.engine.expert_load import imbalance
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -78,6 +79,7 @@ class EngineCollector(Collector):
         yield from self._counters()
         yield from self._request_histograms()
         yield from self._step_histograms()
+        yield from self._experts()
         yield self._loop_lag()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -222,6 +224,41 @@ class EngineCollector(Collector):
 
         about = "Time in which the masks of a step with constrained rows were filled."
         yield self._histogram("aioinfer:mask_fill_seconds", about, lambda m: m.mask_fill_time)
+
+    def _experts(self) -> Iterator[Metric]:
+        """Yields the load of experts, of models that have any: a series for each layer and rank,
+        not for each expert, which `GET /experts` lists."""
+        loads = [
+            (labels, engine.metrics.expert_load)
+            for labels, engine in self._engines()
+            if engine.metrics.expert_load.version
+        ]
+        if not loads:
+            return
+        names = ("model_name", "engine")
+        about = "Tokens that experts were given: each as often as it has experts, in all layers."
+        routed = CounterMetricFamily("aioinfer:expert_tokens", about, labels=names)
+        about = "Those of the experts that a rank has."
+        of_rank = CounterMetricFamily("aioinfer:expert_rank_tokens", about, labels=(*names, "rank"))
+        about = "Tokens of a layer's busiest expert over the mean of its experts, last minutes."
+        uneven = GaugeMetricFamily("aioinfer:expert_imbalance", about, labels=(*names, "layer"))
+        about = "Tokens of the busiest rank over the mean of the ranks: how long a layer's experts "
+        about += "take, beside evenly loaded ones, in the last minutes."
+        uneven_ranks = GaugeMetricFamily(
+            "aioinfer:expert_rank_imbalance", about, labels=(*names, "layer")
+        )
+        for labels, load in loads:
+            routed.add_metric(labels, int(load.totals.sum()))
+            for rank, tokens in enumerate(load.by_rank(load.totals).sum(axis=0).tolist()):
+                of_rank.add_metric((*labels, str(rank)), tokens)
+            by_rank = load.by_rank(load.recent)
+            for layer, value, of_ranks in zip(
+                load.layers, imbalance(load.by_expert(load.recent)), imbalance(by_rank), strict=True
+            ):
+                uneven.add_metric((*labels, str(layer)), float(value))
+                if by_rank.shape[1]:
+                    uneven_ranks.add_metric((*labels, str(layer)), float(of_ranks))
+        yield from (routed, of_rank, uneven, uneven_ranks)
 
     def _loop_lag(self) -> Metric:
         lag = self._frontend.loop_lag.seconds

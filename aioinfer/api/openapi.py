@@ -25,6 +25,7 @@ from aioinfer.api.admin import AbortRequest
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.context import FRONTEND
+from aioinfer.api.experts import MAX_COPIES, MAX_RANKS
 from aioinfer.api.file_store import FileObject
 from aioinfer.api.llama_cpp_body import InfillRequest, LlamaCompletion, LlamaEmbedding
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
@@ -132,6 +133,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/pause"): Operation(reply=replies.Status),
     ("POST", "/resume"): Operation(reply=replies.Status),
     ("POST", "/reset_prefix_cache"): Operation(reply=replies.Status),
+    ("GET", "/experts"): Operation(reply=replies.ExpertLoads),
+    ("GET", "/experts/placement"): Operation(
+        reply=replies.Placement,
+        query={
+            "ranks": {"type": "integer", "minimum": 1, "maximum": MAX_RANKS},
+            "copies": {"type": "integer", "minimum": 0, "maximum": MAX_COPIES},
+        },
+    ),
     ("POST", "/abort"): Operation(AbortRequest, replies.AbortReply),
     ("POST", "/v1/files"): Operation(reply=FileObject),
     ("GET", "/v1/files"): Operation(

@@ -12,6 +12,7 @@ browser has none before the page has asked the user for it.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 from aiohttp import web
 
@@ -27,10 +29,12 @@ from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
 from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.engine.expert_load import imbalance
 from aioinfer.engine.recovery import EngineState
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
+    from aioinfer.engine.expert_load import ExpertLoad
 
 _FOLDER = Path(__file__).parent.parent / "page"
 _JAVASCRIPT = "text/javascript; charset=utf-8"
@@ -162,13 +166,14 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     stops.
 
     An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns
-    them. A client that does not keep up misses events, and nothing is queued for it.
+    them, and `experts` as `expert_state` does. A client that does not keep up misses events, and
+    nothing is queued for it.
     """
     deadline_of(request).lift()  # a live stream has none
     engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
-    last_steps = [-1] * len(engines)
+    last_steps, last_reports = [-1] * len(engines), [0] * len(engines)
     with ExitStack() as watching:
         for engine in engines:
             watching.enter_context(engine.metrics.steps.watched())
@@ -176,7 +181,10 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
             if request.transport is not None and not request.transport.get_write_buffer_size():
                 states = [
                     engine_state(engine, last_step)
-                    for engine, last_step in zip(engines, last_steps, strict=True)
+                    | {"experts": expert_state(engine.metrics.expert_load, last_report)}
+                    for engine, last_step, last_report in zip(
+                        engines, last_steps, last_reports, strict=True
+                    )
                 ]
                 await response.write(
                     b"data: "
@@ -187,6 +195,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                     s["log"][-1][0] if s["log"] else last
                     for s, last in zip(states, last_steps, strict=True)
                 ]
+                last_reports = [engine.metrics.expert_load.version for engine in engines]
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _INTERVAL_S)
     return response
@@ -221,6 +230,27 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
         "generation_tokens": metrics.generation_tokens,
         "finished": metrics.finished,
         "log": [list(step) for step in metrics.steps.since(last_step)],
+    }
+
+
+def expert_state(load: ExpertLoad, last_report: int) -> dict[str, Any] | None:
+    """Returns how the last minutes' tokens were spread over the experts, if that was reported since
+    report `last_report`: `cells` has a byte for each expert, layer by layer, in base64: its tokens
+    by the mean of its layer, in 64ths, 255 at most. `layer` is the one whose busiest expert has the
+    most, `imbalance` times the mean; `rank_imbalance` is the same of ranks, or null."""
+    if load.version == last_report:
+        return None
+    tokens = load.by_expert(load.recent)
+    uneven, of_ranks = imbalance(tokens), load.by_rank(load.recent)
+    mean = np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
+    worst = int(uneven.argmax())
+    return {
+        "layers": len(load.layers),
+        "experts": load.num_experts,
+        "layer": load.layers[worst],
+        "imbalance": float(uneven[worst]),
+        "rank_imbalance": float(imbalance(of_ranks).max()) if of_ranks.shape[1] else None,
+        "cells": base64.b64encode(np.minimum(tokens / mean * 64, 255).astype(np.uint8)).decode(),
     }
 
 

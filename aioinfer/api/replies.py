@@ -229,6 +229,35 @@ class Load(Struct, kw_only=True):
     paused: bool
 
 
+class ExpertLayer(Struct, kw_only=True):
+    """The tokens of a layer's experts, and of the ranks that have experts of their own."""
+
+    layer: int
+    imbalance: float
+    tokens: list[int]
+    rank_imbalance: float | UnsetType = UNSET
+    rank_tokens: list[int] | UnsetType = UNSET
+
+
+class ExpertEngine(Struct, kw_only=True):
+    """The layers of an engine's model that have experts."""
+
+    layers: list[ExpertLayer]
+
+
+class ExpertLoads(Struct, kw_only=True):
+    """The load of the experts of each engine."""
+
+    engines: list[ExpertEngine]
+
+
+class Placement(Struct, kw_only=True):
+    """What `parallel.expert_placement` reads: by layer, the experts of each rank."""
+
+    version: int
+    layers: dict[str, list[list[int]]]
+
+
 class AbortReply(Struct, kw_only=True):
     """How many requests were ended: one for each prompt of the body."""
 

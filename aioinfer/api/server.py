@@ -18,6 +18,7 @@ from aioinfer.api import (
     chat,
     chat_batch,
     completions,
+    experts,
     files,
     info,
     invocations,
@@ -368,6 +369,8 @@ def _add_administration(app: web.Application) -> None:
     app.router.add_post("/pause", admin.pause)
     app.router.add_post("/resume", admin.resume)
     app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
+    app.router.add_get("/experts", experts.show_experts)
+    app.router.add_get("/experts/placement", experts.make_placement)
 
 
 class _Application:

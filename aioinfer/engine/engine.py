@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from aioinfer.config import Config
 from aioinfer.engine.beam_searches import BeamSearches
 from aioinfer.engine.emission import Emission
+from aioinfer.engine.lockstep import Lockstep
 from aioinfer.engine.masking import Masking
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
@@ -31,7 +32,7 @@ from aioinfer.engine.record_check import RecordCheck
 from aioinfer.engine.recovery import EngineState, Recovery
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
-from aioinfer.ipc.plan import StepResult
+from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
@@ -51,6 +52,7 @@ class Engine:
         state: whether it serves.
         dead_reason: why it serves no more requests, or None.
         is_paused: whether no further step is planned until `resume`.
+        lockstep: of the engines that share experts; None for others.
         emission, beam_searches, recovery: see there.
     """
 
@@ -91,6 +93,7 @@ class Engine:
         self.state = EngineState.STARTING
         self.dead_reason: str | None = None
         self.is_paused = False
+        self.lockstep: Lockstep | None = None
         self._config = config
         self._executor = executor
         self._pipeline_depth = 2 if config.scheduler.plan_ahead else 1
@@ -201,7 +204,10 @@ class Engine:
 
     def handle_loss(self, error: Exception) -> None:
         """Has the workers started anew, or gives up; see `Recovery.handle_loss`."""
+        was_serving = self.state is EngineState.SERVING
         self.recovery.handle_loss(error)
+        if self.lockstep is not None and was_serving:
+            self.lockstep.lose(self, error)
 
     def check_records(self) -> None:
         """Checks that every request which was accepted is known to the scheduler, and to nobody
@@ -336,6 +342,8 @@ class Engine:
         with timer.update:
             output = self.scheduler.update(result, timer.began)
             self.prompt_outputs.accept(result)
+            if result.sections:
+                self.metrics.expert_load.accept(result)
             self.masking.accept(output)
             searched = self.beam_searches.accept(output, result) if output.beam_rows else []
         self.masking.fill()
@@ -357,14 +365,15 @@ class Engine:
                 self.scheduler.num_in_flight < self._pipeline_depth
                 and self.state is EngineState.SERVING
                 and not self.masking.is_due
-                and not self.is_paused
             ):
                 with timer.plan:
-                    plan = self.scheduler.schedule()
+                    plan = self._next_plan()
                 if plan is None:
                     return
                 with timer.post:
                     self._executor.post(plan)
+                if self.lockstep is not None:
+                    self.lockstep.record_post(self)
                 self.metrics.record_plan(plan, self.scheduler.running)
                 self.prompt_outputs.expect(
                     plan.step_id, self.scheduler.last_scored, self.scheduler.last_pooled,
@@ -374,6 +383,14 @@ class Engine:
         # a step that cannot be posted would leave every request waiting for ever
         except Exception as error:
             self.handle_loss(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
+
+    def _next_plan(self) -> StepPlan | None:
+        """Returns the next step; None if there is nothing to compute, or the engine is paused, and
+        no other engine waits for it."""
+        plan = None if self.is_paused else self.scheduler.schedule()
+        if plan is None and self.lockstep is not None and self.lockstep.is_behind(self):
+            plan = self.scheduler.schedule_nothing()
+        return plan
 
     def plan_soon(self) -> None:
         """Plans once the event loop has handled what is ready: requests that arrive together share

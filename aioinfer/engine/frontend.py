@@ -19,6 +19,7 @@ from typing import Any
 from aioinfer.config import Config
 from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEncoder
 from aioinfer.engine.engine import Engine
+from aioinfer.engine.lockstep import Lockstep
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import RequestOutput
 from aioinfer.engine.pooling import Pooling
@@ -33,6 +34,7 @@ from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_start_anew, make_executor
 from aioinfer.executor.torchrun import follow
+from aioinfer.ipc.meeting_file import Meetings
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow
 from aioinfer.text.constraints import CompiledConstraint
@@ -88,6 +90,10 @@ class Frontend:
             )
             for number, executor in enumerate(executors)
         ]
+        if config.parallel.data_parallel_attention:
+            lockstep = Lockstep(self.engines)
+            for engine in self.engines:
+                engine.lockstep = lockstep
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
@@ -111,7 +117,9 @@ class Frontend:
         begin = time.perf_counter()
         folder = await asyncio.to_thread(find_model, config)
         resolved = time.perf_counter()
-        renew = partial(make_executor, config, folder, find=find_model)
+        shares = config.parallel.data_parallel_attention
+        meetings = Meetings(config.parallel.data_parallel_size) if shares else None
+        renew = partial(make_executor, config, folder, find=find_model, meetings=meetings)
         executors = [*map(renew, range(config.parallel.data_parallel_size))]
         frontend = cls(config, executors, renew if can_start_anew(config) else None)
         try:

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from aioinfer.engine.expert_load import ExpertLoad
 from aioinfer.engine.step_log import StepLog
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
@@ -171,6 +172,7 @@ class EngineMetrics:
         moved: requests that went on with another engine when this one died.
         violations: checks of the engine's records that failed.
         steps: the last steps one by one, while somebody watches them.
+        expert_load: the tokens of each expert.
     """
 
     def __init__(self) -> None:
@@ -192,6 +194,7 @@ class EngineMetrics:
         self.constrained_rows = 0
         self.mask_fill_time = Histogram(_PHASE_BOUNDS)
         self.steps = StepLog()
+        self.expert_load = ExpertLoad()
         self.is_serving = False
         self.restarts = 0
         self.interrupted = 0

@@ -11,10 +11,15 @@ from aioinfer.executor.base import Executor
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
 from aioinfer.executor.torchrun import TorchrunExecutor, torchrun_place
+from aioinfer.ipc.meeting_file import Meetings
 
 
 def make_executor(
-    config: Config, folder: Path, engine: int = 0, find: Callable[[Config], Path] | None = None
+    config: Config,
+    folder: Path,
+    engine: int = 0,
+    find: Callable[[Config], Path] | None = None,
+    meetings: Meetings | None = None,
 ) -> Executor:
     """Returns the executor of `parallel.executor` for an engine, by its number; `auto` gives
     workers processes of their own, or takes those that torchrun has started.
@@ -22,6 +27,7 @@ def make_executor(
     Args:
         folder: of the model, on this host.
         find: finds the model on another host that does not have this folder.
+        meetings: bring the ranks of several engines together.
 
     Raises:
         ConfigError: a package that the executor needs is missing.
@@ -38,7 +44,8 @@ def make_executor(
         return RayExecutor(config, folder, engine, find)
     if (place := torchrun_place(config)) is not None:
         return TorchrunExecutor(config, folder, place)
-    return MultiprocessExecutor(config, folder, engine)
+    meeting = meetings.next(engine) if meetings is not None else None
+    return MultiprocessExecutor(config, folder, engine, meeting)
 
 
 def can_start_anew(config: Config) -> bool:

@@ -61,7 +61,7 @@ class RankProcess(Protocol):
 
 
 class RankEvents(Protocol):
-    """What a host reports of its ranks, on the event loop. Ranks are numbers in the world."""
+    """What a host reports of its ranks, on the event loop. Ranks are numbers in the engine."""
 
     def on_progress(self, rank: int, done: int, total: int) -> None:
         """A rank has loaded `done` of `total` bytes."""
@@ -107,10 +107,12 @@ class HostRanks:
     Args:
         config, folder, engine: as in `WorkerSpec`.
         places: of the ranks, in the order of their numbers on this host.
-        heartbeat: where they write what they are doing: a line for each rank of the world.
+        heartbeat: where they write what they are doing: a line for each rank of the engine.
         events: told of what happens.
         visible_devices: as in `WorkerSpec`.
         launch: starts the process of a rank.
+        meeting: where the ranks find those of other engines, if they compute with them; closed at
+            the end.
 
     Attributes:
         monitor: whether the processes run at all.
@@ -128,9 +130,10 @@ class HostRanks:
         *,
         visible_devices: str | None = None,
         launch: Callable[[WorkerSpec], RankProcess] = spawn,
+        meeting: MeetingFile | None = None,
     ):
         self.config = config
-        self.ranks = [place.rank for place in places]
+        self.ranks = [place.engine_rank for place in places]
         self.monitor = ProcessMonitor()
         self.is_started = False
         self._folder, self._engine, self._places = folder, engine, places
@@ -140,7 +143,7 @@ class HostRanks:
         self._results = Ring(1)
         self._masks = MaskMemory()
         self._vocab_size = 0
-        self._meeting = MeetingFile()
+        self._meeting = meeting or MeetingFile()
         self._stacks = [StackDump() for _ in places]
         self._processes: list[RankProcess] = []
         self._pidfds: list[int] = []

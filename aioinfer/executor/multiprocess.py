@@ -8,17 +8,33 @@ from pathlib import Path
 from aioinfer.config import Config
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
-from aioinfer.ipc.placement import place_on_hosts
+from aioinfer.ipc.meeting_file import MeetingFile
+from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
 
 class MultiprocessExecutor(WorkerExecutor):
     """Implements `Executor` with worker processes of this host."""
 
-    def __init__(self, config: Config, folder: Path, engine: int = 0):
+    def __init__(
+        self, config: Config, folder: Path, engine: int = 0, meeting: MeetingFile | None = None
+    ):
+        """`meeting` is where its ranks find those of other engines, if they compute with them."""
         super().__init__(config, folder, engine)
-        places = place_on_hosts(self.groups, [0] * self._size)
-        self.ranks = HostRanks(config, folder, engine, places, self.heartbeat, self)
+        places = self._places()
+        self.ranks = HostRanks(
+            config, folder, engine, places, self.heartbeat, self, meeting=meeting
+        )
         self._hosts = [self.ranks]
+
+    def _places(self) -> list[RankSpec]:
+        """Returns the places of this engine's ranks, in a world of all engines' ranks if they share
+        the experts."""
+        size, parallel = self._size, self.config.parallel
+        if not parallel.data_parallel_attention:
+            return place_on_hosts(self.groups, [0] * size)
+        engines = parallel.data_parallel_size
+        first, groups = self._engine * size, (("dp", engines), *self.groups)
+        return [RankSpec(first + rank, engines * size, rank, groups=groups) for rank in range(size)]
 
     async def _make_hosts(self) -> list[WorkerHost]:
         return [self.ranks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, Self
 
 
 def anonymous_file(name: str, size: int = 0) -> int:
@@ -29,6 +29,12 @@ class AnonymousFile:
     def __init__(self, name: str):
         """Makes the file; see `anonymous_file`."""
         self._fd = anonymous_file(name)
+
+    def duplicate(self) -> Self:
+        """Returns the same file with a descriptor of its own."""
+        other = self.__class__.__new__(self.__class__)
+        other._fd = os.dup(self._fd)
+        return other
 
     def close(self) -> None:
         """Closes the descriptor. Safe to call twice."""

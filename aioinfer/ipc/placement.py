@@ -64,10 +64,18 @@ class RankSpec:
         return [[first + stride * number for number in range(size)] for first in firsts]
 
     @property
+    def engine_rank(self) -> int:
+        """The number of the rank in its engine. Engines that share experts are the first axis,
+        `dp`, of one world; other worlds have one engine."""
+        if not self.groups or self.groups[0][0] != "dp":
+            return self.rank
+        return self.rank % math.prod(size for _, size in self.groups[1:])
+
+    @property
     def sends_results(self) -> bool:
-        """Whether the results of this rank are those that go back to the engine: one rank's do,
+        """Whether the results of this rank are those that go back to its engine: one rank's do,
         since all have the same."""
-        return self.rank == 0
+        return self.engine_rank == 0
 
     @property
     def is_local(self) -> bool:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from aioinfer.ipc.expert_tokens import ExpertTokens
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.prompt_rows import (
     PooledRows,
@@ -195,6 +196,7 @@ RESULT_SECTIONS: tuple[type[Section], ...] = (
     PooledStates,
     TokenStates,
     RequestedLogprobs,
+    ExpertTokens,
 )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Backend:
         group: the tensor-parallel ranks that share each layer.
         expert_parallel: whether each of these ranks has some of the experts, whole, instead of some
             channels of every expert.
+        expert_group: the ranks of all engines, where these have the experts instead, and tokens of
+            their own, which they send to each other (data-parallel attention).
+        expert_placement: which experts each rank has in both cases.
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
@@ -56,6 +60,8 @@ class Backend:
     group: ParallelGroup
     has_kernels: bool = False
     expert_parallel: bool = False
+    expert_group: ParallelGroup | None = None
+    expert_placement: ExpertPlacement = field(default_factory=ExpertPlacement)
     pdl: bool = False
     cascade: bool = False
     all_reduce: AllReduce | None = None
@@ -69,9 +75,14 @@ class Backend:
         group: ParallelGroup,
         *,
         expert_parallel: bool = False,
+        expert_group: ParallelGroup | None = None,
+        expert_placement: ExpertPlacement | None = None,
     ) -> Backend:
         """Returns the backend of a device: kernels on GPUs, dependent launches from Hopper on."""
         backend = cls(device, dtype, group, expert_parallel=expert_parallel)
+        backend.expert_group = expert_group
+        if expert_placement is not None:
+            backend.expert_placement = expert_placement
         if device.type != "cpu":
             backend.has_kernels = True
             backend.pdl = torch.cuda.get_device_capability(device)[0] >= 9

@@ -387,7 +387,6 @@ class StackedExperts:
     """The weights of all experts of a layer that this rank has.
 
     Args:
-        local: which of all experts they are.
         gate_up: the rows of the gates, then of up, or in turns; a multiple of 8 channels.
         down: the second projections, for these channels.
         backend: of the rank.
@@ -397,13 +396,11 @@ class StackedExperts:
         activation: of the first product.
 
     Attributes:
-        local: as given.
         activation: as given.
     """
 
     def __init__(
         self,
-        local: Shard,
         gate_up: ProjectionShape,
         down: ProjectionShape,
         backend: Backend,
@@ -412,7 +409,7 @@ class StackedExperts:
         has_biases: bool = False,
         activation: Activation = SILU,
     ):
-        self.local, self.activation = local, activation
+        self.activation = activation
         self._shapes = gate_up, down
         self.first, self.second = (
             make_stack(shape, backend, quantization) for shape in self._shapes

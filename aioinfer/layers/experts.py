@@ -6,12 +6,20 @@ scores. Tensor-parallel ranks have some channels of every expert each, and all o
 With `Backend.expert_parallel` each of these ranks has some of the experts instead, whole. All ranks
 have all tokens, since attention is tensor-parallel: a rank computes its own experts for the tokens
 that take them, and what it adds for the others is zero. The sum over the ranks that a layer has
-anyway is then that over the experts. Nothing is sent from rank to rank beforehand: an all-to-all of
-tokens is of use only where ranks have tokens of their own (data-parallel attention).
+anyway is then that over the experts. Nothing is sent from rank to rank beforehand.
+
+With `Backend.expert_group` the ranks are those of several engines, each with tokens of its own
+(data-parallel attention): a rank sends its tokens to the ranks of their experts, which send the
+outputs back, by an all-to-all each way (Lepikhin et al. 2021). All ranks take part in every step.
+
+An expert may have copies on several ranks (`ipc.expert_placement`), as DeepSeek-AI's load balancer
+for expert parallelism (EPLB, 2025) places them: token t takes copy t modulo their number, on every
+rank alike. A place is one copy on one rank. The tokens of each place are counted (`ExpertCounter`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,10 +27,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from aioinfer.ipc.expert_placement import LayerPlacement
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 from aioinfer.layers.step import Step
@@ -92,12 +102,95 @@ class MixtureShape:
         return self.expert_size % size == 0
 
 
-def expert_shards(shape: MixtureShape, backend: Backend) -> tuple[Shard, Shard]:
-    """Returns which experts this rank has, and which channels of each."""
-    (rank, size), count = (backend.group.rank, backend.group.size), shape.routing.num_experts
-    if backend.expert_parallel:
-        return Shard.near_equal(count, rank, size), Shard.whole(shape.expert_size)
-    return Shard.whole(count), Shard.of_rank(shape.expert_size, rank, size)
+class ExpertCopies:
+    """Divides the tokens of experts among their places.
+
+    Attributes:
+        table: int32 [num_experts, most], the places of each expert, from the left.
+        counts: int32 [num_experts], how many each has.
+    """
+
+    def __init__(self, places: Sequence[Sequence[int]], device: torch.device):
+        """`places` are those of each expert."""
+        most = max(map(len, places))
+        rows = [[*some, *[some[0]] * (most - len(some))] for some in places]
+        self.table = torch.tensor(rows, dtype=torch.int32, device=device)
+        self.counts = torch.tensor([len(s) for s in places], dtype=torch.int32, device=device)
+
+    def __call__(self, experts: torch.Tensor) -> torch.Tensor:
+        """Returns the places, int64, for the experts of each token, int64 [T, top_k]."""
+        token = torch.arange(len(experts), device=experts.device).unsqueeze(1)
+        return self.table[experts, token % self.counts[experts]].long()
+
+
+class ExpertCounter:
+    """Counts the tokens that the experts of one layer are given, on the device.
+
+    Attributes:
+        layer: the number of the layer in the model.
+        experts, ranks: of each place; see `ipc.expert_tokens.ExpertTokens`.
+        tokens: int32 [places], since they were last reported; modulo 2 ** 32.
+    """
+
+    def __init__(self, layer: int, placement: LayerPlacement, backend: Backend):
+        self.layer = layer
+        self.experts = placement.experts
+        is_divided = backend.expert_parallel
+        self.ranks = placement.ranks if is_divided else (-1,) * len(self.experts)
+        self.tokens = torch.zeros(len(self.experts), dtype=torch.int32, device=backend.device)
+
+
+class PlacedExperts:
+    """The experts of one layer, and those of them that a rank has.
+
+    Args:
+        name: of the checkpoint module of the mixture, which holds the number of its layer.
+        shape: of all ranks together.
+        backend: of the rank.
+
+    Attributes:
+        local: the rank's places, of all.
+        by_rank: how many places each rank has.
+        channels: of each expert that the rank has.
+        experts: the expert of each place.
+        counter: of the tokens.
+        copies: divides tokens among places; None where places are experts.
+
+    Raises:
+        ConfigError: the placement does not fit the model.
+    """
+
+    def __init__(self, name: str, shape: MixtureShape, backend: Backend):
+        group = backend.expert_group or backend.group
+        rank, size = group.rank, group.size
+        layer, count = _layer_of(name), shape.routing.num_experts
+        if backend.expert_parallel:
+            placement = backend.expert_placement.of(layer, count, size)
+            self.by_rank = [len(experts) for experts in placement.by_rank]
+            here = self.by_rank[rank]
+            self.local = Shard(placement.first_place(rank), here, len(placement.experts))
+            self.channels = Shard.whole(shape.expert_size)
+        else:
+            placement = LayerPlacement.near_equal(count, 1)
+            self.by_rank = [count]
+            self.local = Shard.whole(count)
+            self.channels = Shard.of_rank(shape.expert_size, rank, size)
+        self.experts = placement.experts
+        self.counter = ExpertCounter(layer, placement, backend)
+        self.copies: ExpertCopies | None = None
+        if not placement.is_in_order:
+            self.copies = ExpertCopies(placement.places_of(count), backend.device)
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The experts that the rank has, by its places."""
+        return self.experts[self.local.start : self.local.start + self.local.size]
+
+
+def _layer_of(name: str) -> int:
+    """Returns the number of the layer in a module's name; 0 for a name without."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return int(found[1]) if found else 0
 
 
 class Router:
@@ -244,13 +337,15 @@ class MixtureMLP:
     Args:
         router: selects experts.
         experts: those that this rank has.
-        local: which of all they are.
+        placed: which of all they are.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
 
     Attributes:
         supports_graphs: whether a CUDA graph can hold it.
+        counter: of the tokens of its experts.
+        needs_all_ranks: whether other engines' ranks wait for this one, even if it has no tokens.
     """
 
     supports_graphs = False
@@ -259,13 +354,15 @@ class MixtureMLP:
         self,
         router: Router,
         experts: Sequence[Expert],
-        local: Shard,
+        placed: PlacedExperts,
         shared: SharedExpert | None,
         norm: RMSNorm,
         backend: Backend,
     ):
         self.router, self.experts, self._shared = router, experts, shared
-        self._local, self._norm = local, norm
+        self._placed, self._norm = placed, norm
+        self.counter = placed.counter
+        self.needs_all_ranks = backend.expert_group is not None
         self._backend = backend
 
     def weight_shards(self) -> NamedShards:
@@ -301,21 +398,33 @@ class MixtureMLP:
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
+        self.add_to(stream)
+
+    def add_to(self, stream: ResidualStream) -> None:
+        """Adds the mixture of the stream's tokens to the stream, which may have none."""
         x = stream.normed(self._norm)
         output = self._mix(x)
-        if self._shared is not None:
+        if self._shared is not None and len(x):
             output += self._shared(x)
         stream.add_over_ranks(output)
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]."""
+        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]; in
+        an `expert_group` the whole sum, of its own tokens."""
         weights, chosen = self.router(x)
+        if self._placed.copies is not None:
+            chosen = self._placed.copies(chosen)
         order = chosen.flatten().argsort(stable=True)
         tokens = order // chosen.shape[1]
         weights = weights.flatten()[order].unsqueeze(1)
-        local = self._local
-        counts = chosen.flatten().bincount(minlength=local.total).tolist()
+        local = self._placed.local
+        tokens_of = chosen.flatten().bincount(minlength=local.total)
+        self.counter.tokens += tokens_of
         total = torch.zeros_like(x)
+        if self._backend.expert_group is not None:
+            outputs = self._exchange(x[tokens], tokens_of, self._backend.expert_group)
+            return total.index_add_(0, tokens, outputs * weights.to(x.dtype))
+        counts = tokens_of.tolist()
         first = sum(counts[: local.start])
         here = counts[local.start : local.start + local.size]
         for expert, count in zip(self.experts, here, strict=True):
@@ -325,3 +434,32 @@ class MixtureMLP:
                 total.index_add_(0, tokens[pairs], output)
                 first += count
         return total
+
+    def _multiply(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Returns the outputs of this rank's experts for rows [R, hidden_size], of which the first
+        `counts[0]` are of the first expert, and so on."""
+        outputs = torch.empty_like(rows)
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                outputs[first : first + count] = expert(rows[first : first + count])
+                first += count
+        return outputs
+
+    def _exchange(
+        self, rows: torch.Tensor, counts: torch.Tensor, group: ParallelGroup
+    ) -> torch.Tensor:
+        """Returns the experts' outputs for rows [R, hidden_size] by place, `counts` int64 [places]
+        of each: sends them to the ranks of the places, computes those that come, and gets the
+        outputs back."""
+        by_rank, size = self._placed.by_rank, self._placed.local.size
+        came = group.all_to_all(counts, by_rank, [size] * group.size).view(group.size, size)
+        sent = [int(part.sum()) for part in counts.split(by_rank)]
+        received = came.sum(1).tolist()
+        rows = group.all_to_all(rows, sent, received)
+        # they came by rank, and by place of each rank
+        places = torch.arange(size, device=rows.device).repeat(group.size)
+        order = places.repeat_interleave(came.flatten()).argsort(stable=True)
+        outputs = torch.empty_like(rows)
+        outputs[order] = self._multiply(rows[order], came.sum(0).tolist())
+        return group.all_to_all(outputs, received, sent)

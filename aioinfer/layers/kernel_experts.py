@@ -19,6 +19,7 @@ from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG,
 from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
+    CopyTable,
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
@@ -30,7 +31,7 @@ from aioinfer.kernels.expert_routing import (
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
-from aioinfer.layers.experts import MixtureMLP, Router, Routing, SharedExpert
+from aioinfer.layers.experts import MixtureMLP, PlacedExperts, Router, Routing, SharedExpert
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards
@@ -49,6 +50,7 @@ class KernelMixtureMLP(MixtureMLP):
     Args:
         router: selects experts; its weight in the backend's dtype.
         stacked: those that this rank has.
+        placed: which of all they are.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
@@ -60,17 +62,20 @@ class KernelMixtureMLP(MixtureMLP):
         self,
         router: Router,
         stacked: StackedExperts,
+        placed: PlacedExperts,
         shared: SharedExpert | None,
         norm: RMSNorm,
         backend: Backend,
     ):
-        local = stacked.local
-        super().__init__(router, (), local, shared, norm, backend)
+        local = placed.local
+        super().__init__(router, (), placed, shared, norm, backend)
         self.stacked = stacked
         is_partial = local.size < local.total
         self._experts = range(local.start, local.start + local.size) if is_partial else None
         self._rule = rule_of(router.routing)
-        self._counters = make_counters(self._rule.num_experts, backend.device)
+        self._counters = make_counters(local.total, backend.device)
+        copies = placed.copies
+        self._copies = None if copies is None else CopyTable(copies.table, copies.counts)
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
@@ -133,15 +138,24 @@ class KernelMixtureMLP(MixtureMLP):
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
         x = stream.normed(self._norm)
-        self._add(stream, x, self._route(x, buckets=len(x) > SCANNED_TOKENS))
+        # padding has no slots; where the tokens are sampled ones alone there is none
+        mapping = step.inputs.groups[0].slot_mapping
+        slots = mapping if len(mapping) == len(x) else None
+        self._add(stream, x, self._route(x, buckets=len(x) > SCANNED_TOKENS, slots=slots))
 
     def _route(
-        self, x: torch.Tensor, *, buckets: bool, config: RoutingConfig | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        buckets: bool,
+        config: RoutingConfig | None = None,
+        slots: torch.Tensor | None = None,
     ) -> RoutedTokens:
         router = self.router
         return route(
             x, router.weight, self._rule, self._counters, bias=router.bias,
             logit_bias=router.logit_bias, buckets=buckets, local=self._experts,
+            copies=self._copies, totals=self.counter.tokens, slots=slots,
             pdl=self._backend.pdl, config=config,
         )  # fmt: skip
 

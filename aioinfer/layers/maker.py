@@ -19,10 +19,10 @@ from aioinfer.layers.experts import (
     Expert,
     MixtureMLP,
     MixtureShape,
+    PlacedExperts,
     Router,
     Routing,
     SharedExpert,
-    expert_shards,
 )
 from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.compiled import has_compiled_products
@@ -412,9 +412,10 @@ class LayerMaker:
             of_all = SharedExpert(whole_expert, gate, self.hidden_size, self.backend)
         prefixes = (f"{name}.experts.{number}" for number in range(routing.num_experts))
         names = [_expert_modules(prefix, projections) for prefix in prefixes]
-        local, channels = expert_shards(shape, self.backend)
-        here = names[local.start : local.start + local.size]
-        self._elsewhere.update(*names[: local.start], *names[local.start + local.size :])
+        placed = PlacedExperts(name, shape, self.backend)
+        channels = placed.channels
+        here = [names[expert] for expert in placed.local_experts]
+        self._elsewhere.update(*(set(names) - set(here)))
         if self._takes_stacked(routing, channels, activation):
             from aioinfer.layers.expert_stacks import ProjectionShape, interleaved_order
 
@@ -422,12 +423,12 @@ class LayerMaker:
             first = [[Source(gate, channels), Source(up, channels)] for gate, up, _ in here]
             second = [[Source(down, whole)] for *_, down in here]
             stacked = self._stacked(
-                local, ProjectionShape(first, whole, order), ProjectionShape(second, channels)
+                ProjectionShape(first, whole, order), ProjectionShape(second, channels)
             )
-            return self._kernel_mixture(f"{name}.gate", routing, stacked, of_all, norm)
+            return self._kernel_mixture(f"{name}.gate", routing, stacked, placed, of_all, norm)
         router = Router(f"{name}.gate", routing, self.hidden_size, self.backend)
-        experts = [expert(modules, channels) for modules in here]
-        return self._keep(MixtureMLP(router, experts, local, of_all, norm, self.backend))
+        experts = [expert(modules, placed.channels) for modules in here]
+        return self._keep(MixtureMLP(router, experts, placed, of_all, norm, self.backend))
 
     def biased_mixture(
         self, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
@@ -440,10 +441,11 @@ class LayerMaker:
             swiglu: the activation.
             norm: of the residual stream before it.
         """
-        (local, channels), routing = expert_shards(shape, self.backend), shape.routing
+        placed, routing = PlacedExperts(name, shape, self.backend), shape.routing
+        channels = placed.channels
 
         def places_of(number: int) -> ExpertPlaces:
-            index = StackIndex(local.start + number, routing.num_experts)
+            index = StackIndex(number, routing.num_experts)
             return ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
 
         if self._takes_stacked(routing, channels):
@@ -451,17 +453,16 @@ class LayerMaker:
             from aioinfer.layers.expert_stacks import ProjectionShape, interleaved_order
 
             channels = self._whole_blocks(channels, f"{name}.experts.down_proj")
-            every = [places_of(number) for number in range(local.size)]
+            every = [places_of(number) for number in placed.local_experts]
             order = interleaved_order(channels.size, in_turns=True)
             whole = Shard.whole(self.hidden_size)
             stacked = self._stacked(
-                local,
                 ProjectionShape([[places.gate_up] for places in every], whole, order),
                 ProjectionShape([[places.down] for places in every], channels),
                 has_biases=True,
                 activation=Activation(swiglu.alpha, swiglu.limit),
             )
-            return self._kernel_mixture(f"{name}.router", routing, stacked, None, norm)
+            return self._kernel_mixture(f"{name}.router", routing, stacked, placed, None, norm)
         router = Router(f"{name}.router", routing, self.hidden_size, self.backend)
 
         def expert(number: int) -> BiasedExpert:
@@ -470,8 +471,8 @@ class LayerMaker:
             down = self._weight([places.down], channels)
             return BiasedExpert(places, gate_up, down, swiglu, self.backend)
 
-        experts = [expert(number) for number in range(local.size)]
-        return self._keep(MixtureMLP(router, experts, local, None, norm, self.backend))
+        experts = [expert(number) for number in placed.local_experts]
+        return self._keep(MixtureMLP(router, experts, placed, None, norm, self.backend))
 
     # ---------------------------------------------------------------- parts
 
@@ -497,12 +498,12 @@ class LayerMaker:
         return Shard(blocks.start * BLOCK, blocks.size * BLOCK, total)
 
     def _stacked(
-        self, local: Shard, first: ProjectionShape, second: ProjectionShape, **options: Any
+        self, first: ProjectionShape, second: ProjectionShape, **options: Any
     ) -> StackedExperts:
-        """Returns the weights of the experts `local` for the kernels."""
+        """Returns the weights of this rank's experts for the kernels."""
         from aioinfer.layers.expert_stacks import StackedExperts
 
-        stacked = StackedExperts(local, first, second, self.backend, self.quantization, **options)
+        stacked = StackedExperts(first, second, self.backend, self.quantization, **options)
         self._converted.append(weakref.ref(stacked))
         return stacked
 
@@ -511,6 +512,7 @@ class LayerMaker:
         router_name: str,
         routing: Routing,
         stacked: StackedExperts,
+        placed: PlacedExperts,
         shared: SharedExpert | None,
         norm: RMSNorm,
     ) -> MixtureMLP:
@@ -519,7 +521,7 @@ class LayerMaker:
 
         backend = self.backend
         router = Router(router_name, routing, self.hidden_size, backend, backend.dtype)
-        return self._keep(KernelMixtureMLP(router, stacked, shared, norm, backend))
+        return self._keep(KernelMixtureMLP(router, stacked, placed, shared, norm, backend))
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
         weight = make_weight(sources, columns, self.backend, self.quantization)

@@ -39,9 +39,11 @@ class GatedMLP:
 
     Attributes:
         supports_graphs: whether a CUDA graph can hold it.
+        needs_all_ranks: see `experts.MixtureMLP`.
     """
 
     supports_graphs = True
+    needs_all_ranks = False
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,6 +82,23 @@ class ParallelGroup:
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values.contiguous(), group=self._handle)
         return torch.cat(parts, dim=-1)
+
+    def all_to_all(
+        self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Sends each rank some of the rows of `values` [sum of sent, ...], and returns those that
+        came for this one, [sum of received, ...], both in the order of the ranks.
+
+        Args:
+            sent, received: how many rows each rank gets and sends; may be 0.
+        """
+        if self.size == 1:
+            return values
+        found = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(
+            found, values.contiguous(), list(received), list(sent), group=self._handle
+        )
+        return found
 
     def symmetric_buffer(self, nbytes: int) -> SymmetricBuffer:
         """Returns `nbytes` zeroed bytes on each rank's GPU that all ranks can read and write. Every

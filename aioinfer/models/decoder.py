@@ -17,7 +17,7 @@ from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.experts import MixtureMLP
+from aioinfer.layers.experts import ExpertCounter, MixtureMLP
 from aioinfer.layers.kv_cache import KVScales
 from aioinfer.layers.latent_attention import LatentAttention
 from aioinfer.layers.maker import LayerMaker
@@ -47,6 +47,7 @@ class CausalLM(Protocol):
             None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
+        expert_counters: of the layers with experts, if their tokens are counted.
     """
 
     backend: Backend
@@ -56,6 +57,7 @@ class CausalLM(Protocol):
     weights_bytes: int
     kv_specs: Sequence[KVSpec]
     kv_scales: Sequence[KVScales]
+    expert_counters: Sequence[ExpertCounter]
 
     def load(
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
@@ -110,6 +112,10 @@ class CausalLM(Protocol):
     def plan(self, step: Step) -> None:
         """Computes what all layers need of a step whose inputs are prepared; before
         `begin`, and never inside a graph that is replayed for other numbers of rows."""
+        ...
+
+    def take_part(self) -> None:
+        """Does what other engines' ranks wait for in a step in which this one has no rows."""
         ...
 
     def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
@@ -173,7 +179,7 @@ class DecoderLayer:
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """Adds the layer's results to the stream; see `Attention` for `is_last`."""
         self.attention(stream, step, is_last=is_last)
-        if len(stream):
+        if len(stream) or self.mlp.needs_all_ranks:
             self.mlp(stream, step)
 
 
@@ -211,6 +217,8 @@ class DecoderModel:
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         scales = [layer.attention.scales for layer in self.layers]
         self.kv_scales = [of_layer for of_layer in scales if of_layer is not None]
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureMLP)]
+        self.expert_counters = [mixture.counter for mixture in mixtures]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
@@ -309,6 +317,13 @@ class DecoderModel:
         """See `CausalLM.plan`."""
         if self._plans is not None:
             self._plans.fill(step)
+
+    def take_part(self) -> None:
+        """See `CausalLM.take_part`."""
+        none = torch.empty(0, self.hidden_size, dtype=self.backend.dtype)
+        for layer in self.layers:
+            if isinstance(layer.mlp, MixtureMLP) and layer.mlp.needs_all_ranks:
+                layer.mlp.add_to(ResidualStream(none.to(self.backend.device), self.backend))
 
     def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
         """See `CausalLM.begin`."""

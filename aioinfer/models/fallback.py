@@ -27,6 +27,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Vocabulary
+from aioinfer.layers.experts import ExpertCounter
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
@@ -133,6 +134,7 @@ class FallbackModel:
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
         self.kv_specs: Sequence[KVSpec] = ()
         self.kv_scales: Sequence[KVScales] = ()
+        self.expert_counters: Sequence[ExpertCounter] = ()
         self.weights_bytes = 0
         self._config = config
         self._trust_remote_code = trust_remote_code
@@ -256,6 +258,9 @@ class FallbackModel:
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`; no kernel has several configurations here."""
+
+    def take_part(self) -> None:
+        """See `CausalLM.take_part`: no engine waits for another."""
 
     def plan(self, step: Step) -> None:
         """See `CausalLM.plan`."""

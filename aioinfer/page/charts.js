@@ -126,3 +126,23 @@ export function drawColumns(canvas, rows, names, places, selected) {
   context.fillRect(0, height - 1, width, 1);
   return Math.max(0, ...sums);
 }
+
+/** Draws `rows` times `columns` bytes: 0 as the background, 255 in full colour. */
+export function drawHeat(canvas, bytes, rows, columns) {
+  const [context, width, height] = fit(canvas);
+  context.fillStyle = colour("sunken");
+  context.fillRect(0, 0, width, height);
+  context.fillStyle = colour("used");
+  bytes.forEach((byte, index) => {
+    const column = index % columns;
+    const row = Math.floor(index / columns);
+    context.globalAlpha = byte / 255;
+    context.fillRect(
+      (column * width) / columns,
+      (row * height) / rows,
+      width / columns,
+      height / rows,
+    );
+  });
+  context.globalAlpha = 1;
+}

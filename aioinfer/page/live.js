@@ -1,7 +1,7 @@
 // The live view of the engines: one stream of events, open only while the page can be seen, and the
 // charts of what it reports.
 
-import { drawBar, drawCells, drawColumns, drawSparkline } from "./charts.js";
+import { drawBar, drawCells, drawColumns, drawHeat, drawSparkline } from "./charts.js";
 import { readEvents, request } from "./api.js";
 
 const SPAN_MS = 120_000; // of the sparklines
@@ -10,6 +10,7 @@ const RECONNECT_MS = 2000;
 const PHASES = ["result", "update", "plan", "post", "emit"];
 
 const whole = new Intl.NumberFormat("en");
+const times = new Intl.NumberFormat("en", { maximumFractionDigits: 2, minimumFractionDigits: 2 });
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
 
 export class Live {
@@ -78,6 +79,7 @@ class EngineView {
   #values = {};
   #charts = {};
   #state = null;
+  #experts = null; // the last report, with the cells as bytes
   #time = 0;
   #rates = []; // { at, in, out }; null after an interruption
   #steps = [];
@@ -137,6 +139,10 @@ class EngineView {
     }
     this.#rates = this.#rates.filter((rate) => at - rate.at < SPAN_MS);
     this.#steps = [...this.#steps, ...state.log].slice(-NUM_STEPS);
+    if (state.experts) {
+      const cells = Uint8Array.from(atob(state.experts.cells), (byte) => byte.charCodeAt(0));
+      this.#experts = { ...state.experts, cells };
+    }
     this.#state = state;
     this.#time = time;
     this.draw();
@@ -147,6 +153,7 @@ class EngineView {
     if (!this.#state) return;
     this.#drawState(this.#state);
     this.#drawRates();
+    this.#drawExperts();
     this.#drawTimeline();
   }
 
@@ -210,6 +217,19 @@ class EngineView {
       this.#write(name, value);
       this.#charts[name].ariaLabel = `${value} tokens a second ${name}`;
     }
+  }
+
+  /** Draws the load of the experts, of models that have any. */
+  #drawExperts() {
+    if (!this.#experts) return;
+    const { layers, experts, layer, imbalance, rank_imbalance: ofRanks, cells } = this.#experts;
+    this.#root.querySelector("[data-part=experts]").hidden = false;
+    drawHeat(this.#charts.experts, cells, layers, experts);
+    const busiest = `busiest ${times.format(imbalance)} × the mean (layer ${layer})`;
+    const ranks = ofRanks === null ? "" : `; busiest rank ${times.format(ofRanks)} ×`;
+    this.#write("experts", `${layers} layers of ${experts}`);
+    this.#write("imbalance", busiest + ranks);
+    this.#charts.experts.ariaLabel = `Tokens by layer and expert: ${busiest}${ranks}`;
   }
 
   #drawTimeline() {

@@ -143,6 +143,8 @@ class PrefillPacing:
         work, posted_s = self._posted.popleft()
         seconds = now - max(posted_s, self._last_result_s)
         self._last_result_s = now
+        if not work.decodes and not work.prefill_tokens:
+            return  # it computed nothing of its own, and waited for the steps of other engines
         error = self.times.learn(work, seconds)
         if error is not None:
             self.step_s += seconds

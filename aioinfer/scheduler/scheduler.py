@@ -46,7 +46,8 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.prefill_pacing import PrefillPacing
+from aioinfer.scheduler.plan_builder import PlanBuilder
+from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
 from aioinfer.scheduler.prompt_rows import (
     PromptPool,
     PromptProgress,
@@ -330,6 +331,17 @@ class Scheduler:
         plan = builder.to_plan(running.vacated, constrained, requested)
         running.vacated.clear()
         return plan
+
+    def schedule_nothing(self) -> StepPlan:
+        """Plans a step without rows, which the workers of other engines wait for. It must be
+        posted, like any other."""
+        builder = PlanBuilder(self._step_id, 0, PrefillAllowance(0), self.limits.max_num_seqs)
+        self._posted.add(self._step_id, [], has_beams=False)
+        self.pacing.post(builder.work(), self._clock())
+        self._step_id += 1
+        self.last_scored, self.last_pooled = builder.scored, builder.pooled
+        self.last_stated, self.last_advanced = builder.stated, builder.advanced
+        return builder.to_plan()
 
     def update(self, result: StepResult, came: float | None = None) -> StepOutput:
         """Takes the result of the oldest posted step: appends its tokens and ends the requests that

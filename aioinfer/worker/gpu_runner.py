@@ -37,6 +37,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
+from aioinfer.worker.expert_report import ExpertReport
 from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
@@ -122,6 +123,7 @@ class GpuModelRunner:
         kv: keys and values of all layers.
         slots: the running requests.
         graph_bytes: GPU memory that the graphs have taken.
+        expert_report: of the tokens that experts were given.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class GpuModelRunner:
         self._mask_uploads = MaskUploads(device)
         dtype = model.backend.dtype
         self._logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
+        self.expert_report = ExpertReport.of(model)
         self._prompt_rows = PromptOutputs(model, slots)
         # of the step that is being launched
         self._outputs: Sequence[PendingSection] = ()
@@ -179,10 +182,11 @@ class GpuModelRunner:
         logprobs, waited_ns = self._sample_masked(plan, launched, masks)
         self._find_requested(plan, launched)
         count = 0 if launched.logits is None else len(launched.logits)
+        outputs = [*self._outputs, *self.expert_report.take()]
+        self._outputs = ()
         tokens, logprobs, arrived = self._fetch(index, count, logprobs)
         self._staging.end(arrived)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        outputs, self._outputs = self._outputs, ()
         return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, outputs)
 
     def _has_graph(self, plan: StepPlan) -> bool:

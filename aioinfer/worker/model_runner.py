@@ -18,6 +18,7 @@ from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.expert_report import ExpertReport
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.masks import MaskedRows, MaskSource, await_masks
 from aioinfer.worker.prompt_rows import (
@@ -67,12 +68,14 @@ class ModelRunner:
         model: the rank's part of the model, bound to `kv`.
         kv: keys and values of all layers.
         slots: the running requests.
+        expert_report: of the tokens that experts were given.
     """
 
     def __init__(self, model: CausalLM, kv: KVTensors, slots: Slots):
         self.model = model
         self.kv = kv
         self.slots = slots
+        self.expert_report = ExpertReport.of(model)
         self._prompt_rows = PromptOutputs(model, slots)
         # of the step that is being computed
         self._outputs: Sequence[PendingSection] = ()
@@ -90,11 +93,15 @@ class ModelRunner:
         masked, waited_ns = await_masks(plan, masks)
         sampled = self._sample(plan, logits, masked)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        outputs, self._outputs = self._outputs, ()
+        outputs = [*self._outputs, *self.expert_report.take()]
+        self._outputs = ()
         return PendingResult(plan.step_id, sampled, busy_ns, outputs)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
+        if not len(plan.slots):
+            self.model.take_part()
+            return None
         step = prepare_step(plan, self.slots)
         if plan.sections and has_prompt_rows(plan):
             return self._compute_prompt_rows(plan, step)

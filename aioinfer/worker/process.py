@@ -43,7 +43,7 @@ class WorkerSpec:
     Attributes:
         config, folder: the configuration and the model's folder.
         place: the rank, and where it finds the others.
-        plans, results: the rings of the host; one rank of the world writes results.
+        plans, results: the rings of the host; one rank of the engine writes results.
         heartbeat: where this rank writes what it is doing.
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
@@ -72,8 +72,8 @@ class WorkerSpec:
 
     @property
     def rank(self) -> int:
-        """The number of the rank."""
-        return self.place.rank
+        """The number of the rank in its engine."""
+        return self.place.engine_rank
 
     @property
     def reader(self) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
 from aioinfer.ipc.masks import mask_words
 from aioinfer.ipc.plan import I32, Admission, StepPlan
@@ -115,6 +116,7 @@ class Worker:
         self._folder = folder
         self._group = groups.tp
         place = groups.spec
+        self._expert_group = groups.dp if config.parallel.data_parallel_attention else None
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
@@ -142,7 +144,12 @@ class Worker:
         self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(
-            self.device, dtype, self._group, expert_parallel=config.parallel.expert_parallel
+            self.device,
+            dtype,
+            self._group,
+            expert_parallel=config.parallel.expert_parallel,
+            expert_group=self._expert_group,
+            expert_placement=_read_placement(config),
         )
         self._backend.cascade = config.cache.cascade_attention
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
@@ -259,6 +266,7 @@ class Worker:
             keep_freed_memory()
             self._run_warm_up_steps()
             self._calibrate()
+            runner.expert_report.begin()
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
@@ -270,6 +278,7 @@ class Worker:
         self._run_prompt_rows()
         self._calibrate()
         runner.capture()
+        runner.expert_report.begin()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
 
@@ -419,6 +428,11 @@ class Worker:
         runner.step(plan, self._allow_all).wait()
 
 
+def _read_placement(config: Config) -> ExpertPlacement | None:
+    path = config.parallel.expert_placement
+    return None if path is None else ExpertPlacement.read(Path(path))
+
+
 def select_device(
     config: Config, rank: int, engine: int = 0, *, owns_devices: bool = False
 ) -> torch.device:
@@ -431,6 +445,11 @@ def select_device(
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
+    if config.parallel.data_parallel_attention:
+        raise ConfigError(
+            "parallel.data_parallel_attention is for CPUs so far: set parallel.device to 'cpu', or "
+            "use parallel.tensor_parallel_size"
+        )
     if not count:
         raise ConfigError(
             "parallel.device = 'cuda', and there is no GPU that torch can use: set "

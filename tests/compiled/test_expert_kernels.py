@@ -167,24 +167,36 @@ def test_products_of_one_token(gated: bool, partial: bool, format: str, tmp_path
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= wide
 
 
-ROUTED = [(EXPERTS, 1, False), (256, 8, True), (60, 1, False)]
+ROUTED = [
+    (EXPERTS, 1, False, 0),
+    (256, 8, True, 0),
+    (60, 1, False, 0),
+    (EXPERTS, 1, False, 4),
+]
 
 
 def routing(
-    config: RoutingConfig | FewTokensConfig, experts: int, groups: int, sigmoid: bool, buckets: bool
+    config: RoutingConfig | FewTokensConfig,
+    experts: int,
+    groups: int,
+    sigmoid: bool,
+    buckets: bool,
+    copies: int = 0,
 ) -> CompiledKernel:
     """Compiles what `route` launches with a configuration."""
     types = {
         "x": "*bf16", "weight": "*bf16", "bias": "*fp32", "logit_bias": "*fp32", "logits": "*fp32",
         "weights": "*fp32",
         "experts": "*i32", "counts": "*i32", "rows": "*i32", "tickets": "*i32", "scale": "fp32",
+        "copy_places": "*i32", "copy_counts": "*i32", "place_totals": "*i32",
+        "slot_mapping": "*i64",
     }  # fmt: skip
     constants = {
         "HIDDEN": HIDDEN, "EXPERTS": experts, "PART": config.experts, "STEP": config.step,
         "EXPERTS_PAD": expert_routing.padded_experts(experts), "TOP_K": TOP_K, "K_PAD": TOP_K,
         "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "HAS_LOGIT_BIAS": not sigmoid,
         "GROUPS": groups, "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": buckets,
-        "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
+        "COPIES": copies, "COUNTED": True, "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
     }  # fmt: skip
     if isinstance(config, FewTokensConfig):
         kernel, own = expert_routing._few_tokens_kernel, {"EARLY": config.early_weights}
@@ -197,25 +209,31 @@ def routing(
 @pytest.mark.parametrize(  # by keys larger tiles take a minute
     ("tokens", "by_keys"), [(1, False), (100, False), (5000, False), (1, True), (100, True)]
 )
-@pytest.mark.parametrize(("experts", "groups", "sigmoid"), ROUTED)
+@pytest.mark.parametrize(("experts", "groups", "sigmoid", "copies"), ROUTED)
 def test_routing(
-    tokens: int, experts: int, groups: int, sigmoid: bool, by_keys: bool, tmp_path: Path
+    tokens: int,
+    experts: int,
+    groups: int,
+    sigmoid: bool,
+    copies: int,
+    by_keys: bool,
+    tmp_path: Path,
 ) -> None:
     config = replace(routing_config(tokens, experts), by_keys=by_keys)
-    kernel = routing(config, experts, groups, sigmoid, tokens > 16)
+    kernel = routing(config, experts, groups, sigmoid, tokens > 16, copies)
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "cp.async.ca" not in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("part", [1, 2])
-@pytest.mark.parametrize(("experts", "groups", "sigmoid"), ROUTED)
+@pytest.mark.parametrize(("experts", "groups", "sigmoid", "copies"), ROUTED)
 def test_routing_of_few_tokens(
-    experts: int, groups: int, sigmoid: bool, part: int, tmp_path: Path
+    experts: int, groups: int, sigmoid: bool, copies: int, part: int, tmp_path: Path
 ) -> None:
     """The best expert is found by an instruction of the warp, for each of a token's experts, where
     each thread has experts of its own; 16 bytes are loaded at a time."""
-    kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, buckets=True)
+    kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, True, copies)
     ptx = kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) == 0
     if experts >= 128:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
+from aioinfer.engine.expert_load import ExpertLoad
+from aioinfer.ipc.expert_tokens import ExpertTokens
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 
@@ -140,3 +144,54 @@ async def test_what_the_server_says_of_itself(served: Served, administered: Serv
         text = await response.text()
     assert '"max_model_len":512' in text
     assert "admin-key" not in text
+
+
+async def test_the_load_of_experts_and_a_placement_of_it(
+    served: Served, administered: Served
+) -> None:
+    """Of reports as a worker sends them; a dense model, as this one is, has none of its own."""
+
+    async def get(path: str, status: int = 200) -> Any:
+        async with administered.http.get(path, headers=ADMIN) as response:
+            reply = await response.json()
+            assert response.status == status, reply
+            return reply
+
+    for path in ("/experts", "/experts/placement"):
+        async with served.http.get(path) as response:
+            assert response.status == 403
+        async with administered.http.get(path) as response:
+            assert response.status == 401
+    assert await get("/experts") == {"engines": [{"layers": []}]}
+    assert (await get("/experts/placement", 404))["error"]["code"] == "nothing_counted"
+    async with administered.http.get("/metrics") as response:
+        assert "expert" not in await response.text()
+    metrics = administered.engine.metrics
+    places = np.array([[0, 1, 2, 3]], np.int32)
+    tokens = np.array([[60, 10, 20, 30]], np.int32)
+    metrics.expert_load.add(ExpertTokens(np.array([5], np.int32), places, places // 2, tokens), 0.0)
+    try:
+        (layer,) = (await get("/experts"))["engines"][0]["layers"]
+        assert layer["tokens"] == [60, 10, 20, 30]
+        assert layer["rank_tokens"] == [70, 50]
+        assert layer["imbalance"] == pytest.approx(2.0)
+        placed = await get("/experts/placement?ranks=2&copies=2")
+        assert placed == {"version": 1, "layers": {"5": [[0, 2, 3], [0, 1, 3]]}}
+        for query in ("ranks=0", "ranks=x", "copies=-1", "ranks=7&copies=2"):
+            error = (await get(f"/experts/placement?{query}", 400))["error"]
+            assert error["param"] in query
+        async with administered.http.get("/metrics") as response:
+            text = await response.text()
+        for name, more, value in (
+            ("expert_tokens_total", "", 120.0),
+            ("expert_rank_tokens_total", ',rank="0"', 70.0),
+            ("expert_imbalance", ',layer="5"', 2.0),
+        ):
+            (line,) = (
+                line
+                for line in text.splitlines()
+                if line.startswith(f"aioinfer:{name}{{") and more.strip(",") in line
+            )
+            assert line.endswith(f" {value}")
+    finally:
+        metrics.expert_load = ExpertLoad()

@@ -4,7 +4,9 @@ references, over random and skewed loads, in CUDA graphs; and models beside thos
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from random_models import random_model
 from test_families import Case, check_greedy, make_case, running
 
 from aioinfer import SamplingParams
+from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 
 DEVICE, BF16 = "cuda", torch.bfloat16
@@ -186,6 +189,37 @@ def test_two_ranks_give_the_tokens_of_transformers(
         assert llm.frontend.engines[0].report.graph_bytes > 0
         outputs = llm.generate(one.prompts, no_end)
     assert [output.token_ids for output in outputs] == one.expected
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_copies_of_experts_give_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """In graphs and without, and all tokens but the padding of graphs are counted."""
+    one = make_case("qwen3_moe", tmp_path, DEVICE, FAMILIES)
+    layers, file = json.loads((one.folder / "config.json").read_text()), tmp_path / "placed.json"
+    count = layers["num_hidden_layers"]
+    by_rank = (*range(20), 31), (*range(20, 32), 0, 1, 2)
+    placement = ExpertPlacement(dict.fromkeys(range(count), LayerPlacement(by_rank)))
+    file.write_text(json.dumps(placement.to_json()))
+    no_end = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logit_bias={2: -100.0})
+    ranks = {
+        "parallel__tensor_parallel_size": 2,
+        "parallel__executor": "multiprocess",
+        "parallel__expert_parallel": True,
+        "parallel__expert_placement": str(file),
+        "cache__enable_prefix_caching": False,
+    }
+    with running(one.folder, DEVICE, **ranks) as llm:
+        outputs = llm.generate(one.prompts, no_end)
+        time.sleep(1.1)
+        llm.generate([[5]], SamplingParams(max_tokens=1))
+        load = llm.frontend.engines[0].metrics.expert_load
+        counted = load.totals.sum(axis=1).tolist()
+    assert [output.token_ids for output in outputs] == one.expected
+    computed = sum(len(prompt) + 31 for prompt in one.prompts) + 1
+    # the last layer computes the sampled tokens alone
+    assert counted == [8 * computed] * (count - 1) + [8 * (32 * len(one.prompts) + 1)]
+    assert len(set(load.ranks[0].tolist())) == 2
 
 
 @pytest.mark.timeout(300)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
@@ -28,11 +29,13 @@ class Bound:
         self, folder: Path, *, kernels: bool, fill: float = 0.0,
         group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False, quantization: str = "auto",
+        expert_placement: ExpertPlacement | None = None,
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(
-            CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel
-        )
+            CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel,
+            expert_placement=expert_placement or ExpertPlacement(),
+        )  # fmt: skip
         self.model: Any = build_model(folder, self.backend, quantization=quantization)
         self.model.load(folder, "auto", 0, lambda done, total: None)
         groups = self.groups = group_layers(self.model.kv_specs)

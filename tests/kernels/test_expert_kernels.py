@@ -9,6 +9,7 @@ import torch
 from aioinfer.kernels.expert_configs import ExpertConfig, expert_config
 from aioinfer.kernels.expert_linear import expert_product
 from aioinfer.kernels.expert_routing import (
+    CopyTable,
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
@@ -86,6 +87,37 @@ def test_equal_scores_go_to_the_first_experts(
     assert found.experts.tolist() == [[0, 1, 2]] * 2
     _, expected = select_reference(torch.zeros(2, rule.num_experts), rule)
     assert torch.equal(found.experts.long(), expected)
+
+
+@pytest.mark.parametrize("config", [None, FewTokensConfig(1, 16)])
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_tokens_are_divided_among_copies_and_counted(
+    tokens: int, config: FewTokensConfig | None
+) -> None:
+    """Padding, which has no slots, is routed like the rest and not counted."""
+    places = [[3], [0, 8], [1], [2, 4, 7], [5], [6]]
+    table = torch.tensor([[*some, *[some[0]] * (3 - len(some))] for some in places]).int()
+    counts = torch.tensor([len(some) for some in places]).int()
+    x, weight = torch.randn(tokens, 32), torch.randn(6, 32)
+    totals, counters = torch.full((9,), 5).int(), make_counters(9, torch.device("cpu"))
+    slots = torch.where(torch.arange(tokens) % 4 == 3, -1, torch.arange(tokens))
+    copies = CopyTable(table, counts)
+    found = route(
+        x, weight, RULE, counters, copies=copies, totals=totals, slots=slots, config=config
+    )
+    plain = route(x, weight, RULE, make_counters(6, torch.device("cpu")), config=config)
+    assert torch.equal(found.weights, plain.weights)
+    expected = [
+        [places[expert][token % len(places[expert])] for expert in experts]
+        for token, experts in enumerate(plain.experts.tolist())
+    ]
+    assert found.experts.tolist() == expected
+    assert found.counts is not None
+    assert torch.equal(found.counts.long(), found.experts.flatten().bincount(minlength=9))
+    real = found.experts[slots >= 0].flatten().bincount(minlength=9)
+    assert torch.equal(totals.long() - 5, real)
+    route(x, weight, RULE, make_counters(9, torch.device("cpu")), copies=copies, totals=totals)
+    assert torch.equal(totals.long() - 5, real + found.counts)
 
 
 @pytest.mark.parametrize(

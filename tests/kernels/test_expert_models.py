@@ -10,6 +10,7 @@ import torch
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, expert_config
 from aioinfer.kernels.expert_routing import RoutedTokens, routing_config
 
+from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.layers import kernel_experts
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from aioinfer.layers.parallel import ParallelGroup
@@ -114,6 +115,47 @@ def test_ranks_with_whole_experts(
         x = torch.randn(tokens, 64)
         parts = [_mixed(one, x) for one in (whole, *ranks)]
         assert_close(torch.stack(parts[1:]).sum(0), parts[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@torch.inference_mode()
+def test_ranks_with_copies_of_experts(family: str, tmp_path: Path) -> None:
+    """Tokens are divided among the copies, and all are counted once."""
+    tiny_model(family, tmp_path, **SIZES)
+    placement = ExpertPlacement({0: LayerPlacement(((6, 0, 1, 2), (3, 4, 5, 6, 7, 0)))})
+    groups = (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
+    whole, *ranks = (
+        Bound(
+            tmp_path,
+            kernels=True,
+            group=group,
+            expert_parallel=group.size > 1,
+            expert_placement=placement,
+        )
+        for group in groups
+    )
+    for tokens in (1, 7, 24):
+        x = torch.randn(tokens, 64)
+        counters = [one.model.layers[0].mlp.counter for one in (whole, *ranks)]
+        for counter in counters:
+            counter.tokens.zero_()
+        parts = [_mixed(one, x) for one in (whole, *ranks)]
+        assert_close(torch.stack(parts[1:]).sum(0), parts[0])
+        assert torch.equal(counters[1].tokens, counters[2].tokens)
+        of_experts = torch.zeros(8, dtype=torch.int32)
+        of_experts.index_add_(0, torch.tensor(counters[1].experts), counters[1].tokens)
+        assert torch.equal(of_experts, counters[0].tokens)
+        assert int(of_experts.sum()) == 3 * tokens
+
+
+@torch.inference_mode()
+def test_padding_is_not_counted(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", tmp_path, **SIZES)
+    bound = Bound(tmp_path, kernels=True)
+    step = bound.step([0, 0, 0], [3, 5, 1], random_ids([3, 5, 1]))
+    step.inputs.groups[0].slot_mapping[5:] = -1
+    bound.run(step)
+    assert int(bound.model.layers[0].mlp.counter.tokens.sum()) == 3 * 5
 
 
 def _mixed(bound: Bound, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""The load of a mixture's experts, behind an admin key: `GET /experts`, and `GET
+/experts/placement`, which makes a file for `parallel.expert_placement` of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from aiohttp import web
+
+from aioinfer.api.context import FRONTEND
+from aioinfer.api.errors import json_response
+from aioinfer.engine.expert_balance import place_experts
+from aioinfer.engine.expert_load import imbalance
+from aioinfer.errors import RequestError
+from aioinfer.ipc.expert_placement import ExpertPlacement
+
+if TYPE_CHECKING:
+    from aioinfer.engine.expert_load import ExpertLoad
+
+#: More copies or ranks than anybody has: they bound the time that a reply takes.
+MAX_COPIES, MAX_RANKS = 4096, 1024
+
+
+async def show_experts(request: web.Request) -> web.Response:
+    """Returns, of each engine and layer, the tokens that each expert was given since the start, the
+    busiest expert's over the mean, and, where ranks have experts of their own, the same of ranks.
+
+    Tokens of the last second may be missing. A model without experts has no layers.
+    """
+    loads = [engine.metrics.expert_load for engine in request.app[FRONTEND].engines]
+    return json_response({"engines": [{"layers": _layers(load)} for load in loads]})
+
+
+def _layers(load: ExpertLoad) -> list[dict[str, Any]]:
+    experts, ranks = load.by_expert(load.totals), load.by_rank(load.totals)
+    uneven, uneven_ranks = imbalance(experts).tolist(), imbalance(ranks).tolist()
+    found: list[dict[str, Any]] = []
+    for row, number in enumerate(load.layers):
+        layer = {"layer": number, "imbalance": uneven[row], "tokens": experts[row].tolist()}
+        if ranks.shape[1]:
+            layer |= {"rank_imbalance": uneven_ranks[row], "rank_tokens": ranks[row].tolist()}
+        found.append(layer)
+    return found
+
+
+async def make_placement(request: web.Request) -> web.Response:
+    """Returns a placement of the experts for the tokens that they were given since the start, on
+    all engines together, for `ranks` tensor-parallel ranks (by default as many as there are), with
+    `copies` further copies of experts in each layer (by default none).
+
+    404 where nothing was counted yet, or the model has no experts.
+    """
+    frontend = request.app[FRONTEND]
+    ranks = _number(request, "ranks", frontend.config.parallel.tensor_parallel_size, 1, MAX_RANKS)
+    copies = _number(request, "copies", 0, 0, MAX_COPIES)
+    loads = [engine.metrics.expert_load for engine in frontend.engines]
+    known = [load for load in loads if load.version]
+    if not known:
+        raise RequestError("no tokens of experts were counted", status=404, code="nothing_counted")
+    tokens = np.sum([load.by_expert(load.totals) for load in known], axis=0)
+    if ranks > tokens.shape[1] + copies:
+        raise RequestError(f"there are fewer experts than {ranks} ranks", param="ranks")
+    placement = await asyncio.to_thread(
+        lambda: ExpertPlacement(
+            {
+                layer: place_experts(row, ranks, copies)
+                for layer, row in zip(known[0].layers, tokens.tolist(), strict=True)
+            }
+        )
+    )
+    return json_response(placement.to_json())
+
+
+def _number(request: web.Request, name: str, default: int, lowest: int, highest: int) -> int:
+    """Returns a number of the query. Raises `RequestError` for one out of its bounds."""
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or not lowest <= int(text[:9]) <= highest:
+        raise RequestError(f"{name} must be a number of {lowest} to {highest}", param=name)
+    return int(text)
