@@ -1,8 +1,9 @@
 """Where a worker's rank stands: in the world of all ranks of an engine, in its groups, on its host.
 
-Whoever starts the workers makes a `RankSpec` for each: `MultiprocessExecutor` for the processes of
-one host, later executors for several hosts. It is sent to the worker, whose process joins the
-others by it (`layers.parallel.ProcessGroups`). Imports no torch.
+`place_ranks` makes a `RankSpec` for each worker of an engine, for whoever starts them:
+`MultiprocessExecutor` for the processes of one host; executors for several hosts replace its local
+ranks and its address. It is sent to the worker, whose process joins the others by it
+(`layers.parallel.ProcessGroups`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -58,6 +59,35 @@ class RankSpec:
         firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [[first + stride * number for number in range(size)] for first in firsts]
 
+    def size_of(self, name: str) -> int:
+        """Returns the number of ranks of a group called `name`; 1 if there is no such axis."""
+        return dict(self.groups).get(name, 1)
+
+    def index_in(self, name: str) -> int:
+        """Returns this rank's number in its group called `name`; 0 if there is no such axis."""
+        stride = 1
+        for axis, size in reversed(self.groups):
+            if axis == name:
+                return self.rank // stride % size
+            stride *= size
+        return 0
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage that the rank belongs to."""
+        return self.index_in("pp")
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank's results are those of the engine: of the last stage, which samples,
+        the first rank, since all of its ranks sample the same."""
+        return self.stage == self.size_of("pp") - 1 and self.index_in("tp") == 0
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its number, and its stage if there are several."""
+        return f"{self.rank} (stage {self.stage})" if self.size_of("pp") > 1 else str(self.rank)
+
     @property
     def is_local(self) -> bool:
         """Whether the ranks meet on this host's loopback interface."""
@@ -65,3 +95,13 @@ class RankSpec:
             return ipaddress.ip_address(self.master_address).is_loopback
         except ValueError:
             return self.master_address == "localhost"
+
+
+def place_ranks(tensor_parallel: int, pipeline_parallel: int = 1) -> tuple[RankSpec, ...]:
+    """Returns the ranks of an engine on one host, by their numbers: stage by stage, so that the
+    ranks of a stage, which exchange the most, are neighbours."""
+    groups: tuple[tuple[str, int], ...] = (("tp", tensor_parallel),)
+    if pipeline_parallel > 1:
+        groups = (("pp", pipeline_parallel), *groups)
+    size = tensor_parallel * pipeline_parallel
+    return tuple(RankSpec(rank, size, rank, groups=groups) for rank in range(size))

@@ -47,6 +47,7 @@ class Backend:
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
+        stage, num_stages: which part of the layers the rank has, and of how many.
         scratch: what quantized weights are dequantized into for products of many rows.
     """
 
@@ -57,7 +58,14 @@ class Backend:
     expert_parallel: bool = False
     pdl: bool = False
     all_reduce: AllReduce | None = None
+    stage: int = 0
+    num_stages: int = 1
     scratch: Scratch = field(default_factory=Scratch)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the rank has the last layers, the last norm and the head."""
+        return self.stage == self.num_stages - 1
 
     @classmethod
     def of(
@@ -67,9 +75,12 @@ class Backend:
         group: ParallelGroup,
         *,
         expert_parallel: bool = False,
+        stage: int = 0,
+        num_stages: int = 1,
     ) -> Backend:
         """Returns the backend of a device: kernels on GPUs, dependent launches from Hopper on."""
         backend = cls(device, dtype, group, expert_parallel=expert_parallel)
+        backend.stage, backend.num_stages = stage, num_stages
         if device.type != "cpu":
             backend.has_kernels = True
             backend.pdl = torch.cuda.get_device_capability(device)[0] >= 9
