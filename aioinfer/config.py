@@ -177,7 +177,7 @@ def _check_combinations(config: Config) -> None:
     if server.tls_key is not None and server.tls_certificate is None:
         raise ConfigError("server.tls_key needs server.tls_certificate")
     if parallel.executor == "inline":
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ConfigError(
                     f"parallel.executor = 'inline' runs one worker: use "

@@ -22,28 +22,31 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import multiprocessing
 
 from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
-from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
-from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, buffer_of
+from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, buffer_of, num_mask_buffers
 from aioinfer.ipc.meeting_file import MeetingFile
-from aioinfer.ipc.placement import RankSpec
+from aioinfer.ipc.placement import place_ranks
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import Ring, RingFullError
 from aioinfer.ipc.stack_dump import StackDump
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
+
+if TYPE_CHECKING:
+    from aioinfer.worker.worker import LoadReport
 
 _JOIN_TIMEOUT_S = 3.0
 # from a rank's error until it is reported: another rank's may have been first and not arrived yet
@@ -62,12 +65,17 @@ class MultiprocessExecutor:
         self.config = config
         self._folder = folder
         self._engine = engine
-        self._size = config.parallel.tensor_parallel_size
+        parallel = config.parallel
+        self._places = place_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._size = len(self._places)
+        self._num_stages = parallel.pipeline_parallel_size
+        self._in_flight_s = 0.0  # while steps were in flight
+        self._in_flight_since = 0.0
         self._plans = Ring(self._size)
         self._results = Ring(1)
-        self._masks = MaskMemory()
+        self._masks = MaskMemory(num_mask_buffers(self._num_stages))
         self._unmasked: set[int] = set()  # posted steps whose masks are not posted yet
-        self._heartbeat = Heartbeat(self._size)
+        self._heartbeat = Heartbeat(self._size, [place.name for place in self._places])
         self._monitor = ProcessMonitor()
         self._processes: list[SpawnProcess] = []
         self._pidfds: list[int] = []
@@ -128,7 +136,7 @@ class MultiprocessExecutor:
         return WorkerReport(
             first.device,
             first.dtype,
-            first.weights_bytes,
+            max(report.weights_bytes for report in reports),
             capacity.kv_cache_bytes,
             first.block_size,
             first.groups,
@@ -139,16 +147,26 @@ class MultiprocessExecutor:
             graph_bytes,
             first.implementation,
             first.cache_dtype,
+            self._describe_stages(reports),
         )
+
+    def _describe_stages(self, reports: Sequence[LoadReport]) -> list[tuple[range, int]]:
+        """Returns `WorkerReport.stages`."""
+        if self._num_stages == 1:
+            return []
+        return [
+            (report.layers, report.weights_bytes)
+            for report, place in zip(reports, self._places, strict=True)
+            if place.index_in("tp") == 0
+        ]
 
     def _spawn_all(self) -> None:
         """Starts the processes; runs in a thread, since each start takes milliseconds."""
         context = multiprocessing.get_context("spawn")
         lifeline, self._lifeline = context.Pipe(duplex=False)
-        for rank in range(self._size):
+        for rank, place in enumerate(self._places):
             here, there = context.Pipe()
             self._controls.append(here)
-            place = RankSpec(rank, self._size, rank, groups=(("tp", self._size),))
             spec = WorkerSpec(
                 self.config, self._folder, place, self._plans, self._results, self._heartbeat,
                 there, lifeline, self._stacks[rank], self._meeting, self._masks, self._engine,
@@ -217,7 +235,10 @@ class MultiprocessExecutor:
         except RingFullError as error:
             self._fail(EngineDeadError(f"step {plan.step_id} could not be posted: {error}"))
             return
-        self._posted.append((plan.step_id, time.monotonic()))
+        now = time.monotonic()
+        if not self._posted:
+            self._in_flight_since = now
+        self._posted.append((plan.step_id, now))
         if plan.section(ConstrainedRows) is not None:
             self._unmasked.add(plan.step_id)
         if self._watchdog is None:
@@ -226,15 +247,29 @@ class MultiprocessExecutor:
     def masks_of(self, step_id: int) -> I32:
         """See `Executor.masks_of`."""
         rows = self.config.scheduler.max_num_seqs
-        return self._masks.buffers(rows, self._vocab_size)[buffer_of(step_id)]
+        return self._masks.buffers(rows, self._vocab_size)[self._buffer_of(step_id)]
 
     def post_masks(self, step_id: int) -> None:
         """See `Executor.post_masks`."""
         try:
-            self._plans.write(MaskNotice(step_id, buffer_of(step_id)).encode())
+            self._plans.write(MaskNotice(step_id, self._buffer_of(step_id)).encode())
         except RingFullError as error:
             self._fail(EngineDeadError(f"the masks of step {step_id} could not be posted: {error}"))
         self._unmasked.discard(step_id)
+
+    def _buffer_of(self, step_id: int) -> int:
+        return buffer_of(step_id, self._masks.num_buffers)
+
+    def stage_times(self) -> Sequence[StageTime]:
+        """See `Executor.stage_times`."""
+        if self._num_stages == 1:
+            return ()
+        in_flight_s = self._in_flight_s
+        if self._posted:
+            in_flight_s += time.monotonic() - self._in_flight_since
+        firsts = (place.rank for place in self._places if place.index_in("tp") == 0)
+        busy = (self._heartbeat.busy_ns(rank) * 1e-9 for rank in firsts)
+        return [StageTime(busy_s, max(0.0, in_flight_s - busy_s)) for busy_s in busy]
 
     def _read_results(self) -> None:
         for _ in range(self._results.announced(0)):
@@ -243,7 +278,9 @@ class MultiprocessExecutor:
             self._results.release(0)
             result.take_ns = time.perf_counter_ns() - began
             self._posted.popleft()
-            self._last_result = time.monotonic()
+            self._last_result = now = time.monotonic()
+            if not self._posted:
+                self._in_flight_s += now - self._in_flight_since
             if self._failure is None:
                 self._deliver(result)
 
@@ -288,7 +325,7 @@ class MultiprocessExecutor:
         # while a rank loads, a disk may keep it in an uninterruptible call for long
         stopped = self._monitor.find_stopped("TD" if self._started else "T")
         return "; ".join(
-            f"worker {rank} {what}: {self._heartbeat.describe(rank)}"
+            f"worker {self._places[rank].name} {what}: {self._heartbeat.describe(rank)}"
             for rank, what in stopped.items()
         )
 
@@ -305,8 +342,10 @@ class MultiprocessExecutor:
             return ""
         if step_id in self._unmasked:  # every rank waits for this process
             return f"the masks of step {step_id} were not filled within {timeout:g} s"
+        laggards = self._heartbeat.laggards(step_id)
+        first = self._places[laggards[0]].stage  # later stages wait for it
         states = "; ".join(
-            self._heartbeat.describe(rank) for rank in self._heartbeat.laggards(step_id)
+            self._heartbeat.describe(rank) for rank in laggards if self._places[rank].stage == first
         )
         return f"step {step_id} was not answered within {timeout:g} s: {states}"
 
@@ -320,7 +359,8 @@ class MultiprocessExecutor:
             text = stacks.read() or (
                 "none came: it is stopped, or in a system call that cannot be interrupted\n"
             )
-            parts.append(f"stacks of worker {rank} (process {process.pid}):\n{text}")
+            name = self._places[rank].name
+            parts.append(f"stacks of worker {name} (process {process.pid}):\n{text}")
         _log.error("engine %d: %s\n%s", self._engine, error, "\n".join(parts))
         self._fail(error)
 
@@ -343,7 +383,8 @@ class MultiprocessExecutor:
         """Fails with the error that was first. One that did not arise in a collective comes before
         those that did."""
         report = min(self._reports, key=lambda report: (report.in_collective, report.at_ns))
-        self._fail(report.error or EngineDeadError(f"worker {report.rank} failed:\n{report.trace}"))
+        name = self._places[report.rank].name
+        self._fail(report.error or EngineDeadError(f"worker {name} failed:\n{report.trace}"))
 
     def _handle_exit(self, rank: int) -> None:
         """Handles the end of a process.
@@ -366,7 +407,8 @@ class MultiprocessExecutor:
             if code < 0
             else f"ended with status {code}"
         )
-        self._fail(EngineDeadError(f"worker {rank} {how}: {self._heartbeat.describe(rank)}"))
+        name = self._places[rank].name
+        self._fail(EngineDeadError(f"worker {name} {how}: {self._heartbeat.describe(rank)}"))
 
     def _fail(self, error: Exception) -> None:
         """Reports the first failure and ends all workers: none can go on without the others."""

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
 from aioinfer.ipc.heartbeat import Heartbeat
-from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice
+from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, is_notice
 from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32, StepPlan
@@ -43,7 +43,7 @@ class WorkerSpec:
     Attributes:
         config, folder: the configuration and the model's folder.
         place: the rank, and where it finds the others.
-        plans, results: the rings; only rank 0 writes results.
+        plans, results: the rings; only the output rank (`RankSpec.is_output`) writes results.
         heartbeat: where this rank writes what it is doing.
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
@@ -52,6 +52,7 @@ class WorkerSpec:
         stacks: where this rank writes its stacks when it is asked for them.
         masks: where the engine writes which tokens constrained rows may sample.
         engine: the number of the engine that the rank belongs to.
+        is_output, is_staged: whether the rank posts results, and whether there are several stages.
     """
 
     config: Config
@@ -66,6 +67,12 @@ class WorkerSpec:
     meeting: MeetingFile
     masks: MaskMemory
     engine: int = 0
+    is_output: bool = field(init=False)
+    is_staged: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_output = self.place.is_output
+        self.is_staged = self.place.size_of("pp") > 1
 
     @property
     def rank(self) -> int:
@@ -197,6 +204,7 @@ class _Inbox:
         self._vocab_size = vocab_size
         self._num_announced = 0
         self._holds_plan = False  # whether the ring still has the last plan
+        self._skips_masks = spec.place.stage < spec.place.size_of("pp") - 1
         self._control = spec.control.fileno()
         self._poll = select.poll()
         self._poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
@@ -205,9 +213,12 @@ class _Inbox:
     def next_plan(self) -> StepPlan:
         """Returns the next plan, which holds until `release_plan`. Raises `_EndOfPlansError`."""
         message = self._read()
+        while self._skips_masks and is_notice(message):  # the last stage alone samples
+            self._spec.plans.release(self._spec.rank)
+            message = self._read()
         self._holds_plan = True
         plan = StepPlan.decode(message)
-        if plan.section(ConstrainedRows) is not None:
+        if plan.section(ConstrainedRows) is not None and not self._skips_masks:
             # the masks are the next message, and it can be read only when this one is released
             plan = StepPlan.decode(bytes(message))
             self.release_plan()
@@ -241,10 +252,12 @@ class _Inbox:
 
 
 def _finish(spec: WorkerSpec, pending: Pending) -> None:
-    """Waits for a step's result; rank 0, whose result is every rank's, posts it."""
+    """Waits for a step's result; the output rank posts it."""
     result = pending.wait()
-    if spec.rank == 0:
+    if spec.is_output:
         spec.results.write(result.encode())
+    if spec.is_staged:
+        spec.heartbeat.add_busy(spec.rank, result.busy_ns)
     spec.heartbeat.finish(spec.rank, result.step_id)
 
 
