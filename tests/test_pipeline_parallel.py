@@ -40,7 +40,8 @@ async def test_two_stages_give_what_one_worker_gives(folder: Path) -> None:
     assert report.weights_bytes == max(size for _, size in report.stages) < whole.weights_bytes
     assert await greedy(run, 7) == expected
     times = run.executor.stage_times()
-    assert len(times) == 2 and all(min(time) > 0 for time in times)
+    assert len(times) == 2
+    assert all(min(time) > 0 for time in times)
     await run.executor.shutdown()
     assert run.failures == []
 
@@ -51,7 +52,9 @@ async def test_a_killed_rank_is_named_with_its_stage(folder: Path) -> None:
     await run.start()
     await greedy(run, 2)
     found = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    workers = sorted((p for p in found if "spawn_main" in " ".join(p.cmdline())), key=lambda p: p.pid)
+    workers = sorted(
+        (p for p in found if "spawn_main" in " ".join(p.cmdline())), key=lambda p: p.pid
+    )
     assert len(workers) == 2
     workers[1].kill()
     async with asyncio.timeout(10):

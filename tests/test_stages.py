@@ -39,7 +39,8 @@ def test_the_largest_stage_is_as_small_as_it_can_be() -> None:
         before, behind = noise.randint(0, 20), noise.randint(0, 20)
         divided = divide_layers(sizes, num_stages, before=before, behind=behind)
         assert [number for stage in divided for number in stage] == list(range(count))
-        assert len(divided) == num_stages and all(divided)
+        assert len(divided) == num_stages
+        assert all(divided)
         every = [
             [range(a, b) for a, b in itertools.pairwise((0, *cuts, count))]
             for cuts in itertools.combinations(range(1, count), num_stages - 1)

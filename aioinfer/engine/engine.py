@@ -93,7 +93,8 @@ class Engine:
         self.is_paused = False
         self._config = config
         self._executor = executor
-        self._pipeline_depth = 2 if config.scheduler.plan_ahead else 1
+        # a step for each stage, and one ahead
+        self._pipeline_depth = config.parallel.pipeline_parallel_size + config.scheduler.plan_ahead
         self._sequences: dict[Request, OutputSequence] = {}
         self._planning_is_due = False
         self._idle = asyncio.Event()
@@ -137,6 +138,8 @@ class Engine:
             prefill_cap=self._config.max_prefill_tokens_beside_decode,
             prefix_caching=self._config.cache.enable_prefix_caching,
             by_priority=limits.policy == "priority",
+            num_stages=self._config.parallel.pipeline_parallel_size,
+            plan_ahead=limits.plan_ahead,
         )
 
     async def start_workers(self, on_progress: ProgressCallback) -> WorkerReport:

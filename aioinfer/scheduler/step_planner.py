@@ -12,6 +12,7 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.micro_batches import MicroBatches
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.running import RunningRequests
@@ -38,12 +39,29 @@ class StepPlanner:
         self._beams = beams
         self._fair_queuing = fair_queuing
         self._stats = stats
+        self._micro_batches: MicroBatches | None = None
+        if limits.num_stages > 1:
+            self._micro_batches = MicroBatches(limits.num_stages, plan_ahead=limits.plan_ahead)
 
     def plan(self, step_id: int) -> PlanBuilder:
         """Returns the rows of the next step; none if there is nothing to compute."""
+        if self._micro_batches is None:
+            return self._plan(step_id, self._num_decodes())
+        return self._plan_micro_batch(step_id, self._micro_batches)
+
+    def _plan_micro_batch(self, step_id: int, micro_batches: MicroBatches) -> PlanBuilder:
+        num_decodes = self._num_decodes()
+        micro_batches.begin(step_id, num_decodes)
+        builder = self._plan(step_id, num_decodes)
+        if builder.is_empty and micro_batches.take_early():
+            self._plan_running(builder)
+        micro_batches.end(step_id, builder.sampled_requests)
+        return builder
+
+    def _plan(self, step_id: int, num_decodes: int) -> PlanBuilder:
         limits = self._limits
         builder = PlanBuilder(
-            step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
+            step_id, limits.token_budget, self._prefill_allowance(num_decodes), limits.max_num_seqs
         )
         self._running.free_behind_windows()
         preempted = self._plan_running(builder)
@@ -52,12 +70,16 @@ class StepPlanner:
             self._plan_waiting(builder)
         return builder
 
-    def _prefill_allowance(self) -> int:
+    def _num_decodes(self) -> int:
+        """Returns how many running requests have one token to compute."""
+        running = self._running.requests
+        return sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in running)
+
+    def _prefill_allowance(self, num_decodes: int) -> int:
         """Prefill tokens that this step may compute: decodes have the first call on the budget."""
-        limits, running = self._limits, self._running.requests
-        decodes = sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in running)
-        left = max(0, limits.token_budget - decodes)
-        return min(left, limits.prefill_cap) if decodes else left
+        limits = self._limits
+        left = max(0, limits.token_budget - num_decodes)
+        return min(left, limits.prefill_cap) if num_decodes else left
 
     def _plan_running(self, builder: PlanBuilder) -> bool:
         """Plans the next tokens of the running requests, oldest first.
@@ -65,7 +87,7 @@ class StepPlanner:
         Returns whether any was preempted.
         """
         running, kv_cache, block_size = self._running, self._kv_cache, self._limits.block_size
-        requests = running.requests
+        requests, micro_batches = running.requests, self._micro_batches
         preempted = False
         index = 0
         while index < len(requests):  # preemption shortens the list from the back
@@ -78,6 +100,8 @@ class StepPlanner:
                     continue
                 if request.awaits_result:
                     continue  # its last token, or the one that the next depends on, is on its way
+                if micro_batches is not None and not micro_batches.takes(request):
+                    continue
             tokens = builder.grant(builder.bounded(request, total - start))
             if not tokens:
                 continue

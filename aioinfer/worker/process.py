@@ -179,7 +179,8 @@ def _start(spec: WorkerSpec) -> Worker:
 def _serve(spec: WorkerSpec, worker: Worker) -> None:
     """Executes plans in order until the parent closes the control connection."""
     finish = _finish if worker.device.type == "cpu" else _FinishingThread(spec).put
-    inbox = _Inbox(spec, worker.vocab_size)
+    is_last = spec.place.stage == spec.place.size_of("pp") - 1
+    inbox = _Inbox(spec, worker.vocab_size, samples=is_last)
     with contextlib.suppress(_EndOfPlansError):
         while True:
             plan = inbox.next_plan()
@@ -199,12 +200,13 @@ class _Inbox:
     """The messages of a rank in the ring of the plans, one after the other. It sleeps in the kernel
     until one comes or the parent closes the control connection."""
 
-    def __init__(self, spec: WorkerSpec, vocab_size: int):
+    def __init__(self, spec: WorkerSpec, vocab_size: int, *, samples: bool = True):
+        """`samples`: whether the rank samples, and needs masks therefore."""
         self._spec = spec
         self._vocab_size = vocab_size
         self._num_announced = 0
         self._holds_plan = False  # whether the ring still has the last plan
-        self._skips_masks = spec.place.stage < spec.place.size_of("pp") - 1
+        self._skips_masks = not samples
         self._control = spec.control.fileno()
         self._poll = select.poll()
         self._poll.register(spec.plans.event_fd(spec.rank), select.POLLIN)
@@ -213,7 +215,7 @@ class _Inbox:
     def next_plan(self) -> StepPlan:
         """Returns the next plan, which holds until `release_plan`. Raises `_EndOfPlansError`."""
         message = self._read()
-        while self._skips_masks and is_notice(message):  # the last stage alone samples
+        while self._skips_masks and is_notice(message):
             self._spec.plans.release(self._spec.rank)
             message = self._read()
         self._holds_plan = True
