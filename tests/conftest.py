@@ -88,6 +88,7 @@ EXTENDED = frozenset(
         "functional/test_page.py::test_an_answer_by_a_schema",
         "functional/test_page.py::test_what_cannot_be_enforced_is_said_at_its_field",
         "functional/test_page_parts.py",
+        "functional/test_pipeline_parallel.py",
         "functional/test_prompt_rows.py",
         "functional/test_python.py",
         "functional/test_recovery.py::test_repeated_crashes_end_the_server",

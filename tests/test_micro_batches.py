@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from aioinfer.scheduler.request import Request
@@ -65,7 +67,7 @@ def test_others_that_come_and_go_leave_the_steps_even() -> None:
     pipeline.run()
     for request in requests:
         assert_complete(request)
-    assert sum(abs(len(a) - len(b)) for a, b in zip(full, full[1:], strict=False)) <= 2 * len(full)
+    assert sum(abs(len(a) - len(b)) for a, b in pairwise(full)) <= 2 * len(full)
 
 
 def test_a_request_alone_is_planned_ahead_as_with_one_stage() -> None:

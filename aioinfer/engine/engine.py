@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from aioinfer.config import Config
 from aioinfer.engine.beam_searches import BeamSearches
@@ -30,7 +30,7 @@ from aioinfer.engine.prompt_outputs import PromptOutputs
 from aioinfer.engine.record_check import RecordCheck
 from aioinfer.engine.recovery import EngineState, Recovery
 from aioinfer.errors import EngineDeadError
-from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
+from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.ipc.plan import StepResult
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
@@ -149,6 +149,11 @@ class Engine:
     async def end_workers(self) -> None:
         """Ends the workers, and waits until they are gone. Safe to call twice."""
         await self._executor.shutdown()
+
+    def stage_times(self) -> Sequence[StageTime]:
+        """Returns what each pipeline stage has done since its workers started; empty if there is
+        one stage."""
+        return self._executor.stage_times()
 
     def replace_workers(self, executor: Executor) -> None:
         """Puts workers that have not been started in the place of those that have ended."""

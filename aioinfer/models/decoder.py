@@ -381,7 +381,8 @@ class DecoderModel:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
-        assert self.head is not None and self.norm is not None
+        assert self.head is not None
+        assert self.norm is not None
         return self.head(hidden, self.norm, out)
 
     def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
