@@ -46,8 +46,8 @@ class CausalLM(Protocol):
         kv_specs: what each layer of the whole model keeps in the KV cache; known once the model is
             loaded.
         layer_numbers: which of these layers this rank's pipeline stage has.
-        kv_scales: of each layer of the stage, for a KV cache in float8; made when the model is loaded, and 1.
-            None at all if the cache cannot be in float8.
+        kv_scales: of each layer of the stage, for a KV cache in float8; made when the model is
+            loaded, and 1. None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
     """
