@@ -113,7 +113,8 @@ class StageLinks:
         self._drop_replaced(plan)
         num_needed = len(self._expected) - self._depth
         for number, expected in enumerate(self._expected, 1):
-            if number > num_needed and np.isin(expected.slots, plan.slots).any():
+            wanted = expected.slots[expected.is_wanted]
+            if number > num_needed and np.isin(wanted, plan.slots).any():
                 num_needed = number
         for _ in range(num_needed):
             self._enter(self._expected.popleft(), slots)
