@@ -153,6 +153,8 @@ class Engine:
     def stage_times(self) -> Sequence[StageTime]:
         """Returns what each pipeline stage has done since its workers started; empty if there is
         one stage."""
+        if self._config.parallel.pipeline_parallel_size == 1:
+            return ()
         return self._executor.stage_times()
 
     def replace_workers(self, executor: Executor) -> None:

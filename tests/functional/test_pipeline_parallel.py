@@ -112,11 +112,10 @@ def test_constraints_and_sampling(masked: Path, pipeline: int, settings: dict[st
         assert llm.frontend.engines[0].metrics.restarts == 1
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_beam_search(pipeline: int, tmp_path: Path) -> None:
+def test_beam_search(tmp_path: Path) -> None:
     folder = tiny_model("llama", tmp_path / "model", eos_token_id=list(range(2, 62)))
-    settings = SCARCE | (sizes(pipeline) if pipeline > 1 else {})
-    assert check_small_model(folder, settings, CASES[:5], ignore_eos=True) > 0
+    settings = SCARCE | {"cache.enable_prefix_caching": False} | sizes(2)
+    assert check_small_model(folder, settings, CASES[1:5], ignore_eos=True) > 0
 
 
 def test_outputs_of_prompt_rows(tmp_path: Path) -> None:
