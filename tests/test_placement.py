@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from aioinfer.ipc.placement import RankSpec
+from aioinfer.ipc.placement import RankSpec, place_ranks
 
 
 def test_the_groups_of_a_grid() -> None:
@@ -50,3 +50,20 @@ def test_what_is_no_world(fields: dict) -> None:
 def test_it_can_be_sent_to_a_process() -> None:
     spec = RankSpec(3, 4, 1, "10.0.0.7", 29500, (("dp", 2), ("tp", 2)))
     assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_the_ranks_of_stages() -> None:
+    places = place_ranks(2, 3)
+    assert [place.rank for place in places] == list(range(6))
+    assert [place.stage for place in places] == [0, 0, 1, 1, 2, 2]
+    assert [place.index_in("tp") for place in places] == [0, 1] * 3
+    assert [place.rank for place in places if place.is_output] == [4]
+    assert places[3].name == "3 (stage 1)"
+    assert places[3].members("tp")[1] == [2, 3]
+
+
+def test_without_a_pipeline_the_first_rank_answers() -> None:
+    places = place_ranks(3)
+    assert [place.groups for place in places] == [(("tp", 3),)] * 3
+    assert [place.is_output for place in places] == [True, False, False]
+    assert (places[1].name, places[1].size_of("pp"), places[1].stage) == ("1", 1, 0)
