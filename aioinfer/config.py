@@ -86,12 +86,18 @@ class Config:
     def max_prefill_tokens_beside_decode(self) -> int:
         """The cap on prefill tokens of a step that also decodes."""
         cap = self.scheduler.max_prefill_tokens_beside_decode
-        return cap if cap is not None else self.scheduler.max_num_batched_tokens
+        if cap is not None:
+            return cap
+        budget = self.scheduler.max_num_batched_tokens
+        return max(1, budget // 4) if self.parallel.pipeline_parallel_size > 1 else budget
 
     @property
     def paces_prefill(self) -> bool:
-        """Whether the predicted time of such a step bounds its prefill tokens."""
+        """Whether the predicted time of such a step bounds its prefill tokens. The steps of a
+        pipeline overlap, and the time between two results does not say what one takes."""
         limits = self.scheduler
+        if self.parallel.pipeline_parallel_size > 1:
+            return False
         return limits.target_itl_ms is not None or limits.max_prefill_tokens_beside_decode is None
 
 
@@ -183,7 +189,7 @@ def _check_combinations(config: Config) -> None:
     if server.tls_key is not None and server.tls_certificate is None:
         raise ConfigError("server.tls_key needs server.tls_certificate")
     if parallel.executor == "inline":
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ConfigError(
                     f"parallel.executor = 'inline' runs one worker: use "

@@ -219,7 +219,8 @@ class SchedulerConfig:
     max_prefill_tokens_beside_decode: int | None = key(
         "Maximum number of prefill tokens in a step that also decodes. With it, and without "
         "`target_itl_ms`, a step takes so many, whatever they cost; else what the step is "
-        "predicted to take decides.",
+        "predicted to take decides. With `parallel.pipeline_parallel_size` above 1 it alone "
+        "decides, and is a quarter of the token budget by default.",
         None,
         minimum=1,
     )
@@ -227,7 +228,8 @@ class SchedulerConfig:
         "Milliseconds between the tokens of a stream: a step that also decodes takes as much "
         "prefill as is predicted to fit. At least a fifth of such a step is prefill, whatever the "
         "target. Default: few streams beside many prompts wait for long steps, many for short "
-        "ones, so that waiting prompts cost about 2.5 % of throughput.",
+        "ones, so that waiting prompts cost about 2.5 % of throughput. Has no effect with "
+        "`parallel.pipeline_parallel_size` above 1.",
         None,
         above=0,
     )
@@ -268,6 +270,13 @@ class ParallelConfig:
     tensor_parallel_size: int = key(
         "Tensor-parallel ranks: workers among which each layer is sharded.", 1, minimum=1
     )
+    pipeline_parallel_size: int = key(
+        "Pipeline stages: groups of `tensor_parallel_size` workers, each with some of the layers, "
+        "of about equal weight bytes. A step passes through one after the other, and as many steps "
+        "are in flight as there are stages, each with its part of the requests.",
+        1,
+        minimum=1,
+    )
     expert_parallel: bool = key(
         "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
         "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1.",
@@ -276,7 +285,7 @@ class ParallelConfig:
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
         "own. A request goes to the one that has the most of its prompt cached or the least to "
-        "do. Needs this many times `tensor_parallel_size` GPUs.",
+        "do. Needs this many times `tensor_parallel_size` times `pipeline_parallel_size` GPUs.",
         1,
         minimum=1,
     )
@@ -318,6 +327,11 @@ class ParallelConfig:
         3,
         minimum=0,
     )
+
+    @property
+    def world_size(self) -> int:
+        """The workers of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
