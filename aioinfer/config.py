@@ -93,8 +93,11 @@ class Config:
 
     @property
     def paces_prefill(self) -> bool:
-        """Whether the predicted time of such a step bounds its prefill tokens."""
+        """Whether the predicted time of such a step bounds its prefill tokens. The steps of a
+        pipeline overlap, and the time between two results does not say what one takes."""
         limits = self.scheduler
+        if self.parallel.pipeline_parallel_size > 1:
+            return False
         return limits.target_itl_ms is not None or limits.predicted_prefill
 
 
@@ -186,7 +189,7 @@ def _check_combinations(config: Config) -> None:
     if server.tls_key is not None and server.tls_certificate is None:
         raise ConfigError("server.tls_key needs server.tls_certificate")
     if parallel.executor == "inline":
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ConfigError(
                     f"parallel.executor = 'inline' runs one worker: use "
@@ -215,10 +218,9 @@ def _check_experts(parallel: ParallelConfig) -> None:
             raise ConfigError(
                 "parallel.data_parallel_attention needs parallel.data_parallel_size above 1"
             )
-        if parallel.tensor_parallel_size > 1:
-            raise ConfigError(
-                "parallel.data_parallel_attention needs parallel.tensor_parallel_size = 1"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(parallel, name) > 1:
+                raise ConfigError(f"parallel.data_parallel_attention needs parallel.{name} = 1")
         if parallel.executor == "ray":
             raise ConfigError(
                 "parallel.data_parallel_attention needs parallel.executor = 'multiprocess': "

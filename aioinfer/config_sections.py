@@ -226,7 +226,7 @@ class SchedulerConfig:
     target_itl_ms: float | None = key(
         "Milliseconds between the tokens of a stream: a step that also decodes takes as much "
         "prefill as is predicted to fit. At least a fifth of such a step is prefill, whatever the "
-        "target.",
+        "target. Has no effect with `parallel.pipeline_parallel_size` above 1.",
         None,
         above=0,
     )
@@ -273,6 +273,13 @@ class ParallelConfig:
     tensor_parallel_size: int = key(
         "Tensor-parallel ranks: workers among which each layer is sharded.", 1, minimum=1
     )
+    pipeline_parallel_size: int = key(
+        "Pipeline stages: groups of `tensor_parallel_size` workers, each with some of the layers, "
+        "of about equal weight bytes. A step passes through one after the other, and as many steps "
+        "are in flight as there are stages, each with its part of the requests.",
+        1,
+        minimum=1,
+    )
     expert_parallel: bool = key(
         "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
         "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1 "
@@ -295,7 +302,7 @@ class ParallelConfig:
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
         "own. A request goes to the one that has the most of its prompt cached or the least to "
-        "do. Needs this many times `tensor_parallel_size` GPUs.",
+        "do. Needs this many times `tensor_parallel_size` times `pipeline_parallel_size` GPUs.",
         1,
         minimum=1,
     )
@@ -337,6 +344,11 @@ class ParallelConfig:
         3,
         minimum=0,
     )
+
+    @property
+    def world_size(self) -> int:
+        """The workers of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

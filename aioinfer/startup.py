@@ -54,6 +54,10 @@ class StartupDisplay:
             "model": reports[0].implementation,
             "weights": f"{_size(reports[0].weights_bytes)} a worker",
         }
+        if reports[0].stages:
+            rows["pipeline"] = "\n".join(
+                _stage_text(*each) for each in enumerate(reports[0].stages)
+            )
         if len(reports) == 1:
             rows["KV cache"] = _cache_text(reports[0])
         else:
@@ -74,6 +78,11 @@ class StartupDisplay:
         for phases in zip(*(report.phases for report in reports), strict=True):
             table.add_row(phases[0][0], f"{max(seconds for _, seconds in phases):.2f} s")
         self.console.print(table)
+
+
+def _stage_text(number: int, stage: tuple[range, int]) -> str:
+    layers, size = stage
+    return f"stage {number}: {_layers_text(layers)}, {_size(size)} a worker"
 
 
 def _cache_text(report: WorkerReport) -> str:

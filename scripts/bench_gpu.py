@@ -127,7 +127,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         options.cases = [Case.parse(name, options.http) for name in names]
         config = load_config(None, ["model.path=none", *options.set])
         parallel, quantization = config.parallel, config.model.quantization
-        num_gpus = parallel.tensor_parallel_size if parallel.data_parallel_size == 1 else 0
+        num_gpus = parallel.world_size if parallel.data_parallel_size == 1 else 0
         options.models = [Model.load(folder, num_gpus, quantization) for folder in options.model]
         for model in options.models:
             load_config(None, make_settings(options, model))

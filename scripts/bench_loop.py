@@ -124,6 +124,10 @@ class EchoExecutor:
         else:
             self._loop.call_soon(self._on_result, result)
 
+    def stage_times(self) -> tuple[()]:
+        """There is one stage."""
+        return ()
+
     async def shutdown(self) -> None:
         """See `Executor.shutdown`."""
 

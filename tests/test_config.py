@@ -253,8 +253,9 @@ def test_switches_that_only_some_need_are_off_by_default() -> None:
     assert config.parallel.cuda_graphs
 
 
-@pytest.mark.parametrize("name", ["parallel.tensor_parallel_size", "parallel.data_parallel_size"])
-def test_an_inline_executor_is_one_worker(name: str) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+def test_an_inline_executor_is_one_worker(kind: str) -> None:
+    name = f"parallel.{kind}_parallel_size"
     with pytest.raises(ConfigError, match=rf"parallel\.executor.* with {re.escape(name)} above 1"):
         load_config(overrides=[MODEL, "parallel.executor=inline", f"{name}=2"])
 

@@ -57,6 +57,15 @@ def test_ranks_of_another_host_by_its_clock() -> None:
     here.close()
 
 
+def test_names_and_busy_time() -> None:
+    heartbeat = Heartbeat(2, ["0 (stage 0)", "1 (stage 1)"])
+    assert heartbeat.describe(1) == "rank 1 (stage 1) has begun no step"
+    heartbeat.add_busy(1, 700)
+    heartbeat.add_busy(1, 50)
+    assert (heartbeat.busy_ns(0), heartbeat.busy_ns(1)) == (0, 750)
+    heartbeat.close()
+
+
 def test_a_step_that_begins_before_the_last_one_is_finished() -> None:
     heartbeat = Heartbeat(1)
     heartbeat.begin(0, 4)

@@ -28,6 +28,7 @@ from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.placement import place_on_hosts
 from tests.executor_runs import Run, broken_plan, decode_plan, greedy, tiny_config, tiny_llama
 from tests.test_multiprocess import until, workers
+from tests.tiny_models import tiny_model
 
 SECRET = secrets.token_bytes(32)
 
@@ -103,6 +104,32 @@ async def test_two_hosts_give_what_one_gives(folder: Path, run: Run) -> None:
     assert expected[0] == expected[1]
     assert expected[0][7] == 41
     assert run.failures == []
+
+
+async def test_the_last_stage_on_another_host(tmp_path: Path) -> None:
+    """Hidden states, sampled tokens, masks and the results cross between hosts."""
+    folder = tiny_model("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
+    staged = tiny_config(folder, **{"parallel.pipeline_parallel_size": 2})
+    expected: list[list[int]] = []
+    for each in (
+        Run(InlineExecutor(tiny_config(folder, executor="inline"), folder)),
+        Run(TwoHosts(staged, folder, 0)),
+    ):
+        report = await each.start()
+        tokens = await greedy(each, 7)
+        each.executor.post(constrained_plan(7, 12))
+        masks = each.executor.masks_of(7)
+        masks[0] = 0
+        masks[0, 1] = 1 << 9  # token 41
+        each.executor.post_masks(7)
+        each.executor.post(decode_plan(8, 13))
+        await each.wait_for_results(9)
+        expected.append(tokens + [int(result.tokens[0, 0]) for result in each.results[7:]])
+        await each.executor.shutdown()
+        assert each.failures == []
+    assert [list(layers) for layers, _ in report.stages] == [[0], [1]]
+    assert expected[0] == expected[1]
+    assert expected[0][7] == 41
 
 
 async def test_what_fails_on_the_other_host_is_named(run: Run) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec, group_layers
+from aioinfer.ipc.kv_spec import (
+    AttentionSpec,
+    KVGroup,
+    LatentSpec,
+    StateSpec,
+    group_layers,
+    groups_of_stage,
+)
 
 FULL, LATENT, STATE = AttentionSpec(4, 64), LatentSpec(576), StateSpec(1000)
 WINDOW = AttentionSpec(4, 64, 1024)
@@ -67,3 +74,11 @@ def test_the_longest_request_is_the_last_that_its_blocks_suffice_for(
     else:
         assert group.max_blocks(longest, block_size, chunk) <= num_blocks
         assert group.max_blocks(longest + 1, block_size, chunk) > num_blocks
+
+
+def test_a_stage_has_its_own_layers_of_each_group() -> None:
+    full, local = AttentionSpec(2, 8), AttentionSpec(2, 8, window=5)
+    groups = group_layers([local, local, full, local])
+    assert [group.layers for group in groups] == [(0, 1, 3), (2,)]
+    assert [group.layers for group in groups_of_stage(groups, range(2))] == [(0, 1), ()]
+    assert [group.layers for group in groups_of_stage(groups, range(2, 4))] == [(1,), (0,)]

@@ -23,6 +23,7 @@ from aioinfer.ipc.masks import (
     buffer_of,
     is_notice,
     mask_words,
+    num_mask_buffers,
 )
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.ring import Ring
@@ -100,7 +101,7 @@ class Inbox:
         config = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4))
         self.control = control
         spec: Any = SimpleNamespace(
-            rank=0, plans=self.ring, masks=self.masks, control=control, config=config
+            reader=0, plans=self.ring, masks=self.masks, control=control, config=config
         )
         self.inbox = _Inbox(spec, VOCAB)
 
@@ -135,6 +136,25 @@ def test_masks_come_between_two_plans(box: Inbox) -> None:
         assert plan.step_id == step + 1
         assert await_masks(plan, box.inbox.wait_for_masks) == (None, 0)
         box.inbox.release_plan()
+
+
+def test_a_rank_that_does_not_sample_skips_masks(box: Inbox) -> None:
+    box.inbox._skips_masks = True
+    for step in range(0, 60, 2):
+        post(box.ring, make_plan(step, 1))
+        post(box.ring, MaskNotice(step, buffer_of(step)))
+        post(box.ring, make_plan(step + 1))
+        for step_id in (step, step + 1):
+            assert box.inbox.next_plan().step_id == step_id
+            box.inbox.release_plan()
+
+
+def test_each_further_stage_has_a_buffer_more() -> None:
+    masks = MaskMemory(num_mask_buffers(4))
+    masks.resize(2, VOCAB)
+    assert masks.buffers(2, VOCAB).shape == (6, 2, 3)
+    assert [buffer_of(step, masks.num_buffers) for step in range(7)] == [0, 1, 2, 3, 4, 5, 0]
+    masks.close()
 
 
 def test_who_waits_for_masks_notices_the_end(box: Inbox) -> None:

@@ -25,6 +25,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
+from aioinfer.executor.base import StageTime
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -229,7 +230,12 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
         num_blocks=(8,), block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16
     )
     engines = [
-        SimpleNamespace(number=number, metrics=one, scheduler=Scheduler(limits))
+        SimpleNamespace(
+            number=number,
+            metrics=one,
+            scheduler=Scheduler(limits),
+            stage_times=lambda: [StageTime(0.0, 0.0)] * 2,
+        )
         for number, one in enumerate(metrics)
     ]
     frontend = SimpleNamespace(

@@ -65,9 +65,27 @@ def test_ranks_of_several_hosts_are_numbered_on_each() -> None:
     places = place_on_hosts(groups, [0, 1, 1, 0], ("10.0.0.7", 2900), owns_devices=True)
     assert [place.rank for place in places] == [0, 1, 2, 3]
     assert [place.local_rank for place in places] == [0, 0, 1, 1]
-    assert [place.sends_results for place in places] == [True, False, False, False]
+    assert [place.sends_results for place in places] == [False, False, True, False]
     assert {place.groups for place in places} == {groups}
     assert {(place.master_address, place.master_port) for place in places} == {("10.0.0.7", 2900)}
     assert not any(place.is_local for place in places)
     assert all(place.owns_devices for place in places)
     assert all(place.is_local for place in place_on_hosts(groups, [0, 0, 0, 0]))
+
+
+def test_the_ranks_of_stages() -> None:
+    places = place_on_hosts((("pp", 3), ("tp", 2)), [0] * 6)
+    assert [place.rank for place in places] == list(range(6))
+    assert [place.stage for place in places] == [0, 0, 1, 1, 2, 2]
+    assert [place.index_in("tp") for place in places] == [0, 1] * 3
+    assert [place.rank for place in places if place.sends_results] == [4]
+    assert places[3].name == "3 (stage 1)"
+    assert places[3].members("tp")[1] == [2, 3]
+    assert places[5].names_of_all[:2] == ["0 (stage 0)", "1 (stage 0)"]
+
+
+def test_without_a_pipeline_the_first_rank_answers() -> None:
+    places = place_on_hosts((("tp", 3),), [0] * 3)
+    assert [place.sends_results for place in places] == [True, False, False]
+    assert (places[1].name, places[1].size_of("pp"), places[1].stage) == ("1", 1, 0)
+    assert places[1].names_of_all == ["0", "1", "2"]

@@ -771,9 +771,9 @@ def test_records_that_are_made_anew_keep_who_waits_and_drop_what_is_on_its_way()
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_traffic(data):
-    """Random groups of layers, arrivals, flows, forks, blocked requests, rows of several tokens,
-    aborts, held blocks, lost workers and pool sizes: every request ends as if it had run alone, no
-    row reads a freed block, and nothing leaks."""
+    """Random groups of layers, numbers of stages, arrivals, flows, forks, blocked requests, rows of
+    several tokens, aborts, held blocks, lost workers and pool sizes: every request ends as if it
+    had run alone, no row reads a freed block, and nothing leaks."""
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
@@ -785,8 +785,11 @@ def test_random_traffic(data):
 
 def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGroup, ...]) -> None:
     minimum = [group.max_blocks(40, block_size, budget) for group in groups]
+    stages, ahead = draw(st.sampled_from([1, 1, 2, 3]), "stages"), draw(st.booleans(), "ahead")
     harness = Harness(
-        depth=draw(st.sampled_from([1, 2]), "depth"),
+        depth=stages + ahead,
+        num_stages=stages,
+        plan_ahead=ahead,
         block_size=block_size,
         groups=groups,
         num_blocks=tuple(draw(st.integers(n, 3 * n), "num_blocks") for n in minimum),

@@ -169,6 +169,8 @@ def test_where_a_process_stands(folder: Path) -> None:
     [
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, {}, "tensor_parallel_size to 4"),
         ({"WORLD_SIZE": "4"}, {}, "several hosts"),
+        ({}, {"parallel.pipeline_parallel_size": 2}, "tensor_parallel_size to 1 and"),
+        ({}, {"parallel.pipeline_parallel_size": 3}, "pipeline_parallel_size to 1 and"),
         ({}, {"parallel.data_parallel_size": 2}, "data_parallel_size to 1"),
     ],
 )

@@ -77,6 +77,7 @@ class EngineCollector(Collector):
         """Yields each metric with its values of now."""
         yield from self._gauges()
         yield from self._counters()
+        yield from self._stage_counters()
         yield from self._request_histograms()
         yield from self._step_histograms()
         yield from self._experts()
@@ -160,6 +161,27 @@ class EngineCollector(Collector):
         yield show("aioinfer:constrained_rows", about, lambda e: e.metrics.constrained_rows)
         about = "Seconds that the first worker of an engine spent on steps."
         yield show("aioinfer:worker_busy_seconds", about, lambda e: e.metrics.worker_busy_ns * 1e-9)
+
+    def _stage_counters(self) -> Iterator[Metric]:
+        """Where the workers are a pipeline: what its stages did while steps were in flight."""
+        labels = "model_name", "engine", "stage"
+        busy = CounterMetricFamily(
+            "aioinfer:stage_busy_seconds",
+            "Seconds that the first worker of a pipeline stage computed.",
+            labels=labels,
+        )
+        idle = CounterMetricFamily(
+            "aioinfer:stage_idle_seconds",
+            "Seconds that it did not, while steps were in flight: bubbles.",
+            labels=labels,
+        )
+        for of_engine, engine in self._engines():
+            for number, time in enumerate(engine.stage_times()):
+                busy.add_metric((*of_engine, str(number)), time.busy_s)
+                idle.add_metric((*of_engine, str(number)), time.idle_s)
+        if busy.samples:
+            yield busy
+            yield idle
 
     def _request_histograms(self) -> Iterator[Metric]:
         show = self._histogram

@@ -205,6 +205,8 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing
     that grows with the load.
 
+    `stages` has `[busy, idle]` of each pipeline stage in seconds (see `StageTime`); nothing if
+    there is one stage.
     `restart` is `[attempt, attempts]` while the workers are started anew, else null.
     Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log`
     holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
@@ -229,6 +231,7 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
         "prompt_tokens": metrics.prompt_tokens,
         "generation_tokens": metrics.generation_tokens,
         "finished": metrics.finished,
+        "stages": [list(time) for time in engine.stage_times()],
         "log": [list(step) for step in metrics.steps.since(last_step)],
     }
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from typing import Any
 
 import ray
@@ -190,7 +189,7 @@ def _gpus(config: Config, given: float | None) -> float:
         return 0
     if parallel.device == "auto" and not ray.cluster_resources().get("GPU"):
         return 0
-    return math.prod((parallel.tensor_parallel_size, parallel.data_parallel_size))
+    return parallel.world_size * parallel.data_parallel_size
 
 
 async def gateway_urls(name: str) -> list[str]:

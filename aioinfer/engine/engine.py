@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from aioinfer.config import Config
 from aioinfer.engine.beam_searches import BeamSearches
@@ -31,7 +31,7 @@ from aioinfer.engine.prompt_outputs import PromptOutputs
 from aioinfer.engine.record_check import RecordCheck
 from aioinfer.engine.recovery import EngineState, Recovery
 from aioinfer.errors import EngineDeadError
-from aioinfer.executor.base import Executor, ProgressCallback, WorkerReport
+from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
@@ -96,7 +96,8 @@ class Engine:
         self.lockstep: Lockstep | None = None
         self._config = config
         self._executor = executor
-        self._pipeline_depth = 2 if config.scheduler.plan_ahead else 1
+        # a step for each stage, and one ahead
+        self._pipeline_depth = config.parallel.pipeline_parallel_size + config.scheduler.plan_ahead
         self._sequences: dict[Request, OutputSequence] = {}
         self._planning_is_due = False
         self._idle = asyncio.Event()
@@ -142,6 +143,8 @@ class Engine:
             target_itl_s=None if limits.target_itl_ms is None else limits.target_itl_ms / 1000,
             prefix_caching=self._config.cache.enable_prefix_caching,
             by_priority=limits.policy == "priority",
+            num_stages=self._config.parallel.pipeline_parallel_size,
+            plan_ahead=limits.plan_ahead,
         )
 
     async def start_workers(self, on_progress: ProgressCallback) -> WorkerReport:
@@ -151,6 +154,13 @@ class Engine:
     async def end_workers(self) -> None:
         """Ends the workers, and waits until they are gone. Safe to call twice."""
         await self._executor.shutdown()
+
+    def stage_times(self) -> Sequence[StageTime]:
+        """Returns what each pipeline stage has done since its workers started; empty if there is
+        one stage."""
+        if self._config.parallel.pipeline_parallel_size == 1:
+            return ()
+        return self._executor.stage_times()
 
     def replace_workers(self, executor: Executor) -> None:
         """Puts workers that have not been started in the place of those that have ended."""

@@ -228,15 +228,16 @@ class Masking:
         requests = [sampled[row] for row in section.rows.tolist()]
         self._metrics.constrained_rows += len(requests)
         self._step = _MaskedStep(plan.step_id, requests, executor)
-        if all(request.num_pending == 1 for request in requests):  # the one of this very step
-            self.fill()
+        self.fill()
 
     def fill(self) -> None:
-        """Fills and posts the masks of the posted step, if there are any to be filled: all tokens
-        before it are known."""
+        """Fills and posts the masks of the posted step, if there are any to be filled and all
+        tokens before it are known."""
         step = self._step
         if step is None or step.filling is not None:
             return
+        if any(r.num_pending > 1 and r.status is not Status.FINISHED for r in step.requests):
+            return  # more than the token of this very step
         masks = step.executor.masks_of(step.step_id)
         rows: list[tuple[Constraint, int]] = []
         only, self._only = self._only, {}

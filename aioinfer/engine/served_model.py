@@ -93,6 +93,7 @@ def find_model(config: Config) -> Path:
     model.check_tensor_parallel(
         parallel.tensor_parallel_size, expert_parallel=parallel.expert_parallel
     )
+    model.check_pipeline_parallel(parallel.pipeline_parallel_size)
     return folder
 
 

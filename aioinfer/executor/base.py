@@ -1,6 +1,6 @@
 """The interface between the engine and whatever runs the workers.
 
-An executor owns one worker per tensor-parallel rank. The engine posts `StepPlan`s and gets a
+An executor owns one worker per rank. The engine posts `StepPlan`s and gets a
 `StepResult` for each, in order, on the event loop; behind a plan with constrained rows it posts
 their masks. Plans are executed strictly in the order of
 posting: the scheduler's reuse of blocks and slots rests on that.
@@ -8,9 +8,9 @@ posting: the scheduler's reuse of blocks and slots rests on that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
@@ -24,8 +24,8 @@ class WorkerReport:
         device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
         dtype: of the weights and the arithmetic, such as `"float32"`, with the reason if it was
             chosen.
-        weights_bytes: of one rank.
-        kv_cache_bytes: of one rank.
+        weights_bytes: of one rank, the one with the most.
+        kv_cache_bytes: of one rank, the one with the most.
         block_size: tokens a KV block.
         groups: the layers by what they keep in the KV cache.
         num_blocks: KV blocks of each group, the same on every rank.
@@ -35,6 +35,8 @@ class WorkerReport:
         graph_bytes: GPU memory of one rank's CUDA graphs.
         implementation: what computes the model, such as `"Triton kernels"`.
         cache_dtype: of the KV cache, with the origin of its scales if it is float8.
+        stages: of each pipeline stage, its layers and the weights of one rank in bytes; empty if
+            there is one stage.
     """
 
     device: str
@@ -50,6 +52,19 @@ class WorkerReport:
     graph_bytes: int = 0
     implementation: str = ""
     cache_dtype: str = ""
+    stages: Sequence[tuple[range, int]] = ()
+
+
+class StageTime(NamedTuple):
+    """How a pipeline stage has spent the time in which steps were in flight.
+
+    Attributes:
+        busy_s: seconds that its first rank computed.
+        idle_s: seconds that it did not: bubbles.
+    """
+
+    busy_s: float
+    idle_s: float
 
 
 #: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for
@@ -92,6 +107,11 @@ class Executor(Protocol):
     def post_masks(self, step_id: int) -> None:
         """Tells every worker that the masks of a step are filled. It must come behind the step's
         plan and before the next one: until then the workers wait."""
+        ...
+
+    def stage_times(self) -> Sequence[StageTime]:
+        """Returns what each pipeline stage has done since the workers started; empty if there is
+        one stage."""
         ...
 
     async def shutdown(self) -> None:

@@ -21,7 +21,7 @@ class Capacity:
 
     Attributes:
         num_blocks: KV blocks of each group of layers.
-        kv_cache_bytes: what they take, of one rank.
+        kv_cache_bytes: what they take on the rank where they take the most.
         max_model_len: the maximum number of tokens of a request, prompt and output together.
         reason: why requests may not be as long as the model allows, or empty.
     """
@@ -40,8 +40,9 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
     """
     first = reports[0]
     num_blocks = tuple(map(min, *(report.num_blocks for report in reports), first.num_blocks))
-    kv_cache_bytes = sum(
-        count * size for count, size in zip(num_blocks, first.block_bytes, strict=True)
+    kv_cache_bytes = max(
+        sum(count * size for count, size in zip(num_blocks, report.block_bytes, strict=True))
+        for report in reports
     )
     fitting = longest_request(
         first.groups, num_blocks, first.block_size, config.scheduler.max_num_batched_tokens

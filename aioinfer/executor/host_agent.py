@@ -52,7 +52,7 @@ class HostAgent:
         launch: Callable[[WorkerSpec], RankProcess] = spawn,
     ):
         self._config = config
-        self._heartbeat = Heartbeat(places[0].world_size)
+        self._heartbeat = Heartbeat(places[0].world_size, places[0].names_of_all)
         self._ranks = HostRanks(
             config, folder, engine, places, self._heartbeat, self,
             visible_devices=visible_devices, launch=launch,

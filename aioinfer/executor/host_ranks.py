@@ -31,7 +31,7 @@ from torch import multiprocessing
 
 from aioinfer.config import Config
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
-from aioinfer.ipc.masks import MaskMemory, MaskNotice, buffer_of
+from aioinfer.ipc.masks import MaskMemory, MaskNotice, buffer_of, num_mask_buffers
 from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32
@@ -141,7 +141,7 @@ class HostRanks:
         self._visible_devices, self._launch = visible_devices, launch
         self._plans = Ring(len(places))
         self._results = Ring(1)
-        self._masks = MaskMemory()
+        self._masks = MaskMemory(num_mask_buffers(config.parallel.pipeline_parallel_size))
         self._vocab_size = 0
         self._meeting = meeting or MeetingFile()
         self._stacks = [StackDump() for _ in places]
@@ -232,7 +232,10 @@ class HostRanks:
     def masks_of(self, step_id: int) -> I32:
         """Returns the memory for a step's masks; see `Executor.masks_of`."""
         rows = self.config.scheduler.max_num_seqs
-        return self._masks.buffers(rows, self._vocab_size)[buffer_of(step_id)]
+        return self._masks.buffers(rows, self._vocab_size)[self._buffer_of(step_id)]
+
+    def _buffer_of(self, step_id: int) -> int:
+        return buffer_of(step_id, self._masks.num_buffers)
 
     def post_masks(self, step_id: int, masks: I32) -> None:
         """Tells the ranks that the masks of a step are in memory, and puts them there unless they
@@ -244,7 +247,7 @@ class HostRanks:
         memory = self.masks_of(step_id)[: len(masks)]
         if memory.__array_interface__["data"] != masks.__array_interface__["data"]:
             memory[:] = masks
-        self._plans.write(MaskNotice(step_id, buffer_of(step_id)).encode())
+        self._plans.write(MaskNotice(step_id, self._buffer_of(step_id)).encode())
 
     def _read_results(self) -> None:
         for _ in range(self._results.announced(0)):
@@ -263,7 +266,8 @@ class HostRanks:
         # while a rank loads, a disk may keep it in an uninterruptible call for long
         stopped = self.monitor.find_stopped("TD" if self.is_started else "T")
         return "; ".join(
-            f"worker {self.ranks[index]} {what}: {self._heartbeat.describe(self.ranks[index])}"
+            f"worker {self._places[index].name} {what}: "
+            f"{self._heartbeat.describe(self.ranks[index])}"
             for index, what in stopped.items()
         )
 
@@ -275,11 +279,13 @@ class HostRanks:
     def read_stacks(self) -> str:
         """Returns the stacks that have come since `request_stacks`."""
         parts = []
-        for rank, process, stacks in zip(self.ranks, self._processes, self._stacks, strict=False):
+        for place, process, stacks in zip(
+            self._places, self._processes, self._stacks, strict=False
+        ):
             text = stacks.read() or (
                 "none came: it is stopped, or in a system call that cannot be interrupted\n"
             )
-            parts.append(f"stacks of worker {rank} (process {process.pid}):\n{text}")
+            parts.append(f"stacks of worker {place.name} (process {process.pid}):\n{text}")
         return "\n".join(parts)
 
     def _handle_exit(self, index: int) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import queue
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError, EngineDeadError
-from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.ipc.masks import NUM_MASK_BUFFERS, buffer_of, mask_words
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
@@ -112,6 +112,10 @@ class InlineExecutor:
     def post_masks(self, step_id: int) -> None:
         """See `Executor.post_masks`."""
         self._masked.put(step_id)
+
+    def stage_times(self) -> Sequence[StageTime]:
+        """See `Executor.stage_times`."""
+        return ()
 
     def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         if not self._closed:

@@ -268,7 +268,7 @@ def _start_actors(
     except ray.exceptions.RayError as error:
         raise EngineDeadError(f"an actor on a node of Ray could not start: {error}") from error
     # bundles are alike: those of a node get ranks that follow each other, and the driver's node the
-    # first, whose results then need no stream
+    # first, whose results then need no stream (those of a pipeline come from its last stage)
     own, _ = own_node()
     held = sorted(zip(actors, found, strict=True), key=lambda each: (each[1][0] != own, each[1][0]))
     nodes: dict[str, Node] = {}

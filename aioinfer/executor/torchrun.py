@@ -39,7 +39,7 @@ from pathlib import Path
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor.host_ranks import HostRanks, RankProcess, spawn
-from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost, parallel_groups
+from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
 from aioinfer.ipc.placement import place_on_hosts
 from aioinfer.worker.process import WorkerSpec, main
 
@@ -93,14 +93,15 @@ def torchrun_place(config: Config, environ: Mapping[str, str] = os.environ) -> T
             f"torchrun has started {place.world_size} ranks on several hosts, and aioinfer takes "
             "those of one: use parallel.executor = 'ray' for several hosts"
         )
-    size = 1
-    for _, axis in parallel_groups(config):
-        size *= axis
-    if size != place.world_size or config.parallel.data_parallel_size > 1:
+    parallel = config.parallel
+    if parallel.world_size != place.world_size or parallel.data_parallel_size > 1:
+        ranks, stages = divmod(place.world_size, parallel.pipeline_parallel_size)
+        remedy = f"set parallel.tensor_parallel_size to {place.world_size if stages else ranks}"
+        if stages:
+            remedy += ", parallel.pipeline_parallel_size to 1"
         raise ConfigError(
-            f"torchrun has started {place.world_size} ranks: set parallel.tensor_parallel_size to "
-            f"{place.world_size} and parallel.data_parallel_size to 1, or give torchrun another "
-            "--nproc-per-node"
+            f"torchrun has started {place.world_size} ranks: {remedy} and "
+            "parallel.data_parallel_size to 1, or give torchrun another --nproc-per-node"
         )
     return place
 

@@ -19,21 +19,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
-from aioinfer.executor.base import ProgressCallback, WorkerReport
+from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.capacity import Capacity, settle_capacity
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.ipc.heartbeat import Heartbeat
-from aioinfer.ipc.masks import NUM_MASK_BUFFERS, ConstrainedRows, buffer_of, mask_words
+from aioinfer.ipc.masks import ConstrainedRows, buffer_of, mask_words, num_mask_buffers
+from aioinfer.ipc.placement import RankSpec, place_on_hosts
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import RingFullError
 from aioinfer.ipc.stack_dump import StackDump
 from aioinfer.worker.process import FailureReport
+
+if TYPE_CHECKING:
+    from aioinfer.worker.worker import LoadReport
 
 # from a rank's error until it is reported: another rank's may have been first and not arrived yet
 _GRACE_S = 2.0
@@ -43,9 +47,13 @@ _log = logging.getLogger(__name__)
 
 
 def parallel_groups(config: Config) -> tuple[tuple[str, int], ...]:
-    """Returns the axes of an engine's world, as in `RankSpec`; the last is the tensor-parallel
-    one."""
-    return (("tp", config.parallel.tensor_parallel_size),)
+    """Returns the axes of an engine's world, as in `RankSpec`. The last is the tensor-parallel one:
+    the ranks of a pipeline stage, which exchange the most, are neighbours."""
+    parallel = config.parallel
+    groups = (("tp", parallel.tensor_parallel_size),)
+    if parallel.pipeline_parallel_size == 1:
+        return groups
+    return (("pp", parallel.pipeline_parallel_size), *groups)
 
 
 class WorkerHost(Protocol):
@@ -99,7 +107,10 @@ class WorkerExecutor:
         self.config = config
         self.groups = parallel_groups(config)
         world_size = math.prod(size for _, size in self.groups)
-        self.heartbeat = Heartbeat(world_size)
+        # their names and stages; on which hosts they are is up to `_make_hosts`
+        self._ranks = place_on_hosts(self.groups, [0] * world_size)
+        self._num_stages = config.parallel.pipeline_parallel_size
+        self.heartbeat = Heartbeat(world_size, [rank.name for rank in self._ranks])
         self.check_every_s = 1.0
         self._folder, self._engine, self._size = folder, engine, world_size
         self._hosts: list[WorkerHost] = []
@@ -109,6 +120,8 @@ class WorkerExecutor:
         # posted steps whose masks are not posted yet, and how many rows they have
         self._unmasked: dict[int, int] = {}
         self._masks: I32 | None = None  # where this host has no ranks that share theirs
+        self._in_flight_s = 0.0  # while steps were in flight
+        self._in_flight_since = 0.0
         self._last_result = 0.0
         self._last_check = 0.0
         self._resumed_at = 0.0
@@ -162,7 +175,22 @@ class WorkerExecutor:
             host.allocate(capacity.num_blocks, capacity.max_model_len, self._vocab_size)
         phases, graph_bytes = (await self._gather("ready"))[0]
         phases = [(self._FIRST_PHASE, spawned - began), *phases]
-        return _describe_workers(reports[0], capacity, phases, graph_bytes)
+        return _describe_workers(
+            reports, capacity, phases, graph_bytes, self._describe_stages(reports)
+        )
+
+    def _describe_stages(self, reports: Sequence[LoadReport]) -> list[tuple[range, int]]:
+        """Returns `WorkerReport.stages`."""
+        if self._num_stages == 1:
+            return []
+        return [
+            (reports[rank.rank].layers, reports[rank.rank].weights_bytes)
+            for rank in self._first_ranks()
+        ]
+
+    def _first_ranks(self) -> list[RankSpec]:
+        """Returns the first rank of each pipeline stage."""
+        return [rank for rank in self._ranks if rank.index_in("tp") == 0]
 
     async def _gather(self, kind: str) -> list[Any]:
         """Returns each rank's message of a kind, once all have sent one.
@@ -199,7 +227,10 @@ class WorkerExecutor:
         except RingFullError as error:
             self._fail(EngineDeadError(f"step {plan.step_id} could not be posted: {error}"))
             return
-        self._posted.append((plan.step_id, time.monotonic()))
+        now = time.monotonic()
+        if not self._posted:
+            self._in_flight_since = now
+        self._posted.append((plan.step_id, now))
         if (constrained := plan.section(ConstrainedRows)) is not None:
             self._unmasked[plan.step_id] = len(constrained.rows)
         if self._watchdog is None:
@@ -212,8 +243,9 @@ class WorkerExecutor:
                 return host.masks_of(step_id)
         if self._masks is None:
             rows, words = self.config.scheduler.max_num_seqs, mask_words(self._vocab_size)
-            self._masks = np.zeros((NUM_MASK_BUFFERS, rows, words), np.int32)
-        return self._masks[buffer_of(step_id)]
+            buffers = num_mask_buffers(self._num_stages)
+            self._masks = np.zeros((buffers, rows, words), np.int32)
+        return self._masks[buffer_of(step_id, len(self._masks))]
 
     def post_masks(self, step_id: int) -> None:
         """See `Executor.post_masks`."""
@@ -224,13 +256,25 @@ class WorkerExecutor:
         except RingFullError as error:
             self._fail(EngineDeadError(f"the masks of step {step_id} could not be posted: {error}"))
 
+    def stage_times(self) -> Sequence[StageTime]:
+        """See `Executor.stage_times`. What other hosts report is up to a second old."""
+        if self._num_stages == 1:
+            return ()
+        in_flight_s = self._in_flight_s
+        if self._posted:
+            in_flight_s += time.monotonic() - self._in_flight_since
+        busy = (self.heartbeat.busy_ns(rank.rank) * 1e-9 for rank in self._first_ranks())
+        return [StageTime(busy_s, max(0.0, in_flight_s - busy_s)) for busy_s in busy]
+
     def on_result(self, message: memoryview) -> None:
         """See `RankEvents`."""
         began = time.perf_counter_ns()
         result = StepResult.decode(message)
         result.take_ns = time.perf_counter_ns() - began
         self._posted.popleft()
-        self._last_result = time.monotonic()
+        self._last_result = now = time.monotonic()
+        if not self._posted:
+            self._in_flight_s += now - self._in_flight_since
         if self._failure is None:
             self._deliver(result)
 
@@ -289,8 +333,10 @@ class WorkerExecutor:
             return ""
         if step_id in self._unmasked:  # every rank waits for this process
             return f"the masks of step {step_id} were not filled within {timeout:g} s"
+        laggards = self.heartbeat.laggards(step_id)
+        first = self._ranks[laggards[0]].stage  # later stages wait for it
         states = "; ".join(
-            self.heartbeat.describe(rank) for rank in self.heartbeat.laggards(step_id)
+            self.heartbeat.describe(rank) for rank in laggards if self._ranks[rank].stage == first
         )
         return f"step {step_id} was not answered within {timeout:g} s: {states}"
 
@@ -320,14 +366,16 @@ class WorkerExecutor:
         """Fails with the error that was first. One that did not arise in a collective comes before
         those that did."""
         report = min(self._reports, key=lambda report: (report.in_collective, report.at_ns))
-        self._fail(report.error or EngineDeadError(f"worker {report.rank} failed:\n{report.trace}"))
+        name = self._ranks[report.rank].name
+        self._fail(report.error or EngineDeadError(f"worker {name} failed:\n{report.trace}"))
 
     def on_exit(self, rank: int, how: str) -> None:
         """See `RankEvents`. The rank is itself the cause of others' errors in collectives."""
         if not all(report.in_collective for report in self._reports):
             self._fail_with_first()  # the error of another rank came before
             return
-        self._fail(EngineDeadError(f"worker {rank} {how}: {self.heartbeat.describe(rank)}"))
+        name = self._ranks[rank].name
+        self._fail(EngineDeadError(f"worker {name} {how}: {self.heartbeat.describe(rank)}"))
 
     def on_fault(self, fault: str) -> None:
         """See `RankEvents`."""
@@ -363,13 +411,18 @@ class WorkerExecutor:
 
 
 def _describe_workers(
-    first: Any, capacity: Capacity, phases: list[tuple[str, float]], graph_bytes: int
+    reports: Sequence[LoadReport],
+    capacity: Capacity,
+    phases: list[tuple[str, float]],
+    graph_bytes: int,
+    stages: list[tuple[range, int]],
 ) -> WorkerReport:
-    """Returns the rows of the start-up table. `first` is the `LoadReport` of a rank."""
+    """Returns the rows of the start-up table."""
+    first = reports[0]
     return WorkerReport(
         first.device,
         first.dtype,
-        first.weights_bytes,
+        max(report.weights_bytes for report in reports),
         capacity.kv_cache_bytes,
         first.block_size,
         first.groups,
@@ -380,4 +433,5 @@ def _describe_workers(
         graph_bytes,
         first.implementation,
         first.cache_dtype,
+        stages,
     )

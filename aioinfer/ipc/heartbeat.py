@@ -23,7 +23,7 @@ import numpy as np
 from aioinfer.ipc.anonymous_file import anonymous_file
 
 # int64 of a rank: a cache line. In it: step begun, when, step finished, when, step launched, when
-# the last even one was launched, when the last odd one was
+# the last even one was launched, when the last odd one was, nanoseconds spent on steps
 _LINE = 8
 _TIMES = (1, 3, 5, 6)  # which of them are times
 _STATUS = re.compile(
@@ -46,8 +46,10 @@ class Heartbeat:
     only for a process that is being spawned, which inherits the memory.
     """
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks: int, names: Sequence[str] = ()):
+        """`names` are what messages call the ranks; their numbers by default."""
         self._num_ranks = num_ranks
+        self._names = names or [str(rank) for rank in range(num_ranks)]
         self._fd = anonymous_file("aioinfer-heartbeat", num_ranks * _LINE * 8)
         self._map()
 
@@ -87,6 +89,14 @@ class Heartbeat:
         lines[:, _TIMES] = np.where(times > 0, times + behind_ns, 0)
         self._lines[ranks] = lines
 
+    def add_busy(self, rank: int, nanoseconds: int) -> None:
+        """Records that `rank` has spent so long on a step."""
+        self._lines[rank, 7] += nanoseconds
+
+    def busy_ns(self, rank: int) -> int:
+        """Returns how many nanoseconds `rank` has recorded with `add_busy`."""
+        return int(self._lines[rank, 7])
+
     def laggards(self, step_id: int) -> list[int]:
         """Returns the ranks for which a step is not finished.
 
@@ -107,14 +117,14 @@ class Heartbeat:
         """Returns what `rank` recorded last, and how long ago."""
         begun, begun_ns, finished, finished_ns, _, *launched_ns = self._lines[rank, :7].tolist()
         if not begun_ns:
-            return f"rank {rank} has begun no step"
+            return f"rank {self._names[rank]} has begun no step"
         doing = (
             f"waiting for a plan after step {finished}"
             if finished_ns and finished == begun
             else f"executing step {begun}{self._describe_device(rank)}"
         )
         age_s = (time.monotonic_ns() - max(begun_ns, finished_ns, *launched_ns)) / 1e9
-        return f"rank {rank} was {doing}, last heartbeat {age_s:.1f} s ago"
+        return f"rank {self._names[rank]} was {doing}, last heartbeat {age_s:.1f} s ago"
 
     def _describe_device(self, rank: int) -> str:
         """Returns how far the host and the device of `rank` are with its steps; an empty text
@@ -136,10 +146,11 @@ class Heartbeat:
             self._fd = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"num_ranks": self._num_ranks, "fd": reduction.DupFd(self._fd)}
+        return {"num_ranks": self._num_ranks, "names": self._names, "fd": reduction.DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._num_ranks, self._fd = state["num_ranks"], state["fd"].detach()
+        self._num_ranks, self._names = state["num_ranks"], state["names"]
+        self._fd = state["fd"].detach()
         self._map()
 
 

@@ -160,6 +160,15 @@ def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
     return tuple(KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
 
 
+def groups_of_stage(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:
+    """Returns the groups with those of their layers that a pipeline stage has, numbered from its
+    first one on. A group may have none there; its blocks then take no memory."""
+    return tuple(
+        KVGroup(group.spec, tuple(n - layers.start for n in group.layers if n in layers))
+        for group in groups
+    )
+
+
 def longest_request(
     groups: Sequence[KVGroup], num_blocks: Sequence[int], block_size: int, max_chunk: int
 ) -> int | None:

@@ -16,14 +16,15 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from aioinfer.ipc.anonymous_file import AnonymousFile
 from aioinfer.ipc.sections import I32, Section, array
 
-#: Steps whose masks may be in memory at a time: two steps are in flight, and one more makes sure
-#: that no rank still copies what is written anew.
+#: Steps whose masks may be in memory at a time without a pipeline: two steps are in flight, and one
+#: more makes sure that no rank still copies what is written anew.
 NUM_MASK_BUFFERS = 3
 #: Stands in a notice where a plan has its version.
 NOTICE_MARK = -1
@@ -96,14 +97,23 @@ def is_notice(message: bytes | bytearray | memoryview) -> bool:
     return int.from_bytes(message[:4], "little", signed=True) == NOTICE_MARK
 
 
-def buffer_of(step_id: int) -> int:
+def num_mask_buffers(num_stages: int) -> int:
+    """Returns for how many steps there are masks in memory: each further stage of a pipeline has
+    one more in flight."""
+    return NUM_MASK_BUFFERS + num_stages - 1
+
+
+def buffer_of(step_id: int, num_buffers: int = NUM_MASK_BUFFERS) -> int:
     """Returns which buffer holds the masks of a step."""
-    return step_id % NUM_MASK_BUFFERS
+    return step_id % num_buffers
 
 
 class MaskMemory(AnonymousFile):
     """The masks of the steps in flight, in anonymous memory that the engine writes and its workers
     read; pages that no mask touches take no memory.
+
+    Attributes:
+        num_buffers: steps whose masks may be in it at a time.
 
     It is made before the workers are spawned, and gets its size when they have reported the size of
     the vocabulary (`resize`). Each process maps it when it first needs it.
@@ -111,21 +121,29 @@ class MaskMemory(AnonymousFile):
 
     _buffers: I32 | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, num_buffers: int = NUM_MASK_BUFFERS) -> None:
         super().__init__("aioinfer-masks")
+        self.num_buffers = num_buffers
 
     def resize(self, max_rows: int, vocab_size: int) -> None:
         """Gives the memory its size, once: for `max_rows` rows of a step."""
-        os.ftruncate(self._fd, 4 * NUM_MASK_BUFFERS * max_rows * mask_words(vocab_size))
+        os.ftruncate(self._fd, 4 * self.num_buffers * max_rows * mask_words(vocab_size))
 
     def buffers(self, max_rows: int, vocab_size: int) -> I32:
-        """Returns the masks int32 [NUM_MASK_BUFFERS, max_rows, words]; the sizes are those of
+        """Returns the masks int32 [num_buffers, max_rows, words]; the sizes are those of
         `resize`."""
         if self._buffers is None:
-            shape = NUM_MASK_BUFFERS, max_rows, mask_words(vocab_size)
+            shape = self.num_buffers, max_rows, mask_words(vocab_size)
             pages = mmap.mmap(self._fd, 4 * shape[0] * shape[1] * shape[2])
             self._buffers = np.frombuffer(pages, np.int32).reshape(shape)
         return self._buffers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "num_buffers": self.num_buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.num_buffers = state["num_buffers"]
 
     def close(self) -> None:
         """Closes the descriptor; the memory goes with the last view of it. Safe to call twice."""

@@ -1,8 +1,8 @@
 """Where a worker's rank stands: in the world of all ranks of an engine, in its groups, on its host.
 
-Whoever starts the workers makes a `RankSpec` for each: `MultiprocessExecutor` for the processes of
-one host, later executors for several hosts. It is sent to the worker, whose process joins the
-others by it (`layers.parallel.ProcessGroups`). Imports no torch.
+`place_on_hosts` makes a `RankSpec` for each worker of an engine, for the executors that start them.
+It is sent to the worker, whose process joins the others by it (`layers.parallel.ProcessGroups`).
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ipaddress
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Process groups that there may be: tensor, data, expert and pipeline parallel ranks.
 GROUP_NAMES = ("tp", "dp", "ep", "pp")
@@ -63,6 +63,24 @@ class RankSpec:
         firsts = [rank for rank in range(self.world_size) if rank // stride % size == 0]
         return [[first + stride * number for number in range(size)] for first in firsts]
 
+    def size_of(self, name: str) -> int:
+        """Returns the number of ranks of a group called `name`; 1 if there is no such axis."""
+        return dict(self.groups).get(name, 1)
+
+    def index_in(self, name: str) -> int:
+        """Returns this rank's number in its group called `name`; 0 if there is no such axis."""
+        stride = 1
+        for axis, size in reversed(self.groups):
+            if axis == name:
+                return self.rank // stride % size
+            stride *= size
+        return 0
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage that the rank belongs to."""
+        return self.index_in("pp")
+
     @property
     def engine_rank(self) -> int:
         """The number of the rank in its engine. Engines that share experts are the first axis,
@@ -73,9 +91,19 @@ class RankSpec:
 
     @property
     def sends_results(self) -> bool:
-        """Whether the results of this rank are those that go back to its engine: one rank's do,
-        since all have the same."""
-        return self.engine_rank == 0
+        """Whether the results of this rank are those that go back to the engine: of the last
+        stage, which samples, the first rank's do, since all of its ranks sample the same."""
+        return self.stage == self.size_of("pp") - 1 and self.index_in("tp") == 0
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its number, and its stage if there are several."""
+        return f"{self.rank} (stage {self.stage})" if self.size_of("pp") > 1 else str(self.rank)
+
+    @property
+    def names_of_all(self) -> list[str]:
+        """What messages call the ranks of its world, by their numbers."""
+        return [replace(self, rank=rank).name for rank in range(self.world_size)]
 
     @property
     def is_local(self) -> bool:

@@ -52,6 +52,7 @@ class Backend:
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
+        stage, num_stages: which part of the layers the rank has, and of how many.
         scratch: what quantized weights are dequantized into for products of many rows.
     """
 
@@ -65,7 +66,14 @@ class Backend:
     pdl: bool = False
     cascade: bool = False
     all_reduce: AllReduce | None = None
+    stage: int = 0
+    num_stages: int = 1
     scratch: Scratch = field(default_factory=Scratch)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the rank has the last layers, the last norm and the head."""
+        return self.stage == self.num_stages - 1
 
     @classmethod
     def of(
@@ -77,12 +85,15 @@ class Backend:
         expert_parallel: bool = False,
         expert_group: ParallelGroup | None = None,
         expert_placement: ExpertPlacement | None = None,
+        stage: int = 0,
+        num_stages: int = 1,
     ) -> Backend:
         """Returns the backend of a device: kernels on GPUs, dependent launches from Hopper on."""
         backend = cls(device, dtype, group, expert_parallel=expert_parallel)
         backend.expert_group = expert_group
         if expert_placement is not None:
             backend.expert_placement = expert_placement
+        backend.stage, backend.num_stages = stage, num_stages
         if device.type != "cpu":
             backend.has_kernels = True
             backend.pdl = torch.cuda.get_device_capability(device)[0] >= 9

@@ -4,8 +4,9 @@ nothing of devices, ranks, weight formats or loading."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,8 +36,9 @@ from aioinfer.layers.latents import LatentExpansion, LatentShape
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm, SplitRMSNorm
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.rotary import RopeConfig, RotaryTable
-from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex
+from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex, WeightShard
 
 if TYPE_CHECKING:
     from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts
@@ -112,6 +114,27 @@ class LayerMaker:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor."""
         for layer in self._layers:
             yield from layer.weight_shards()
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[tuple[str, WeightShard]]]:
+        """Has layers made within the block without memory, as the first tensor-parallel rank has
+        them, and forgotten. Yields a list that has their weights when the block has ended."""
+        kept = self.backend, self._layers, self._converted, self._to_prepare, self._tables
+        first = ParallelGroup(0, self.backend.group.size)
+        self.backend = replace(self.backend, device=torch.device("meta"), group=first)
+        self._layers, self._converted, self._to_prepare, self._tables = [], [], [], {}
+        elsewhere = set(self._elsewhere)
+        measured: list[tuple[str, WeightShard]] = []
+        try:
+            yield measured
+            measured += self.weight_shards()
+        finally:
+            self.backend, self._layers, self._converted, self._to_prepare, self._tables = kept
+            self._elsewhere = elsewhere
+
+    def forget(self, layer: Loadable) -> None:
+        """Forgets a layer that this rank does not need."""
+        self._layers = [kept for kept in self._layers if kept is not layer]
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether a checkpoint's tensor is of an expert that other ranks have."""

@@ -53,6 +53,11 @@ class ParallelGroup:
         self._device = device
         self._handle = handle
 
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """Torch's group; None stands for all ranks of the world."""
+        return self._handle
+
     @classmethod
     def single(cls) -> ParallelGroup:
         """Returns a group of one rank."""
@@ -139,10 +144,21 @@ class ProcessGroups:
 
     Attributes:
         spec: where the rank stands.
+        world: all ranks.
+        tokens: the ranks of `pp` once more, connected by themselves: what the last stage sends back
+            to the first must not queue up behind hidden states.
     """
 
-    def __init__(self, spec: RankSpec, groups: Mapping[str, ParallelGroup]):
+    def __init__(
+        self,
+        spec: RankSpec,
+        groups: Mapping[str, ParallelGroup],
+        world: ParallelGroup | None = None,
+        tokens: ParallelGroup | None = None,
+    ):
         self.spec = spec
+        self.world = world or ParallelGroup.single()
+        self.tokens = tokens or ParallelGroup.single()
         self._groups = {name: groups.get(name, ParallelGroup.single()) for name in GROUP_NAMES}
 
     @classmethod
@@ -169,16 +185,20 @@ class ProcessGroups:
         if store is None:
             store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False)
         _init_world(spec, device, store)
-        groups = {}
+        groups, tokens = {}, None
         for name, size in spec.groups:
             if size == 1:
                 continue
             # every rank has to take part in making every group, those of others included
             for ranks in spec.members(name):
                 handle = None if size == spec.world_size else dist.new_group(ranks)
+                back = dist.new_group(ranks) if name == "pp" else None
                 if spec.rank in ranks:
                     groups[name] = ParallelGroup(ranks.index(spec.rank), size, device, handle)
-        return cls(spec, groups)
+                    if back is not None:
+                        tokens = ParallelGroup(ranks.index(spec.rank), size, device, back)
+        world = ParallelGroup(spec.rank, spec.world_size, device)
+        return cls(spec, groups, world, tokens)
 
     def __getitem__(self, name: str) -> ParallelGroup:
         """Returns the group of a name; one that the world has no axis for has one rank.
@@ -191,6 +211,11 @@ class ProcessGroups:
     def tp(self) -> ParallelGroup:
         """The tensor-parallel group: ranks that hold the shards of one model."""
         return self._groups["tp"]
+
+    @property
+    def pp(self) -> ParallelGroup:
+        """The pipeline-parallel group: ranks that hold the stages of one model."""
+        return self._groups["pp"]
 
     @property
     def dp(self) -> ParallelGroup:

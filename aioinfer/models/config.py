@@ -158,6 +158,14 @@ class DecoderConfig:
                 f"{self.intermediate_size}{experts}); these do: {fitting}"
             )
 
+    def check_pipeline_parallel(self, size: int) -> None:
+        """Raises `ConfigError` unless each of `size` stages gets a layer."""
+        if size > self.num_layers:
+            raise ConfigError(
+                f"parallel.pipeline_parallel_size = {size}, but this model has {self.num_layers} "
+                f"layer{'s' if self.num_layers > 1 else ''}: set it to {self.num_layers} or less"
+            )
+
     def _divides(self, size: int, expert_parallel: bool) -> bool:
         mixture = self.mixture
         if mixture is not None and not mixture.divides(size, expert_parallel=expert_parallel):

@@ -28,6 +28,7 @@ from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.loader import load_weights
+from aioinfer.models.stages import divide_layers, measure_layers, whole_bytes
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
@@ -42,9 +43,11 @@ class CausalLM(Protocol):
         hidden_size: of the residual stream.
         weights_bytes: of this rank's parameters, a tied one counted once: as they are stored until
             they are loaded, and then as the device holds them.
-        kv_specs: what each layer keeps in the KV cache; known once the model is loaded.
-        kv_scales: of each layer, for a KV cache in float8; made when the model is loaded, and 1.
-            None at all if the cache cannot be in float8.
+        kv_specs: what each layer of the whole model keeps in the KV cache; known once the model is
+            loaded.
+        layer_numbers: which of these layers this rank's pipeline stage has.
+        kv_scales: of each layer of the stage, for a KV cache in float8; made when the model is
+            loaded, and 1. None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
         expert_counters: of the layers with experts, if their tokens are counted.
@@ -56,6 +59,7 @@ class CausalLM(Protocol):
     finishes_with_hidden_states: bool
     weights_bytes: int
     kv_specs: Sequence[KVSpec]
+    layer_numbers: range
     kv_scales: Sequence[KVScales]
     expert_counters: Sequence[ExpertCounter]
 
@@ -81,7 +85,8 @@ class CausalLM(Protocol):
         """Gives the layers their KV cache; the last call holds.
 
         Args:
-            groups: the layers that share block tables.
+            groups: the layers that share block tables, those of this rank's stage alone, numbered
+                from its first one on.
             kv: of each group, [parts, layers, num_blocks, block_size, heads, channels] (see
                 `KVTensors`), in the dtype of the arithmetic or in float8, to which `kv_scales`
                 belong.
@@ -118,19 +123,24 @@ class CausalLM(Protocol):
         """Does what other engines' ranks wait for in a step in which this one has no rows."""
         ...
 
-    def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
-        """Computes all layers but the last, and writes the KV cache.
+    def begin(
+        self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None
+    ) -> ResidualStream:
+        """Computes all layers but the model's last, and writes the KV cache.
 
         With `num_decodes` None this depends on the number of tokens only.
 
         Args:
             out: [T, hidden_size] to write the stream to; by default a new tensor.
+            received: [T, hidden_size], for all stages of a pipeline but the first, the stream of
+                the stage before, which may be written to.
         """
         ...
 
     def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
-        """Computes the last layer. Returns hidden states before the last norm: [S, hidden_size] of
-        the sampled rows, or [T, hidden_size] of a step without."""
+        """Computes the model's last layer. Returns hidden states before the last norm: [S,
+        hidden_size] of the sampled rows, or [T, hidden_size] of a step without. A stage that does
+        not have the last layer returns the stream [T, hidden_size]."""
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,23 +214,62 @@ class DecoderModel:
         head: LMHead | None = None,
     ):
         self._make = make
-        self._unused_layers = config.unused_layers
+        self._num_layers, self._unused_layers = config.num_layers, config.unused_layers
         self.finishes_with_hidden_states = True
         self.backend = make.backend
         self.hidden_size = config.hidden_size
-        self.embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
-        self.layers = [layer(number) for number in range(config.num_layers)]
-        self.norm = norm or make.norm("model.norm")
+        self._is_last = self.backend.is_last_stage
+        embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
+        self.embedding: Embedding | None = embedding
+        self.vocabulary = embedding.vocabulary
+        self._select_layers(config.num_layers, layer, embedding)
+        self.layers = [layer(number) for number in self.layer_numbers]
+        # all layers but the model's last
+        self._first_layers = self.layers[:-1] if self._is_last else self.layers
+        self.norm: RMSNorm | None = norm or make.norm("model.norm")
         tied = config.tied_embeddings
-        self.head = head or make.head("lm_head", self.embedding, tied=tied)
-        self.vocabulary = self.embedding.vocabulary
-        self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        self.head: LMHead | None = head or make.head("lm_head", embedding, tied=tied)
+        self._elsewhere: set[str] = set()
+        self._forget_ends(tied=tied)
+        if self.backend.num_stages == 1:
+            self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         scales = [layer.attention.scales for layer in self.layers]
         self.kv_scales = [of_layer for of_layer in scales if of_layer is not None]
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureMLP)]
         self.expert_counters = [mixture.counter for mixture in mixtures]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
+
+    def _select_layers(
+        self, num_layers: int, layer: Callable[[int], DecoderLayer], embedding: Embedding
+    ) -> None:
+        """Finds out which layers this rank's stage has: stages of about equal weight bytes, with
+        the embedding in the first and the head in the last."""
+        stages = self.backend.num_stages
+        self.layer_numbers = range(num_layers)
+        if stages == 1:
+            return
+        layers, sizes = measure_layers(self._make, layer, num_layers)
+        self.kv_specs = [layer.attention.kv_spec for layer in layers]
+        # the head is as large, tied or not
+        ends = whole_bytes(embedding.weight_shards()) // self.backend.group.size
+        divided = divide_layers(sizes, stages, before=ends, behind=ends)
+        self.layer_numbers = divided[self.backend.stage]
+
+    def _forget_ends(self, *, tied: bool) -> None:
+        """Forgets embedding, norm and head where another stage has them; all have been made, since
+        families make them in ways of their own."""
+        parts: list[Embedding | RMSNorm | LMHead | None] = []
+        if self.backend.stage > 0 and not (self._is_last and tied):
+            parts.append(self.embedding)
+            self.embedding = None
+        if not self._is_last:
+            parts += [self.norm, self.head]
+            self.norm = self.head = None
+        for part in parts:
+            assert part is not None
+            self._elsewhere.update(name for name, _ in part.weight_shards())
+            self._make.forget(part)
 
     def weight_shards(self) -> NamedShards:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before
@@ -246,10 +295,12 @@ class DecoderModel:
         """Whether a checkpoint may have a tensor that this rank does not need."""
         if self._make.is_elsewhere(name):
             return True
-        quantization, first = self._make.quantization, len(self.layers)
-        layers = range(first, first + self._unused_layers)
-        return name.endswith(() if quantization is None else tuple(quantization.unused)) or any(
-            name.startswith(f"model.layers.{number}.") for number in layers
+        quantization, own = self._make.quantization, self.layer_numbers
+        if name.endswith(() if quantization is None else tuple(quantization.unused)):
+            return True
+        others = *range(own.start), *range(own.stop, self._num_layers + self._unused_layers)
+        return name in self._elsewhere or name.startswith(
+            tuple(f"model.layers.{number}." for number in others)
         )
 
     def bind(
@@ -325,20 +376,29 @@ class DecoderModel:
             if isinstance(layer.mlp, MixtureMLP) and layer.mlp.needs_all_ranks:
                 layer.mlp.add_to(ResidualStream(none.to(self.backend.device), self.backend))
 
-    def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+    def begin(
+        self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None
+    ) -> ResidualStream:
         """See `CausalLM.begin`."""
-        stream = self.embedding(step.inputs.input_ids, out)
-        for layer in self.layers[:-1]:
+        if received is None:
+            assert self.embedding is not None
+            stream = self.embedding(step.inputs.input_ids, out)
+        else:
+            stream = ResidualStream(received if out is None else out.copy_(received), self.backend)
+        for layer in self._first_layers:
             layer(stream, step)
         return stream
 
     def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """See `CausalLM.finish`."""
-        self.layers[-1](stream, step, is_last=True)
+        if self._is_last:
+            self.layers[-1](stream, step, is_last=True)
         return stream.hidden
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""
+        assert self.head is not None
+        assert self.norm is not None
         return self.head(hidden, self.norm, out)
 
     def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
@@ -351,4 +411,5 @@ class DecoderModel:
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.normed`."""
+        assert self.norm is not None
         return self.norm(hidden)

@@ -103,6 +103,14 @@ class FallbackConfig:
                 f"by which ranks could share {self.architecture}: set it to 1"
             )
 
+    def check_pipeline_parallel(self, size: int) -> None:
+        """Raises `ConfigError` if there are several stages."""
+        if size > 1:
+            raise ConfigError(
+                f"parallel.pipeline_parallel_size = {size} is not supported for "
+                f"{self.architecture}, which transformers' modules compute: set it to 1"
+            )
+
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
@@ -127,7 +135,9 @@ class FallbackModel:
 
     def __init__(self, config: FallbackConfig, backend: Backend, *, trust_remote_code: bool):
         config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
+        config.check_pipeline_parallel(backend.num_stages)
         self.backend = backend
+        self.layer_numbers = range(config.num_layers)
         self.finishes_with_hidden_states = False
         self.hidden_size = config.hidden_size
         # every rank has all logits, and samples the same tokens from them
@@ -267,7 +277,9 @@ class FallbackModel:
         if self._plans is not None:
             self._plans.fill(step)
 
-    def begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+    def begin(
+        self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None
+    ) -> ResidualStream:
         """Computes nothing: see `finish`."""
         return ResidualStream(torch.empty(0, self.hidden_size), self.backend)
 

@@ -66,6 +66,8 @@ class ModelConfig(Protocol):
 
     def check_tensor_parallel(self, size: int, *, expert_parallel: bool = False) -> None: ...
 
+    def check_pipeline_parallel(self, size: int) -> None: ...
+
 
 def load_model_config(
     folder: Path, *, trust_remote_code: bool = False, quantization: str = "auto"
@@ -140,6 +142,7 @@ def build_model(
         return FallbackModel(own, backend, trust_remote_code=trust_remote_code)
     config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
+    config.check_pipeline_parallel(backend.num_stages)
     make = LayerMaker(
         backend,
         config.hidden_size,

@@ -133,6 +133,7 @@ class EngineView {
   /** Takes a state; `time` is the server's, in seconds. */
   take(state, time) {
     const at = performance.now();
+    this.#drawStages(state.stages, this.#state?.stages);
     if (this.#state && time > this.#time) {
       const rate = (name) => (state[name] - this.#state[name]) / (time - this.#time);
       this.#rates.push({ at, in: rate("prompt_tokens"), out: rate("generation_tokens") });
@@ -185,6 +186,19 @@ class EngineView {
       "prefix",
       state.prefix_queried ? percent.format(state.prefix_hit / state.prefix_queried) : "–",
     );
+  }
+
+  /** Shows which part of the time since the last state each pipeline stage idled (bubbles). */
+  #drawStages(stages, before) {
+    const node = this.#values.stages;
+    node.hidden = !stages.length;
+    if (!stages.length || before?.length !== stages.length) return;
+    const parts = stages.map(([busy, idle], number) => {
+      const spent = [busy - before[number][0], Math.max(0, idle - before[number][1])];
+      const total = spent[0] + spent[1];
+      return total > 0 ? percent.format(spent[1] / total) : "–";
+    });
+    node.textContent = `Pipeline stages idle while steps are in flight: ${parts.join(", ")}`;
   }
 
   /** Says why the engine does not serve, if it does not. */

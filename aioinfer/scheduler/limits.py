@@ -25,6 +25,9 @@ class SchedulerLimits:
         target_itl_s: the time that it may take, in seconds; None: what throughput asks for.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
+        num_stages: of the workers' pipeline; see `MicroBatches`.
+        plan_ahead: whether a request may be planned while its last token is on its way; with one
+            stage that is up to the engine alone.
         groups: the groups of layers; one in which every token attends to all before it, if none
             are given.
     """
@@ -38,6 +41,8 @@ class SchedulerLimits:
     target_itl_s: float | None = None
     prefix_caching: bool = True
     by_priority: bool = False
+    num_stages: int = 1
+    plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
     def check_plan_bytes(self, max_stand_ins: int) -> None:

@@ -146,6 +146,7 @@ class Request:
         total: tokens known plus tokens sampled in posted steps whose results have not come yet
             (placeholders).
         plan_limit: the `total` up to which tokens are planned without a look at what is pending.
+        sampled_step: the last posted step that samples a token of it; kept for pipelines alone.
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         num_blocks: how many blocks its tokens have begun: the length of each block table, except
@@ -188,6 +189,7 @@ class Request:
     finish_tag: float = 0.0
     total: int = 0
     plan_limit: int = 0
+    sampled_step: int = -1
     num_computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     num_blocks: int = 0

@@ -47,6 +47,7 @@ class RunningRequests:
             prefix_caching=limits.prefix_caching,
         )
         self._max_num_seqs = limits.max_num_seqs
+        self._has_stages = limits.num_stages > 1
         self._waiting = waiting
         self._stats = stats
         self.requests: list[Request] = []
@@ -67,6 +68,8 @@ class RunningRequests:
     def enter(self, request: Request, num_computed: int) -> None:
         """Makes a request RUNNING with `num_computed` tokens in the cache."""
         request.status = Status.RUNNING
+        if self._has_stages:
+            request.plan_limit = 0  # each of its rows is up to `MicroBatches`
         request.slot = self.free_slots.pop()
         request.num_computed = num_computed
         self.num_prefill += request.num_uncomputed

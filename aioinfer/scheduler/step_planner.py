@@ -12,6 +12,7 @@ from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
 from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.micro_batches import MicroBatches
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
 from aioinfer.scheduler.request import Request, Status
@@ -42,9 +43,25 @@ class StepPlanner:
         self._fair_queuing = fair_queuing
         self._pacing = pacing
         self._stats = stats
+        self._micro_batches: MicroBatches | None = None
+        if limits.num_stages > 1:
+            self._micro_batches = MicroBatches(limits.num_stages, plan_ahead=limits.plan_ahead)
 
     def plan(self, step_id: int) -> PlanBuilder:
         """Returns the rows of the next step; none if there is nothing to compute."""
+        if self._micro_batches is None:
+            return self._plan(step_id)
+        return self._plan_micro_batch(step_id, self._micro_batches)
+
+    def _plan_micro_batch(self, step_id: int, micro_batches: MicroBatches) -> PlanBuilder:
+        micro_batches.begin(step_id, self._num_decodes())
+        builder = self._plan(step_id)
+        if builder.is_empty and micro_batches.take_early():
+            self._plan_running(builder)
+        micro_batches.end(step_id, builder.sampled_requests)
+        return builder
+
+    def _plan(self, step_id: int) -> PlanBuilder:
         limits = self._limits
         builder = PlanBuilder(
             step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
@@ -68,13 +85,18 @@ class StepPlanner:
         num_prompts = len(running) - num_decodes + min(self._waiting.num_requests, free_slots)
         return self._pacing.allow(left, StepWork(num_decodes, sum(keys)), num_prompts)
 
+    def _num_decodes(self) -> int:
+        """Returns how many running requests have one token to compute."""
+        running = self._running.requests
+        return sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in running)
+
     def _plan_running(self, builder: PlanBuilder) -> bool:
         """Plans the next tokens of the running requests, oldest first.
 
         Returns whether any was preempted.
         """
         running, kv_cache, block_size = self._running, self._kv_cache, self._limits.block_size
-        requests = running.requests
+        requests, micro_batches = running.requests, self._micro_batches
         preempted = False
         index = 0
         while index < len(requests):  # preemption shortens the list from the back
@@ -87,6 +109,8 @@ class StepPlanner:
                     continue
                 if request.awaits_result:
                     continue  # its last token, or the one that the next depends on, is on its way
+                if micro_batches is not None and not micro_batches.takes(request):
+                    continue
             tokens = builder.grant(builder.bounded(request, total - start), start)
             if not tokens:
                 continue

@@ -126,6 +126,9 @@ class GpuModelRunner:
         expert_report: of the tokens that experts were given.
     """
 
+    #: Whether it samples, as all runners do but those of a pipeline's first stages.
+    _samples = True
+
     def __init__(
         self,
         model: CausalLM,
@@ -209,6 +212,8 @@ class GpuModelRunner:
         rows, buffer = len(plan.slots), self._plan
         buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)))
         self._decode_graphs.replay(self._decode_graphs.fit(rows))
+        if not self._samples:
+            return _Launched(None, (), buffer.buffer_index)
         logits = self._logits[:rows, : self.model.vocabulary.local_size]
         positions, constrained = plan.starts + plan.lengths, constrained_rows(plan)
         if not self._sampler.needs_resampling(plan.slots, positions, constrained):
@@ -251,7 +256,7 @@ class GpuModelRunner:
         if not len(plan.slots):
             return _Launched(None, (), index_there)
         hidden = self._compute(plan, rows, places)
-        if not len(sampled):
+        if not len(sampled) or not self._samples:
             return _Launched(None, (), index_there)
         logits = self.model.logits(hidden, self._logits[: len(sampled)])
         if constrained is not None and len(constrained) == len(sampled):
@@ -314,7 +319,7 @@ class GpuModelRunner:
         if not self.model.supports_prefill_graphs:
             host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
         longest = int(plan.lengths.max())
-        has_outputs = bool(plan.sections) and has_prompt_rows(plan)
+        has_outputs = bool(plan.sections) and has_prompt_rows(plan) and self._samples
         every = has_outputs and self._prompt_rows.needs_all_tokens(plan)
         hidden = self._mix(
             rows, plan.num_tokens, count_decodes(plan), places, longest=longest, host=host,
@@ -343,9 +348,13 @@ class GpuModelRunner:
             self._mixed_graphs.replay(size)
             stream = ResidualStream(self._stream[:num_tokens], self.model.backend)
         else:
-            stream = self.model.begin(step)
+            stream = self._begin(step)
         finish = self.model.finish_all if every_token else self.model.finish
         return finish(step, stream)
+
+    def _begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+        """Computes all layers but the model's last; see `CausalLM.begin`."""
+        return self.model.begin(step, out)
 
     def _views(self, num_tokens: int, rows: int) -> StepInputs:
         """Returns the beginnings of the buffers of a step's inputs."""
@@ -435,7 +444,7 @@ class GpuModelRunner:
         """Launches all layers but the last for `tokens` tokens, as the plans on the GPU
         describe them: the body of a graph."""
         step = Step(self._views(tokens, self._plan.rows), None)
-        _ = self.model.begin(step, self._stream[:tokens]).hidden  # reduced over the ranks
+        _ = self._begin(step, self._stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -445,7 +454,7 @@ class GpuModelRunner:
         if not self.model.supports_graphs:
             return
         if self.model.supports_prefill_graphs:
-            self.model.begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
+            self._begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
         capacity = self._plan.rows
         # beyond SKINNY_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
         sizes = (1, 2, SKINNY_ROWS + 1, 17, 33, 65, 129, 193)
@@ -476,7 +485,11 @@ class GpuModelRunner:
         inputs = self._prepare(there, rows, max_length=1)
         step = Step(inputs, rows, has_prefill=False)
         self.model.plan(step)
-        hidden = self.model.finish(step, self.model.begin(step))
+        self._sample_decodes(self.model.finish(step, self._begin(step)), rows)
+
+    def _sample_decodes(self, hidden: torch.Tensor, rows: int) -> None:
+        """Launches the end of `_decode`, from the hidden states [rows, hidden_size] on."""
+        buffer = self._plan
         logits = self.model.logits(hidden, self._logits[:rows])
         slot_ids, is_real = buffer.row_section(0, rows), buffer.row_section(3, rows)
         positions = self._inputs.seq_lens[:rows]

@@ -47,6 +47,7 @@ def calibrate(
     max_len: int,
     compute_prompt: Callable[[], None],
     group: ParallelGroup,
+    world: ParallelGroup | None = None,
 ) -> None:
     """Sets the scales of all layers, and what keys are stored less where that was allowed. All
     ranks of a model do it at the same time.
@@ -59,12 +60,16 @@ def calibrate(
         num_tokens: of the prompt, which lies in the first blocks of each group.
         max_len: how many positions are served.
         compute_prompt: computes it.
-        group: the ranks that share the model.
+        group: the ranks that share these layers.
+        world: all ranks that share the model, which compute the prompt together; `group` by
+            default.
     """
+    world = world or group
     num_blocks = -(-num_tokens // kv[0].shape[3])
-    fit = partial(_fit_scales, layers, groups, kv, num_blocks, compute_prompt, group)
+    fit = partial(_fit_scales, layers, groups, kv, num_blocks, compute_prompt, group, world)
     fit()
-    if num_tokens > 1 and any(scales.key_shifts is not None for scales in layers):
+    shifts = any(scales.key_shifts is not None for scales in layers)
+    if num_tokens > 1 and _any_rank(shifts, world, kv[0].device):
         for kv_group, tensors in zip(groups, kv, strict=True):
             for index, layer in enumerate(kv_group.layers):
                 stored = tensors[0, index, :num_blocks].flatten(0, 1)[:num_tokens]
@@ -79,6 +84,7 @@ def _fit_scales(
     num_blocks: int,
     compute_prompt: Callable[[], None],
     group: ParallelGroup,
+    world: ParallelGroup,
 ) -> None:
     """Computes the prompt, which takes `num_blocks` blocks, and sets the scales until they are
     stable."""
@@ -95,8 +101,13 @@ def _fit_scales(
         changed = any(not torch.equal(s.table[:2], n) for s, n in zip(layers, new, strict=True))
         for scales, (keys, values) in zip(layers, new, strict=True):
             scales.set(keys, values)
-        if not group.all_gather_last(torch.tensor([float(changed)], device=kv[0].device)).any():
+        if not _any_rank(changed, world, kv[0].device):
             return
+
+
+def _any_rank(value: bool, world: ParallelGroup, device: torch.device) -> bool:
+    """Returns whether `value` is true on any rank."""
+    return bool(world.all_gather_last(torch.tensor([float(value)], device=device)).any())
 
 
 @torch.inference_mode()

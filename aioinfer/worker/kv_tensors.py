@@ -17,7 +17,7 @@ class KVTensors:
     """What all layers keep of the tokens, zero at first.
 
     Attributes:
-        groups: the layers that share block tables.
+        groups: the layers that share block tables, of this rank's pipeline stage.
         tensors: of each group, [parts, layers, num_blocks, block_size, heads, channels]: keys and
             values are two parts, latent vectors one, of one head (`token_shape` of the
             specification).
@@ -48,12 +48,12 @@ class KVTensors:
         """
         start = 0
         for tensor, count in zip(self.tensors, counts, strict=True):
-            if count:
+            if count and len(tensor[0]):
                 here = slice(start, start + count)
-                start += count
                 content = as_bytes(tensor)
                 copied = content.index_select(2, sources[here])
                 content.index_copy_(2, targets[here].long(), copied)
+            start += count
 
     def zero(self, blocks: int) -> None:
         """Writes zeros to the first `blocks` blocks of each group."""

@@ -186,6 +186,8 @@ def make_kv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
     # torch.zeros would write all of it, as calloc would where it gets memory that was freed
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

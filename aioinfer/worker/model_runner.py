@@ -16,6 +16,7 @@ import torch
 
 from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
+from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.expert_report import ExpertReport
@@ -85,10 +86,7 @@ class ModelRunner:
         """Executes a plan: applies it to slots and KV blocks, computes its rows, waits for the
         masks if any row is constrained, and samples a token for each sampled row."""
         began = time.perf_counter_ns()
-        self.slots.apply(plan)
-        if len(plan.copy_sources):
-            counts, copies = sort_copies(plan, len(self.kv.groups))
-            self.kv.copy_blocks(counts, *torch.from_numpy(copies).to(self.slots.device))
+        self._apply(plan)
         logits = self._compute(plan)
         masked, waited_ns = await_masks(plan, masks)
         sampled = self._sample(plan, logits, masked)
@@ -96,6 +94,17 @@ class ModelRunner:
         outputs = [*self._outputs, *self.expert_report.take()]
         self._outputs = ()
         return PendingResult(plan.step_id, sampled, busy_ns, outputs)
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Applies a plan to slots and KV blocks."""
+        self.slots.apply(plan)
+        if len(plan.copy_sources):
+            counts, copies = sort_copies(plan, len(self.kv.groups))
+            self.kv.copy_blocks(counts, *torch.from_numpy(copies).to(self.slots.device))
+
+    def _begin(self, step: Step) -> ResidualStream:
+        """Computes all layers but the model's last."""
+        return self.model.begin(step)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
@@ -106,7 +115,7 @@ class ModelRunner:
         if plan.sections and has_prompt_rows(plan):
             return self._compute_prompt_rows(plan, step)
         self.model.plan(step)
-        hidden = self.model.finish(step, self.model.begin(step))
+        hidden = self.model.finish(step, self._begin(step))
         return self.model.logits(hidden) if plan.samples.any() else None
 
     def _compute_prompt_rows(self, plan: StepPlan, step: Step) -> torch.Tensor | None:
@@ -117,7 +126,7 @@ class ModelRunner:
             step.sampled = None
         model.plan(step)
         finish = model.finish_all if every else model.finish
-        hidden = finish(step, model.begin(step))
+        hidden = finish(step, self._begin(step))
         self._outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
         if not plan.samples.any():
             return None

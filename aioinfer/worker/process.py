@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
 from aioinfer.ipc.heartbeat import Heartbeat
-from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice
+from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, is_notice
 from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32, StepPlan
@@ -43,7 +43,8 @@ class WorkerSpec:
     Attributes:
         config, folder: the configuration and the model's folder.
         place: the rank, and where it finds the others.
-        plans, results: the rings of the host; one rank of the engine writes results.
+        plans, results: the rings of the host; one rank of the world (`RankSpec.sends_results`)
+            writes results.
         heartbeat: where this rank writes what it is doing.
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
@@ -54,6 +55,8 @@ class WorkerSpec:
         engine: the number of the engine that the rank belongs to.
         visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
             None for those that its parent sees.
+        sends_results, is_staged: whether the rank writes results, and whether there are several
+            stages.
     """
 
     config: Config
@@ -69,6 +72,12 @@ class WorkerSpec:
     masks: MaskMemory
     engine: int = 0
     visible_devices: str | None = None
+    sends_results: bool = field(init=False)
+    is_staged: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sends_results = self.place.sends_results
+        self.is_staged = self.place.size_of("pp") > 1
 
     @property
     def rank(self) -> int:
@@ -182,7 +191,8 @@ def _start(spec: WorkerSpec) -> Worker:
 def _serve(spec: WorkerSpec, worker: Worker) -> None:
     """Executes plans in order until the parent closes the control connection."""
     finish = _finish if worker.device.type == "cpu" else _FinishingThread(spec).put
-    inbox = _Inbox(spec, worker.vocab_size)
+    is_last = spec.place.stage == spec.place.size_of("pp") - 1
+    inbox = _Inbox(spec, worker.vocab_size, samples=is_last)
     with contextlib.suppress(_EndOfPlansError):
         while True:
             plan = inbox.next_plan()
@@ -202,11 +212,13 @@ class _Inbox:
     """The messages of a rank in the ring of the plans, one after the other. It sleeps in the kernel
     until one comes or the parent closes the control connection."""
 
-    def __init__(self, spec: WorkerSpec, vocab_size: int):
+    def __init__(self, spec: WorkerSpec, vocab_size: int, *, samples: bool = True):
+        """`samples`: whether the rank samples, and needs masks therefore."""
         self._spec = spec
         self._vocab_size = vocab_size
         self._num_announced = 0
         self._holds_plan = False  # whether the ring still has the last plan
+        self._skips_masks = not samples
         self._control = spec.control.fileno()
         self._poll = select.poll()
         self._poll.register(spec.plans.event_fd(spec.reader), select.POLLIN)
@@ -215,9 +227,12 @@ class _Inbox:
     def next_plan(self) -> StepPlan:
         """Returns the next plan, which holds until `release_plan`. Raises `_EndOfPlansError`."""
         message = self._read()
+        while self._skips_masks and is_notice(message):
+            self._spec.plans.release(self._spec.reader)
+            message = self._read()
         self._holds_plan = True
         plan = StepPlan.decode(message)
-        if plan.section(ConstrainedRows) is not None:
+        if plan.section(ConstrainedRows) is not None and not self._skips_masks:
             # the masks are the next message, and it can be read only when this one is released
             plan = StepPlan.decode(bytes(message))
             self.release_plan()
@@ -253,8 +268,10 @@ class _Inbox:
 def _finish(spec: WorkerSpec, pending: Pending) -> None:
     """Waits for a step's result; the rank that sends results posts it."""
     result = pending.wait()
-    if spec.place.sends_results:
+    if spec.sends_results:
         spec.results.write(result.encode())
+    if spec.is_staged:
+        spec.heartbeat.add_busy(spec.rank, result.busy_ns)
     spec.heartbeat.finish(spec.rank, result.step_id)
 
 

@@ -1,4 +1,4 @@
-"""A worker: one tensor-parallel rank's model, KV cache and request slots on one device.
+"""A worker: one rank's part of the model, KV cache and request slots on one device.
 
 An executor makes it, in a process of its own or in a thread of the server's, and calls `load`,
 `allocate` (with numbers that every rank can keep), `warm_up`, and from then on `execute` for each
@@ -19,7 +19,7 @@ import torch
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers, groups_of_stage
 from aioinfer.ipc.masks import mask_words
 from aioinfer.ipc.plan import I32, Admission, StepPlan
 from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
@@ -42,6 +42,8 @@ from aioinfer.worker.memory import (
 )
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.stage_links import StageLinks
+from aioinfer.worker.stage_runner import StageRunner
 from aioinfer.worker.trial_plans import EVERYTHING, trial_admission, trial_plan
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
     Pending = PendingResult | PendingGpuResult
 
+#: In the place of a number of KV blocks where layers of other ranks alone need any.
+NO_LIMIT = 2**31 - 1
 CPU_BLOCK_SIZE = 16
 # a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
 GPU_BLOCK_SIZE = 128
@@ -66,12 +70,14 @@ class LoadReport:
         cache_dtype: of the KV cache, with the origin of its scales if it is float8.
         weights_bytes: of this rank.
         block_size: tokens a KV block.
-        groups: the layers by what they keep in the KV cache.
+        groups: the layers of the whole model by what they keep in the KV cache.
         block_bytes: bytes of a KV block of each group, of this rank.
-        num_blocks: KV blocks of each group that this rank can have.
+        num_blocks: KV blocks of each group that this rank can have; `NO_LIMIT` of a group of which
+            its pipeline stage has no layer.
         model_max_len: the longest sequence that the model was made for.
         vocab_size: of the model's logits.
         implementation: what computes the model, such as `"Triton kernels"`.
+        layers: which of the model's layers the rank has.
     """
 
     device: str
@@ -85,6 +91,7 @@ class LoadReport:
     vocab_size: int
     implementation: str = ""
     cache_dtype: str = ""
+    layers: range = range(0)
 
 
 class Worker:
@@ -106,7 +113,8 @@ class Worker:
         Args:
             config: the whole configuration.
             folder: the folder of the model.
-            groups: the ranks that this one computes with; `groups.tp` shares the model.
+            groups: the ranks that this one computes with; `groups.tp` shares the layers, of which
+                `groups.pp` have theirs one after the other.
             engine: the number of the engine that they belong to.
 
         Raises:
@@ -114,7 +122,9 @@ class Worker:
         """
         self._config = config
         self._folder = folder
-        self._group = groups.tp
+        self._groups_of_ranks = groups
+        self._group, self._pipeline = groups.tp, groups.pp
+        self._links: StageLinks | None = None
         place = groups.spec
         self._expert_group = groups.dp if config.parallel.data_parallel_attention else None
         self.device = select_device(
@@ -150,6 +160,8 @@ class Worker:
             expert_parallel=config.parallel.expert_parallel,
             expert_group=self._expert_group,
             expert_placement=_read_placement(config),
+            stage=self._pipeline.rank,
+            num_stages=self._pipeline.size,
         )
         self._backend.cascade = config.cache.cascade_attention
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
@@ -163,16 +175,7 @@ class Worker:
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         cache_text = self._select_cache()
         self._groups = group_layers(self._model.kv_specs)
-        demand = CacheDemand(
-            groups=self._groups,
-            block_bytes=tuple(
-                group.bytes_per_block(self.block_size, self._cache_dtype.itemsize)
-                for group in self._groups
-            ),
-            block_size=self.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_chunk=config.scheduler.max_num_batched_tokens,
-        )
+        self._own_groups = groups_of_stage(self._groups, self._model.layer_numbers)
         available = available_bytes(
             config,
             self.device,
@@ -186,14 +189,35 @@ class Worker:
             dtype=dtype_text,
             weights_bytes=self._model.weights_bytes,
             block_size=self.block_size,
-            groups=demand.groups,
-            block_bytes=demand.block_bytes,
-            num_blocks=count_blocks(config, self.device, demand, model_config.max_len, available),
+            groups=self._groups,
+            block_bytes=self._block_bytes(self._own_groups),
+            num_blocks=self._count_blocks(model_config.max_len, available),
             model_max_len=model_config.max_len,
             vocab_size=model_config.vocab_size,
             implementation=self._model.describe(self.block_size),
             cache_dtype=cache_text,
+            layers=self._model.layer_numbers,
         )
+
+    def _block_bytes(self, groups: Sequence[KVGroup]) -> tuple[int, ...]:
+        """Returns the bytes of a KV block of each group."""
+        itemsize = self._cache_dtype.itemsize
+        return tuple(group.bytes_per_block(self.block_size, itemsize) for group in groups)
+
+    def _count_blocks(self, model_max_len: int, available: int) -> tuple[int, ...]:
+        """Returns how many KV blocks of each group fit into `available` bytes; groups without a
+        layer here have no limit."""
+        limits = self._config.scheduler
+        here = tuple(group for group in self._own_groups if group.layers)
+        demand = CacheDemand(
+            groups=here,
+            block_bytes=self._block_bytes(here),
+            block_size=self.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_chunk=limits.max_num_batched_tokens,
+        )
+        counts = iter(count_blocks(self._config, self.device, demand, model_max_len, available))
+        return tuple(next(counts) if group.layers else NO_LIMIT for group in self._own_groups)
 
     def _select_cache(self) -> str:
         """Selects the dtype of the KV cache, and loads its scales if the checkpoint has them.
@@ -216,7 +240,9 @@ class Worker:
         if scales == "auto" and is_stored and load_kv_scales(self._folder, self._model.kv_scales):
             return "float8 (e4m3; scales: the checkpoint's)"
         self._is_calibrated = True
-        for layer, spec in zip(self._model.kv_scales, self._model.kv_specs, strict=True):
+        numbers = self._model.layer_numbers
+        own_specs = self._model.kv_specs[numbers.start : numbers.stop]
+        for layer, spec in zip(self._model.kv_scales, own_specs, strict=True):
             if isinstance(spec, AttentionSpec):
                 layer.allow_key_shifts(spec.head_size)
         return "float8 (e4m3; scales: calibrated)"
@@ -233,7 +259,7 @@ class Worker:
             torch.cuda.set_device(self.device)
             return torch.cuda.get_device_name(self.device)
         parallel = self._config.parallel
-        num_workers = self._group.size * parallel.data_parallel_size
+        num_workers = self._groups_of_ranks.spec.world_size * parallel.data_parallel_size
         cores = len(os.sched_getaffinity(0))
         threads = parallel.cpu_threads or max(1, cores // num_workers)
         torch.set_num_threads(threads)
@@ -286,7 +312,7 @@ class Worker:
         """Executes a prefill and a decode step in which requests use all of the sampler, with and
         without masks, and forgets them."""
         runner, slots = self._runner, self._runner.slots
-        rows = min(2, len(slots.tokens), *(len(kv[0, 0]) for kv in runner.kv.tensors))
+        rows = min(2, len(slots.tokens), *(kv.shape[2] for kv in runner.kv.tensors))
         prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
         greedy = trial_admission(0, prompt_len, SamplingParams(temperature=0))
         admissions = [greedy, trial_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
@@ -308,7 +334,7 @@ class Worker:
         if not self._is_calibrated:
             return
         runner, slots, size = self._runner, self._runner.slots, self.block_size
-        most = size * min(len(kv[0, 0]) for kv in runner.kv.tensors)
+        most = size * min(kv.shape[2] for kv in runner.kv.tensors)
         budget = self._config.scheduler.max_num_batched_tokens
         count = max(1, min(CALIBRATION_TOKENS, budget, most, slots.max_model_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
@@ -322,8 +348,8 @@ class Worker:
 
         blocks = -(-count // size)
         calibrate(
-            self._model.kv_scales, self._groups, runner.kv.tensors, count, slots.max_model_len,
-            compute_prompt, self._group,
+            self._model.kv_scales, self._own_groups, runner.kv.tensors, count, slots.max_model_len,
+            compute_prompt, self._group, self._groups_of_ranks.world,
         )  # fmt: skip
         runner.kv.zero(blocks)
 
@@ -369,16 +395,37 @@ class Worker:
             self.device,
             len(groups),
         )
-        kv = KVTensors(groups, num_blocks, self.block_size, self._cache_dtype, self.device)
+        kv = KVTensors(
+            self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
+        )
         tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
         self._make_all_reduce()
-        self._model.bind(groups, kv.tensors, max_num_seqs, tokens)
+        self._model.bind(self._own_groups, kv.tensors, max_num_seqs, tokens)
+        links = self._link_stages()
         if self.device.type == "cpu":
+            if links is not None:
+                return StageRunner(self._model, kv, slots, links)
             return ModelRunner(self._model, kv, slots)
+        use_graphs = config.parallel.cuda_graphs
+        if links is not None:
+            from aioinfer.worker.gpu_stage_runner import GpuStageRunner
+
+            return GpuStageRunner(
+                self._model, kv, slots, tokens, use_graphs=use_graphs, links=links
+            )
         from aioinfer.worker.gpu_runner import GpuModelRunner
 
-        use_graphs = config.parallel.cuda_graphs
         return GpuModelRunner(self._model, kv, slots, tokens, use_graphs=use_graphs)
+
+    def _link_stages(self) -> StageLinks | None:
+        """Returns the links to the other stages, with nothing on its way; None for one stage."""
+        if self._pipeline.size > 1 and self._links is None:
+            self._links = StageLinks(
+                self._groups_of_ranks, self._model.hidden_size, self._backend.dtype, self.device
+            )
+        elif self._links is not None:
+            self._links.drain()
+        return self._links
 
     def _make_all_reduce(self) -> None:
         """Gives the layers their sum over the ranks, at the first call; none for one GPU."""
@@ -459,9 +506,11 @@ def select_device(
         if rank >= count:
             raise ConfigError(f"{rank + 1} ranks of one host need as many GPUs, and it has {count}")
         return torch.device("cuda", rank)
-    size, engines = config.parallel.tensor_parallel_size, config.parallel.data_parallel_size
+    parallel = config.parallel
+    names = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+    settings = {f"parallel.{name}": getattr(parallel, name) for name in names}
+    size, engines = parallel.world_size, parallel.data_parallel_size
     if size * engines > count:
-        settings = {"parallel.tensor_parallel_size": size, "parallel.data_parallel_size": engines}
         above_one = {name: value for name, value in settings.items() if value > 1}
         product = " times ".join(f"{name} = {value}" for name, value in above_one.items())
         raise ConfigError(

@@ -226,6 +226,12 @@ def test_worker_processes(prompts, expected, ranks):
         assert tokens_of(llm.generate(prompts[17:23], GREEDY)) == expected[17:23]
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipeline_parallel(prompts, expected, stages):
+    with running(parallel__executor="multiprocess", parallel__pipeline_parallel_size=stages) as llm:
+        assert tokens_of(llm.generate(prompts[17:23], GREEDY)) == expected[17:23]
+
+
 def test_siblings_share_a_prompt(usual, prompts, expected):
     longest = max(range(20), key=lambda i: len(prompts[i]))
     before = usual.frontend.stats()["steps"]

@@ -1,0 +1,65 @@
+"""Which requests the next step takes, where the workers are the stages of a pipeline.
+
+A step passes through the stages one after the other, and each stage is to compute a step at any
+time: with P stages, P steps are in flight and one more is posted ahead. A decoding request needs
+its last token before the first stage can begin its next row, and that token is sampled by the last
+stage. So the requests are divided among P micro-batches, and a request that is in step N is in step
+N + P again: when the first stage comes to that step, the last one has just sampled its token, which
+goes from device to device. The engine learns of it meanwhile, so at most two tokens of a request
+are on their way.
+
+No list of micro-batches is kept: a request is due for a step if P steps were posted since its last
+one. A step takes at most its fair share of the decoding requests, the oldest first, and what is
+left over is due for the next one. So P steps of equal size follow each other soon, however requests
+come and go. Chunks of prompts need no token, and go into any step.
+
+If no request is due, those whose last token is on its way are taken all the same: the pipeline
+would be empty otherwise, and the first stage waits for tokens on the device, as with one stage.
+
+`StepPlanner` has a `MicroBatches` if there are several stages. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aioinfer.scheduler.request import Request
+
+
+class MicroBatches:
+    """Selects the rows of each step; `num_stages` and `plan_ahead` as in `SchedulerLimits`."""
+
+    def __init__(self, num_stages: int, *, plan_ahead: bool = True):
+        self._num_stages = num_stages
+        self._plan_ahead = plan_ahead
+        self._left = 0  # decode rows that the step may still take
+        self._last_due = 0  # the last step of which a token is there in time
+
+    def begin(self, step_id: int, num_decodes: int) -> None:
+        """Begins a step; `num_decodes` requests have a token to compute, or will have when their
+        last one is known."""
+        self._left = max(1, -(-num_decodes // self._num_stages))
+        self._last_due = step_id - self._num_stages if self._plan_ahead else -1
+
+    def take_early(self) -> bool:
+        """Has requests taken whose tokens are not there in time. Returns whether that may be."""
+        self._last_due = 2**62
+        return self._plan_ahead
+
+    def takes(self, request: Request) -> bool:
+        """Whether the step takes the next tokens of a request, and counts it if it decodes."""
+        pending = request.num_pending
+        if pending and (pending > 1 or request.sampled_step > self._last_due):
+            return False
+        if request.total - request.num_computed > 1:
+            return True
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    @staticmethod
+    def end(step_id: int, sampled: Iterable[Request]) -> None:
+        """Ends a step, which samples a token of these requests."""
+        for request in sampled:
+            request.sampled_step = step_id

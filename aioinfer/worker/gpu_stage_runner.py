@@ -1,0 +1,126 @@
+"""One step of a pipeline stage on a GPU: `GpuModelRunner` between two other stages.
+
+Receives and sends stand around the graphs, not in them: a step waits on its stream for the hidden
+states of the stage before, copies them to where the graphs read them, replays or launches what the
+runner of a whole model does, and sends a copy of what came out. The graphs of the last stage end
+with the sampled tokens, those of the others with hidden states in a buffer. So a stage may receive
+and send while it computes another step, and the host waits for nothing but masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import Step
+from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult, Tensors, _Launched
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.masks import MaskSource
+from aioinfer.worker.slots import Slots
+from aioinfer.worker.stage_links import StageLinks
+
+
+@dataclass(slots=True)
+class PendingStageResult:
+    """The result of a stage's step that has been launched.
+
+    Attributes:
+        pending: what the runner of a whole model returns.
+        received, computed: recorded before and behind what the device computed.
+    """
+
+    pending: PendingGpuResult
+    received: torch.cuda.Event
+    computed: torch.cuda.Event
+
+    @property
+    def step_id(self) -> int:
+        """The plan's."""
+        return self.pending.step_id
+
+    def wait(self) -> StepResult:
+        """Returns the result once it has reached the host; its `busy_ns` is the device's."""
+        result = self.pending.wait()
+        self.computed.synchronize()
+        result.busy_ns = int(self.received.elapsed_time(self.computed) * 1e6)
+        return result
+
+
+class GpuStageRunner(GpuModelRunner):
+    """Runs the layers of one stage. The last stage samples, and waits for masks; the first takes
+    the tokens of rows from what the last has sampled."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVTensors,
+        slots: Slots,
+        max_tokens: int,
+        *,
+        links: StageLinks,
+        use_graphs: bool = True,
+    ):
+        """As `GpuModelRunner`; `links` to the other stages."""
+        super().__init__(model, kv, slots, max_tokens, use_graphs=use_graphs)
+        self._links, self._samples = links, links.is_last
+        size, rows = model.hidden_size, len(slots.tokens)
+        dtype, device = model.backend.dtype, slots.device
+        received = 0 if links.is_first else self._max_tokens
+        # what graphs read and write: no step may move it
+        self._received = torch.zeros(received, size, dtype=dtype, device=device)
+        decoded = 0 if links.is_last else rows
+        self._decoded = torch.zeros(decoded, size, dtype=dtype, device=device)
+        # of the step that is being launched, to be sent
+        self._outgoing = self._decoded
+
+    @torch.inference_mode()
+    def step(  # type: ignore[override]
+        self, plan: StepPlan, masks: MaskSource | None = None
+    ) -> PendingStageResult:
+        """See `GpuModelRunner.step`. The result of a stage that does not sample has no tokens."""
+        links, num_tokens = self._links, plan.num_tokens
+        if links.is_first:
+            links.enter_tokens(plan, self.slots)
+            links.expect_tokens(plan)
+        elif num_tokens:
+            self._received[:num_tokens].copy_(links.receive(num_tokens))
+        received = torch.cuda.Event(enable_timing=True)
+        received.record()
+        pending = super().step(plan, masks)
+        computed = torch.cuda.Event(enable_timing=True)
+        computed.record()
+        if not links.is_last and num_tokens:
+            links.send(self._outgoing)
+        elif links.is_last and plan.samples.any():
+            links.return_tokens(self._sampled)
+        return PendingStageResult(pending, received, computed)
+
+    def _fetch(
+        self, index: int, count: int, logprobs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.cuda.Event]:
+        self._sampled = self._sampler.results(index, count)[0]
+        return super()._fetch(index, count, logprobs)
+
+    def _begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
+        received = None
+        if not self._links.is_first:
+            received = self._received[: len(step.inputs.input_ids)]
+        return self.model.begin(step, out, received)
+
+    def _replay(self, plan: StepPlan, index: int) -> _Launched:
+        self._outgoing = self._decoded[: len(plan.slots)]
+        return super()._replay(plan, index)
+
+    def _compute(self, plan: StepPlan, rows: Tensors, places: Tensors) -> torch.Tensor:
+        self._outgoing = super()._compute(plan, rows, places)
+        return self._outgoing
+
+    def _sample_decodes(self, hidden: torch.Tensor, rows: int) -> None:
+        if self._links.is_last:
+            super()._sample_decodes(hidden, rows)
+        else:
+            self._decoded[:rows].copy_(hidden)
