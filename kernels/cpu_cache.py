@@ -40,8 +40,11 @@ def compile_ahead() -> None:
         return
     command = [sys.executable, "-m", "aioinfer.kernels.cpu_functions"]
     silent = subprocess.DEVNULL
+    # the pipe ends with this process, and with it the other one
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent)
 
-    def run() -> None:
-        subprocess.run(command, stdin=silent, stdout=silent, stderr=silent, check=False)
+    def wait() -> None:
+        with process:
+            process.wait()
 
-    threading.Thread(target=run, name="compile kernels", daemon=True).start()
+    threading.Thread(target=wait, name="compile kernels", daemon=True).start()

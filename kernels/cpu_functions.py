@@ -8,6 +8,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import importlib
+import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,6 +58,13 @@ def compile_functions(run: Callable[..., None], work: Callable[..., None], kerne
     return Compiled(compiled_run.ctypes, compiled_work.address, address)
 
 
+def _end_with_parent() -> None:
+    """Ends the process when the one that started it is gone: standard input ends then."""
+    os.read(sys.stdin.fileno(), 1)  # unlike a read of sys.stdin it holds no lock at exit
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for name in KERNELS:
         importlib.import_module(f"aioinfer.kernels.{name}").compile_kernel()

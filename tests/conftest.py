@@ -69,10 +69,10 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
-        "compiled/test_cascade_attention.py",
+        "compiled/test_cascade_kernels.py",
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_latent_kernels.py",
-        "compiled/test_expert_exchange.py",
+        "compiled/test_exchange_kernels.py",
         "compiled/test_expert_kernels.py",
         "compiled/test_hopper_products.py",
         "compiled/test_scaled_kernels.py",

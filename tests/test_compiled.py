@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,7 +173,13 @@ def test_attention_is_that_of_torch_and_decodes_do_not_depend_on_each_other(wind
 def test_what_is_compiled_is_not_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append(command))
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(command)
+        return actual([sys.executable, "-c", ""], **options)
+
+    actual = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
     compile_ahead()
     for thread in threading.enumerate():
         if thread.name == "compile kernels":

@@ -21,10 +21,15 @@ class MultiprocessExecutor(WorkerExecutor):
         """`meeting` is where its ranks find those of other engines, if they compute with them."""
         super().__init__(config, folder, engine)
         places = self._places()
-        self.ranks = HostRanks(
-            config, folder, engine, places, self.heartbeat, self, meeting=meeting
-        )
-        self._hosts = [self.ranks]
+        ranks = HostRanks(config, folder, engine, places, self.heartbeat, self, meeting=meeting)
+        self._hosts = [ranks]
+
+    @property
+    def ranks(self) -> HostRanks:
+        """The processes, until the executor is shut down."""
+        (host,) = self._hosts
+        assert isinstance(host, HostRanks)
+        return host
 
     def _places(self) -> list[RankSpec]:
         """Returns the places of this engine's ranks, in a world of all engines' ranks if they share

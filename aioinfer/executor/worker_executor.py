@@ -408,6 +408,9 @@ class WorkerExecutor:
         finally:
             await self._release()
             self.heartbeat.close()
+            # Hosts refer to this executor as well. The collector of such cycles seldom runs in a
+            # server, and until then the memory that they shared with the ranks would be kept.
+            self._hosts = []
 
 
 def _describe_workers(

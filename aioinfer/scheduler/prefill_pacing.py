@@ -94,6 +94,7 @@ class PrefillPacing:
     """Learns what the steps of one scheduler take, and bounds their prefill by it.
 
     Attributes:
+        is_active: whether it bounds prefill; a step costs nothing more otherwise.
         times: what is learned.
         step_s, error_s: seconds of all steps whose time was predicted and measured, and of the
             differences between the two.
@@ -101,7 +102,7 @@ class PrefillPacing:
 
     def __init__(self, limits: SchedulerLimits):
         self._target_s = limits.target_itl_s
-        self._is_fixed = not limits.paces_prefill
+        self.is_active = limits.paces_prefill
         self._cap = limits.prefill_cap
         self._first_cap = min(limits.prefill_cap, max(1, limits.token_budget // 4))
         self.times = StepTimes()
@@ -110,7 +111,7 @@ class PrefillPacing:
         self._last_result_s = 0.0
 
     def allow(self, tokens: int, decodes: StepWork, num_prompts: int) -> PrefillAllowance:
-        """Returns what prompts may take of a step that decodes.
+        """Returns what prompts may take of a step that decodes, if it `is_active`.
 
         Args:
             tokens: that the step's budget leaves.
@@ -118,8 +119,6 @@ class PrefillPacing:
             num_prompts: requests that decode once their prompts are computed, as far as they have
                 slots.
         """
-        if self._is_fixed:
-            return PrefillAllowance(min(tokens, self._cap))
         if not self.times.is_known:
             return PrefillAllowance(min(tokens, self._first_cap))
         overhead = self.times.predict(decodes, is_mixed=True)
@@ -135,11 +134,12 @@ class PrefillPacing:
     # ---------------------------------------------------------------- measuring
 
     def post(self, work: StepWork, now: float) -> None:
-        """Notes that a step is posted at `now`, in seconds."""
+        """Notes that a step is posted at `now`, in seconds; for each step, if it `is_active`."""
         self._posted.append((work, now))
 
     def finish(self, now: float) -> None:
-        """Learns from the oldest posted step, whose result came at `now`."""
+        """Learns from the oldest posted step, whose result came at `now`; for each step, if it
+        `is_active`."""
         work, posted_s = self._posted.popleft()
         seconds = now - max(posted_s, self._last_result_s)
         self._last_result_s = now

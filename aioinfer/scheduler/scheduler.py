@@ -315,7 +315,8 @@ class Scheduler:
         running.send_changes(builder)
         sampled = builder.sampled_requests
         self._posted.add(self._step_id, sampled, has_beams=builder.has_beams)
-        self.pacing.post(builder.work(), self._clock())
+        if self.pacing.is_active:
+            self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
         self.stats.steps += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
@@ -337,7 +338,8 @@ class Scheduler:
         posted, like any other."""
         builder = PlanBuilder(self._step_id, 0, PrefillAllowance(0), self.limits.max_num_seqs)
         self._posted.add(self._step_id, [], has_beams=False)
-        self.pacing.post(builder.work(), self._clock())
+        if self.pacing.is_active:
+            self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
         self.last_scored, self.last_pooled = builder.scored, builder.pooled
         self.last_stated, self.last_advanced = builder.stated, builder.advanced
@@ -347,7 +349,8 @@ class Scheduler:
         """Takes the result of the oldest posted step: appends its tokens and ends the requests that
         are done. `came` is when it came by the scheduler's clock, if not now."""
         step = self._posted.take(result.step_id)
-        self.pacing.finish(self._clock() if came is None else came)
+        if self.pacing.is_active:
+            self.pacing.finish(self._clock() if came is None else came)
         sampled = step.sampled
         output = StepOutput([], [], [])
         ended = False

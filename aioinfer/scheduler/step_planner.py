@@ -75,12 +75,14 @@ class StepPlanner:
 
     def _prefill_allowance(self) -> PrefillAllowance:
         """Returns what prompts may take of this step: decodes have the first call on the budget."""
-        running = self._running.requests
-        keys = [r.total for r in running if r.total - r.num_computed == 1 and r.total < r.max_len]
-        num_decodes = len(keys)
+        num_decodes = self._num_decodes()
         left = max(0, self._limits.token_budget - num_decodes)
         if not num_decodes:
             return PrefillAllowance(left)
+        if not self._pacing.is_active:
+            return PrefillAllowance(min(left, self._limits.prefill_cap))
+        running = self._running.requests
+        keys = [r.total for r in running if r.total - r.num_computed == 1 and r.total < r.max_len]
         free_slots = len(self._running.free_slots)
         num_prompts = len(running) - num_decodes + min(self._waiting.num_requests, free_slots)
         return self._pacing.allow(left, StepWork(num_decodes, sum(keys)), num_prompts)

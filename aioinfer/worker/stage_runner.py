@@ -36,10 +36,10 @@ class StageRunner(ModelRunner):
         """See `ModelRunner.step`. The result of a stage that does not sample has no tokens, and no
         `busy_ns` counts the time in which the stage waited for others."""
         links = self._links
-        waited = links.waited_ns
         if links.is_first:
             links.enter_tokens(plan, self.slots)
             links.expect_tokens(plan)
+        waited = links.waited_ns  # what comes before is not in the step's time
         if links.is_last:
             pending = super().step(plan, masks)
             if len(pending.sampled.tokens):

@@ -143,7 +143,10 @@ async def test_the_model_sees_the_tools_unless_none_may_be_called(served: Served
 
 
 async def test_an_answer_by_a_schema_or_a_call(served: Served) -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    schema = {
+        "type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+        "additionalProperties": False,
+    }  # fmt: skip
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     reply = await served.post(
         CHAT, messages=ASK, tools=TOOLS, response_format=format, temperature=1, max_tokens=60
