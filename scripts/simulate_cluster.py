@@ -484,7 +484,8 @@ def show(replicas: int, policy: str, options: argparse.Namespace) -> None:
     found = simulation.run()
     ttft, routing = found.ttft, found.routing
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    hashes = simulation._policy.router.num_hashes if policy == "cost" else 0  # type: ignore[attr-defined]
+    router = getattr(simulation._policy, "router", None)  # of the policy `cost` alone
+    hashes = router.num_hashes if router is not None else 0
     cells = (
         f"{replicas}",
         policy,

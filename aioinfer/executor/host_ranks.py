@@ -108,7 +108,7 @@ class HostRanks:
         config, folder, engine: as in `WorkerSpec`.
         places: of the ranks, in the order of their numbers on this host.
         heartbeat: where they write what they are doing: a line for each rank of the engine.
-        events: told of what happens.
+        events: whose methods are called when something happens.
         visible_devices: as in `WorkerSpec`.
         launch: starts the process of a rank.
         meeting: where the ranks find those of other engines, if they compute with them; closed at
@@ -315,7 +315,7 @@ class HostRanks:
 
     async def end(self) -> None:
         """Ends all processes, and waits until they are gone: those of a host that serves end by
-        themselves when they are told to. Also after a start that was cancelled."""
+        themselves when their connection closes. Also after a start that was cancelled."""
         if self._spawning is not None:
             await asyncio.wait([self._spawning])  # a cancelled start may still be spawning
         if self._is_watched:

@@ -162,7 +162,7 @@ class JoinedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """None: only the parent is told."""
+        """None: only the parent process learns it."""
         return None
 
     def kill(self) -> None:

@@ -35,7 +35,7 @@ class Reporter:
     """Watches the engines of a process while a gateway listens.
 
     Attributes:
-        is_leaving: whether gateways are told to send no more requests.
+        is_leaving: whether reports ask gateways to send no more requests.
     """
 
     def __init__(self, frontend: Frontend):

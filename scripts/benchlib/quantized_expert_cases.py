@@ -168,10 +168,10 @@ def product_cases(shape: Shape, x: torch.Tensor, layers: list[Layer], tune: bool
         size = weight.nbytes * touched // experts + pairs * rows * (1 if is_first else 2)
         for config in configs(weight, shape, tokens, tune, is_first=is_first):
 
-            def run(one: Layer, config: Config = config, is_first=is_first, source=source):  # type: ignore[no-untyped-def]
+            def run(one: Layer, config: Config = config, is_first=is_first, source=source):
                 return product(shape, one, source, routed, is_first=is_first, config=config)
 
-            def check(run=run, config=config, is_first=is_first) -> float:  # type: ignore[no-untyped-def]
+            def check(run=run, config=config, is_first=is_first) -> float:
                 return error(run(layer)) if is_first else error(first, config)
 
             yield Case(

@@ -93,7 +93,7 @@ async def test_prefixes_streams_and_a_replica_that_leaves(folder: Path) -> None:
         await asyncio.sleep(0.3)
         second = await found.complete(prefix + text(3, 8))
         assert second["replica"] == first["replica"]
-        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 320  # type: ignore[index]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
 
         body = {"prompt": text(4, 8), "max_tokens": 200, "stream": True, "ignore_eos": True}
         async with found.http.post("/v1/completions", json=body) as response:

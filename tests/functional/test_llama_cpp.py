@@ -203,7 +203,7 @@ async def test_errors(served: Served) -> None:
 async def test_embeddings_without_pooling() -> None:
     async with serve(pooling__type="all") as served:
         tokens = (await served.post("/tokenize", content="a river and a hill"))["tokens"]
-        (reply,) = await served.post("/embedding", content="a river and a hill")  # type: ignore[misc]
+        (reply,) = await served.post("/embedding", content="a river and a hill")
         vectors = torch.tensor(reply["embedding"])
         assert vectors.shape == (len(tokens), 576)
         assert not torch.allclose(vectors.norm(dim=1), torch.ones(len(tokens)))
