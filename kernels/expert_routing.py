@@ -39,6 +39,8 @@ _LOWEST = -1e38
 SMALLEST = 1e-20
 #: Token tiles whose experts may be divided over several programs.
 MAX_SHARED_TILES = 64
+#: Up to so many tokens each has its programs (`expert_selection`).
+FEW_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +116,33 @@ class RoutingConfig:
     by_keys: bool = False
 
 
-def routing_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConfig:
-    """Returns the configuration for a number of tokens. Up to a thousand tokens
-    the experts are divided over programs, so that one token has sixteen of them.
+def routing_config(
+    tokens: int, num_experts: int, itemsize: int = 2
+) -> RoutingConfig | FewTokensConfig:
+    """Returns the configuration for a number of tokens, measured on an H200 with 128 experts.
 
     Args:
         itemsize: bytes of an activation; float32 takes smaller stages.
     """
+    if tokens <= FEW_TOKENS:
+        return FewTokensConfig(2) if itemsize <= 2 else FewTokensConfig(1, 1024)
+    return tile_config(tokens, num_experts, itemsize)
+
+
+def tile_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConfig:
+    """Returns the configuration for tiles of tokens. Up to a thousand tokens the experts are
+    divided over programs, so that one token has sixteen of them.
+
+    Args:
+        itemsize: as for `routing_config`.
+    """
     padded = max(16, triton.next_power_of_2(num_experts))
     wide = itemsize > 2
     if tokens <= 64:
-        return RoutingConfig(16, 16 if wide else max(16, padded // 16), 64 if wide else 256, 4, 4)
+        part = 16 if wide else max(16, padded // 16)
+        return RoutingConfig(16, part, 64 if wide else 256, 4, 4, by_keys=True)
+    if tokens <= 256:
+        return RoutingConfig(16, 16, 64 if wide else 128, 4, 4, by_keys=True)
     if tokens <= 16 * MAX_SHARED_TILES:
         return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4)
     tile = 64 if padded <= 128 and not wide else 32 if padded <= 256 else 16

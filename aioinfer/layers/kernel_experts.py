@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +19,7 @@ from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
 from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
 from aioinfer.kernels.expert_routing import (
+    FEW_TOKENS,
     MAX_SHARED_TILES,
     CopyTable,
     RoutedTokens,
@@ -28,6 +30,7 @@ from aioinfer.kernels.expert_routing import (
     routing_config,
     supports_rule,
 )
+from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
@@ -39,6 +42,7 @@ from aioinfer.layers.step import Step
 
 #: The configurations of both products; None for that which is selected by the number of tokens.
 _Configs = tuple[ExpertConfig | None, ExpertConfig | None]
+_RoutingConfigs: TypeAlias = RoutingConfig | FewTokensConfig | None
 
 
 class KernelMixtureMLP(MixtureMLP):
@@ -105,11 +109,11 @@ class KernelMixtureMLP(MixtureMLP):
             routed = self._route(x, buckets=not scanned, config=routing)
             self._add(ResidualStream(x.clone(), backend), x, routed, products)
 
-    def _configurations(self) -> list[tuple[int, bool, RoutingConfig | None, _Configs]]:
+    def _configurations(self) -> list[tuple[int, bool, _RoutingConfigs, _Configs]]:
         """Returns (tokens of a launch, whether without buckets, configurations) of each kind of
         launch; few tokens may be launched with the configuration of many."""
         itemsize, experts = self._backend.dtype.itemsize, self._rule.num_experts
-        sizes = (SCANNED_TOKENS + 1, 65, 16 * MAX_SHARED_TILES + 1)
+        sizes = (SCANNED_TOKENS + 1, FEW_TOKENS + 1, 65, 257, 16 * MAX_SHARED_TILES + 1)
         routings = [routing_config(tokens, experts, itemsize) for tokens in sizes]
         tables = [self._sorted_configs(first) for first in (True, False)]
         products = list(zip_longest(*tables))
@@ -148,7 +152,7 @@ class KernelMixtureMLP(MixtureMLP):
         x: torch.Tensor,
         *,
         buckets: bool,
-        config: RoutingConfig | None = None,
+        config: _RoutingConfigs = None,
         slots: torch.Tensor | None = None,
     ) -> RoutedTokens:
         router = self.router

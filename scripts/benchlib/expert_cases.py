@@ -31,6 +31,7 @@ from aioinfer.kernels.expert_routing import (
     route,
     routing_config,
     select_reference,
+    tile_config,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
 
@@ -137,8 +138,10 @@ def routing_cases(title: str, x: torch.Tensor, layers: list[Layer], tune: bool) 
 
     table = routing_config(tokens, RULE.num_experts)
     size = x.nbytes + layers[0].router.nbytes
-    tuned = routing_variants(tokens, table) if tune else []
-    for config in [table, *selection_variants(tokens, table), *tuned]:
+    tuned = routing_variants(tokens) if tune else []
+    tile = tile_config(tokens, RULE.num_experts)
+    configs = dict.fromkeys([table, tile, *selection_variants(tokens, tile), *tuned])
+    for config in configs:
         yield Case(
             "experts", title, f"{routing_label(config)} (with a memset)",
             [lambda layer=layer, c=config: run(layer, c) for layer in layers], size,
@@ -154,18 +157,18 @@ def routing_label(config: RoutingConfig | FewTokensConfig) -> str:
 
 
 def selection_variants(
-    tokens: int, table: RoutingConfig
+    tokens: int, tile: RoutingConfig
 ) -> Iterator[RoutingConfig | FewTokensConfig]:
     """Yields those of `kernels.expert_selection`."""
-    if table.tokens == 16:  # larger tiles take a minute to compile
-        for experts, warps in itertools.product({table.experts, 16, 32}, (1, 2, 4)):
-            yield replace(table, experts=experts, num_warps=warps, by_keys=True)
+    if tile.tokens == 16:  # larger tiles take a minute to compile
+        for experts, warps in itertools.product({tile.experts, 16, 32}, (2, 4)):
+            yield replace(tile, experts=experts, num_warps=warps, by_keys=True)
     if tokens <= MAX_SHARED_TILES:
-        for experts, warps, early in itertools.product((1, 2), (1, 2, 4), (True, False)):
-            yield FewTokensConfig(experts, num_warps=warps, early_weights=early)
+        for experts, warps in itertools.product((1, 2, 4), (1, 2)):
+            yield FewTokensConfig(experts, num_warps=warps)
 
 
-def routing_variants(tokens: int, table: RoutingConfig) -> Iterator[RoutingConfig]:
+def routing_variants(tokens: int) -> Iterator[RoutingConfig]:
     padded = padded_experts(RULE.num_experts)
     for tile, part, step, warps, stages in itertools.product(
         (16, 32, 64), (16, 32, 64, padded), (64, 128, 256, 512), (1, 2, 4, 8), (3, 5)
@@ -174,7 +177,7 @@ def routing_variants(tokens: int, table: RoutingConfig) -> Iterator[RoutingConfi
         few = tile == 16 or tokens > 16
         fits = (tile + part) * step * 2 * stages <= SHARED_BYTES
         config = RoutingConfig(tile, part, step, warps, stages)
-        if fits and few and config != table:
+        if fits and few:
             if shares and -(-tokens // tile) > MAX_SHARED_TILES:
                 continue
             yield config

@@ -23,7 +23,7 @@ from aioinfer.kernels.expert_configs import (
     vector_config,
 )
 from aioinfer.kernels.expert_linear import scanned_pairs
-from aioinfer.kernels.expert_routing import RoutingConfig, routing_config
+from aioinfer.kernels.expert_routing import RoutingConfig, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
 
@@ -219,7 +219,7 @@ def test_routing(
     by_keys: bool,
     tmp_path: Path,
 ) -> None:
-    config = replace(routing_config(tokens, experts), by_keys=by_keys)
+    config = replace(tile_config(tokens, experts), by_keys=by_keys)
     kernel = routing(config, experts, groups, sigmoid, tokens > 16, copies)
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, ExpertConfig
 from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
-from aioinfer.kernels.expert_routing import RoutingConfig, RoutingRule, route, routing_config
+from aioinfer.kernels.expert_routing import RoutingConfig, RoutingRule, route, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_weights import PackedExperts, pack_floats
 from aioinfer.kernels.quantize import quantize
@@ -183,9 +183,10 @@ def test_replayed_graphs(format: str, tokens: int) -> None:
 def test_variants_of_routing(shape: str) -> None:
     for tokens in (1, 2, 7, 16, 64):
         one = case(shape, tokens, dtype=torch.float32, biased=tokens == 7)
-        keys = replace(routing_config(tokens, one.rule.num_experts, 4), by_keys=True)
+        tile = tile_config(tokens, one.rule.num_experts, 4)
         variants: list[RoutingConfig | FewTokensConfig] = [
-            keys, FewTokensConfig(), FewTokensConfig(2), FewTokensConfig(early_weights=False),
+            tile, replace(tile, by_keys=False),
+            FewTokensConfig(), FewTokensConfig(2), FewTokensConfig(early_weights=False),
         ]  # fmt: skip
         for config in variants:
             assert check_routing(one, config) < 1e-4, (tokens, config)
