@@ -2,7 +2,7 @@ r"""Measures a step of the worker: the host's time, the GPU's time, and the gap 
 steps on the GPU.
 
     python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels] \
-        [--trace FILE]
+        [--trace FILE] [--set model.quantization=fp8]
     python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512 [--kernels]
 
 Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two
@@ -71,15 +71,18 @@ class TimedGraph:
         self.events.append((begin, end))
 
 
-def start_worker(folder: Path, rows: int, longest: int) -> tuple[Worker, GpuModelRunner]:
+def start_worker(
+    folder: Path, rows: int, longest: int, settings: Sequence[str]
+) -> tuple[Worker, GpuModelRunner]:
     """Returns a worker that is ready, with a slot for each row and KV blocks for `longest` tokens
-    in each."""
-    settings = {
-        "model.path": str(folder),
-        "model.load_format": "dummy",
-        "scheduler.max_num_seqs": rows,
-        "parallel.device": "cuda",
-    }
+    in each; `settings` are further keys of the configuration."""
+    settings = [
+        f"model.path={folder}",
+        "model.load_format=dummy",
+        f"scheduler.max_num_seqs={rows}",
+        "parallel.device=cuda",
+        *settings,
+    ]
     worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
     if report.num_blocks[0] * worker.block_size < rows * longest:
@@ -293,6 +296,7 @@ def main() -> None:
         metavar="FILE",
         help="for the figures with the start and end of every step",
     )
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.rows.split(",")]
     prompts = (
@@ -303,7 +307,7 @@ def main() -> None:
     context = arguments.context
     longest = max([context + STEPS + 1, *(length + 1 for _, length in prompts)])
     slots = max(numbers) + max([0, *(number for number, _ in prompts)])
-    worker, runner = start_worker(arguments.model, slots, longest)
+    worker, runner = start_worker(arguments.model, slots, longest, arguments.set)
     fill(worker, slots, context, -(-longest // worker.block_size))
     if prompts:
         results = [
