@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ from aioinfer.kernels.grouped_weight import MAX_RUN, pack_groups, supports_group
 from aioinfer.kernels.quantize import GROUP, InputFormat
 from aioinfer.kernels.scaled_product import ALIGNMENT
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.formats.dense import DenseWeight
 from aioinfer.layers.formats.grouped import GroupedWeight
 from aioinfer.layers.formats.make import make_weight
@@ -72,7 +74,10 @@ class ProjectionShape:
         return sum(source.rows.size for source in self.sources[0])
 
 
-class ProjectionStack(ABC):
+_Part = TypeVar("_Part", bound=WeightFormat)
+
+
+class ProjectionStack(ABC, Generic[_Part]):
     """The weights of one projection of all experts of a layer that this rank has.
 
     Attributes:
@@ -81,16 +86,21 @@ class ProjectionStack(ABC):
 
     def __init__(self, shape: ProjectionShape, backend: Backend):
         self._shape, self._backend = shape, backend
+        #: Those of each expert, until they are in the kernels' order.
+        self._parts: list[_Part] = []
+        self._weight: ExpertWeights | None = None
         self.input_format: InputFormat | None = None
 
     @property
-    @abstractmethod
     def weight(self) -> ExpertWeights:
         """All experts, after `finalize`."""
+        assert self._weight is not None, "finalize was not called"
+        return self._weight
 
-    @abstractmethod
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go, before `finalize`."""
+        for part in self._parts:
+            yield from part.weight_shards()
 
     @abstractmethod
     def finalize(self) -> None:
@@ -102,32 +112,27 @@ class ProjectionStack(ABC):
             weight.copy_(weight[self._shape.order.to(weight.device)])
 
 
-class DenseStack(ProjectionStack):
+class DenseStack(ProjectionStack[DenseWeight]):
     """Unquantized weights: [E, N, K]."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend):
         super().__init__(shape, backend)
         size = len(shape.sources), shape.rows, shape.columns.size
-        self._weight = torch.empty(size, dtype=backend.dtype, device=backend.device)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """See `ProjectionStack.weight`."""
-        return self._weight
-
-    def weight_shards(self) -> NamedShards:
-        """See `ProjectionStack.weight_shards`."""
-        for sources, weight in zip(self._shape.sources, self._weight, strict=True):
-            part = DenseWeight(sources, self._shape.columns, self._backend, weight)
-            yield from part.weight_shards()
+        self._memory = torch.empty(size, dtype=backend.dtype, device=backend.device)
+        self._parts = [
+            DenseWeight(sources, shape.columns, backend, memory)
+            for sources, memory in zip(shape.sources, self._memory, strict=True)
+        ]
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`."""
-        for weight in self._weight:
+        self._parts = []
+        for weight in self._memory:
             self._reorder(weight)
+        self._weight = self._memory
 
 
-class DequantizedStack(ProjectionStack):
+class DequantizedStack(ProjectionStack[WeightFormat]):
     """Quantized weights that the kernels do not read: dequantized when they are loaded."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend, quantization: Quantization | None):
@@ -136,31 +141,20 @@ class DequantizedStack(ProjectionStack):
         self._parts = [
             make_weight(sources, shape.columns, plain, quantization) for sources in shape.sources
         ]
-        self._weight: torch.Tensor | None = None
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """See `ProjectionStack.weight`."""
-        assert self._weight is not None, "finalize was not called"
-        return self._weight
-
-    def weight_shards(self) -> NamedShards:
-        """See `ProjectionStack.weight_shards`."""
-        for part in self._parts:
-            yield from part.weight_shards()
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`."""
         size = len(self._parts), self._shape.rows, self._shape.columns.size
         dtype, device = self._backend.dtype, self._backend.device
-        self._weight = torch.empty(size, dtype=dtype, device=device)
+        dequantized = torch.empty(size, dtype=dtype, device=device)
         self._parts.reverse()
-        for weight in self._weight:
+        for weight in dequantized:
             weight.copy_(self._parts.pop().dequantized())
             self._reorder(weight)
+        self._weight = dequantized
 
 
-class ScaledStack(ProjectionStack):
+class ScaledStack(ProjectionStack[ScaledWeight]):
     """Weights of one byte with scales for rows or blocks. Those in int8 are multiplied with
     activations that are not quantized."""
 
@@ -170,11 +164,10 @@ class ScaledStack(ProjectionStack):
         size = len(shape.sources), shape.rows, shape.columns.size
         dtype = DTYPES[scheme.kind]
         self._values = torch.empty(size, dtype=dtype, device=backend.device)
-        self._parts = []
-        for sources, values in zip(shape.sources, self._values, strict=True):
-            part = ScaledWeight(sources, shape.columns, backend, scheme, values)
-            self._parts.append(part)
-        self._weight: ScaledExperts | None = None
+        self._parts = [
+            ScaledWeight(sources, shape.columns, backend, scheme, values)
+            for sources, values in zip(shape.sources, self._values, strict=True)
+        ]
 
     @staticmethod
     def supports(shape: ProjectionShape, backend: Backend, scheme: ScaledScheme) -> bool:
@@ -187,17 +180,6 @@ class ScaledStack(ProjectionStack):
         if scheme.block is not None and (scheme.block[1] != GROUP or columns.start % GROUP):
             return False
         return columns.size % ALIGNMENT == 0
-
-    @property
-    def weight(self) -> ScaledExperts:
-        """See `ProjectionStack.weight`."""
-        assert self._weight is not None, "finalize was not called"
-        return self._weight
-
-    def weight_shards(self) -> NamedShards:
-        """See `ProjectionStack.weight_shards`."""
-        for part in self._parts:
-            yield from part.weight_shards()
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`. Scales are kept for the longest run of rows in which they
@@ -225,7 +207,7 @@ def _is_run(rows: torch.Tensor, run: int) -> bool:
     return torch.equal(rows[::run].repeat_interleave(run)[: len(rows)], rows)
 
 
-class IntegerStack(ProjectionStack):
+class IntegerStack(ProjectionStack[GroupedWeight]):
     """Weights of 4-bit integers in groups."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend, scheme: GroupScheme):
@@ -239,7 +221,6 @@ class IntegerStack(ProjectionStack):
             GroupedWeight(sources, shape.columns, backend, scheme, memory=words)
             for sources, words in zip(shape.sources, self._words, strict=True)
         ]
-        self._weight: PackedExperts | None = None
 
     @staticmethod
     def supports(shape: ProjectionShape, backend: Backend, scheme: GroupScheme) -> bool:
@@ -249,17 +230,6 @@ class IntegerStack(ProjectionStack):
         if scheme.bits != 4 or scheme.has_order or not supports_group(size):
             return False
         return size is None or shape.columns.start % size == 0
-
-    @property
-    def weight(self) -> PackedExperts:
-        """See `ProjectionStack.weight`."""
-        assert self._weight is not None, "finalize was not called"
-        return self._weight
-
-    def weight_shards(self) -> NamedShards:
-        """See `ProjectionStack.weight_shards`."""
-        for part in self._parts:
-            yield from part.weight_shards()
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`."""
@@ -290,7 +260,7 @@ def _best_run(inputs: int, group: int | None) -> int:
     return min(runs, key=lambda run: -(-inputs // (PARTS * run)) * run)
 
 
-class MXFP4Stack(ProjectionStack):
+class MXFP4Stack(ProjectionStack[MXFP4Weight]):
     """Weights in MXFP4."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend):
@@ -302,23 +272,11 @@ class MXFP4Stack(ProjectionStack):
             MXFP4Weight(sources, shape.columns, backend, memory=words)
             for sources, words in zip(shape.sources, self._words, strict=True)
         ]
-        self._weight: PackedExperts | None = None
 
     @staticmethod
     def supports(shape: ProjectionShape) -> bool:
         """Whether the kernels read such weights: blocks begin and end with the rank's inputs."""
         return shape.columns.start % BLOCK == shape.columns.size % BLOCK == 0
-
-    @property
-    def weight(self) -> PackedExperts:
-        """See `ProjectionStack.weight`."""
-        assert self._weight is not None, "finalize was not called"
-        return self._weight
-
-    def weight_shards(self) -> NamedShards:
-        """See `ProjectionStack.weight_shards`."""
-        for part in self._parts:
-            yield from part.weight_shards()
 
     def finalize(self) -> None:
         """See `ProjectionStack.finalize`. Scales above 2, which no published checkpoint has, are
@@ -350,7 +308,7 @@ class MXFP4Stack(ProjectionStack):
 
 def make_stack(
     shape: ProjectionShape, backend: Backend, quantization: Quantization | None
-) -> ProjectionStack:
+) -> ProjectionStack[Any]:
     """Returns the weights of a projection, in the format that its scheme asks for.
 
     Raises:
