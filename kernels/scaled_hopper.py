@@ -1,7 +1,7 @@
 """Float8 products of many rows on Hopper GPUs, in Triton's Gluon dialect.
 
-The alternative to `scaled_product` for activations and weights in float8 (`supports` says which);
-not yet measured, and so called by benchmarks and tests alone.
+The alternative to `scaled_product` for activations and weights in float8: `supports` says which,
+and `select_config` where it is the faster one. Called by `layers.formats.kernel_scaled`.
 The schedule is `gated_product`'s: a tile of the output's transpose is 64 weight rows for each of
 three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a ring of
 stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent. Scales of
@@ -14,8 +14,6 @@ into the buffer from which the result is written.
 # unpack tuples)
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.gated_product import (
@@ -30,6 +28,8 @@ from aioinfer.kernels.gated_product import (
 )
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_linear import ScaledMatrix
+from aioinfer.kernels.scaled_product import Inputs
+from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig, hopper_config
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,33 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
-
-
-@dataclass(frozen=True, slots=True)
-class HopperConfig:
-    """How the kernel is compiled.
-
-    Attributes:
-        tokens: columns of a tile: 64, 128 or 256; 128 at most with scales of blocks, and where the
-            ring would leave no memory for the results of a tile that is not gated.
-        stages: stages of the ring.
-        group: token tiles that are computed with a weight tile before the next weight tile.
-    """
-
-    tokens: int
-    stages: int
-    group: int = 8
-
-
-#: By (gated, scales of blocks): not yet measured.
-CONFIGS = {
-    (True, False): (HopperConfig(256, 3), HopperConfig(128, 4), HopperConfig(64, 6)),
-    (False, False): (HopperConfig(128, 4), HopperConfig(256, 2), HopperConfig(64, 6)),
-    (True, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
-    (False, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
-}
 
 
 @gluon.jit
@@ -293,10 +266,30 @@ def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
         and values.shape[1] % STEP == 0
         and len(weight.values) % 16 == 0
         and (x.scales.shape[1] > 1) == weight.is_grouped
-        and (not weight.is_grouped or len(x) % 4 == 0)  # TMA reads whole 16 bytes of scales
+        and (not weight.is_grouped or x.scales.stride(1) % 4 == 0)  # TMA: rows of 16 bytes
         and _rows_are_aligned(values)
         and weight.values.is_contiguous()
     )
+
+
+def select_config(
+    x: Inputs,
+    weight: ScaledMatrix,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> HopperConfig | None:
+    """Returns the configuration of `hopper_product` where it takes these arguments and is faster
+    than `scaled_product`, otherwise None."""
+    if not isinstance(x, ScaledInputs) or not supports(x, weight, dtype):
+        return None
+    if not all(t is None or (t.stride(0) and _rows_are_aligned(t)) for t in (residual, out)):
+        return None
+    programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
+    lines, inputs = weight.values.shape
+    return hopper_config(len(x), lines, inputs, programs, gated=gated, grouped=weight.is_grouped)
 
 
 def hopper_product(

@@ -9,7 +9,7 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.linear import MAX_ROWS, LinearConfig
 from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
-from aioinfer.kernels.scaled_hopper import CONFIGS, HopperConfig, hopper_product, supports
+from aioinfer.kernels.scaled_hopper import hopper_product, supports
 from aioinfer.kernels.scaled_linear import (
     ScaledMatrix,
     scaled_linear,
@@ -23,6 +23,7 @@ from aioinfer.kernels.scaled_product import (
     scaled_product,
     scaled_product_reference,
 )
+from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 
 from benchlib.kernel_cases import BF16, DEVICE, LINEARS, Case, random_tensor
 

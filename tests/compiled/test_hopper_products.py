@@ -11,13 +11,8 @@ pytest.importorskip("triton")
 
 import triton
 from aioinfer.kernels.gated_product import REGISTERS, WEIGHT_ROWS
-from aioinfer.kernels.scaled_hopper import (
-    CONFIGS,
-    STEP,
-    HopperConfig,
-    _product_kernel,
-    scale_layout,
-)
+from aioinfer.kernels.scaled_hopper import _product_kernel, scale_layout
+from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.quantize import GROUP, InputFormat, ScaledInputs, quantize_reference
-from aioinfer.kernels.scaled_hopper import CONFIGS, HopperConfig, hopper_product, supports
+from aioinfer.kernels.scaled_hopper import hopper_product, supports
 from aioinfer.kernels.scaled_product import scaled_product_reference
+from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 from cases import error, normal, poisoned
 from scaled_cases import FP8, ScaledCase, matrix
 
