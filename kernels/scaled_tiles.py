@@ -22,36 +22,55 @@ class HopperConfig:
     """How the Gluon kernel is compiled.
 
     Attributes:
-        tokens: columns of a tile: 64, 128 or 256; 128 at most with scales of blocks, and where the
-            ring would leave no memory for the results of a tile that is not gated.
+        tokens: columns of a tile: 64, 128 or 256. With scales of blocks the registers hold 64, with
+            two consumers 128.
         stages: stages of the ring.
+        consumers: warpgroups that multiply, 2 or 3, each 64 weight rows.
         group: token tiles that are computed with a weight tile before the next weight tile.
     """
 
     tokens: int
     stages: int
+    consumers: int = 3
     group: int = 8
 
     @property
     def rows(self) -> int:
         """Weight rows of a tile."""
-        return 3 * CONSUMER_ROWS
+        return self.consumers * CONSUMER_ROWS
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread: its part of the 65 536 that the producer leaves, in the
+        granularity of setmaxnreg."""
+        return {2: 240, 3: 160}[self.consumers]
 
 
 #: By (gated, scales of blocks): what tests and benchmarks go through.
 CONFIGS = {
     (True, False): (HopperConfig(128, 4), HopperConfig(64, 6), HopperConfig(256, 3)),
     (False, False): (HopperConfig(128, 4), HopperConfig(64, 6), HopperConfig(256, 2)),
-    (True, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
-    (False, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
+    (True, True): (
+        HopperConfig(128, 6, consumers=2),
+        HopperConfig(64, 6),
+        HopperConfig(128, 4, consumers=2),
+        HopperConfig(64, 8, consumers=2),
+    ),
+    (False, True): (
+        HopperConfig(128, 5, consumers=2),
+        HopperConfig(64, 6),
+        HopperConfig(128, 4, consumers=2),
+        HopperConfig(64, 8, consumers=2),
+    ),
 }
 #: Microseconds that `STEP` inputs of a wave of tiles take, by (gated, scales of blocks), as
-#: `CONFIGS`: measured on an H200 with the weights of Qwen3-8B.
+#: `CONFIGS`: measured on an H200 with the weights of Qwen3-8B. Those of blocks are what the kernel
+#: took before a stage's products ran while the sums of another were scaled, for each weight row.
 HOPPER_TIMES = {
     (True, False): {HopperConfig(128, 4): 0.63, HopperConfig(64, 6): 0.34},
     (False, False): {HopperConfig(128, 4): 0.63, HopperConfig(64, 6): 0.34},
-    (True, True): {HopperConfig(128, 4): 1.09, HopperConfig(64, 6): 0.54},
-    (False, True): {HopperConfig(128, 4): 0.97, HopperConfig(64, 6): 0.53},
+    (True, True): {HopperConfig(128, 6, consumers=2): 0.73, HopperConfig(64, 6): 0.54},
+    (False, True): {HopperConfig(128, 5, consumers=2): 0.65, HopperConfig(64, 6): 0.53},
 }
 #: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
 #: has two programs at a time.
@@ -82,8 +101,7 @@ def hopper_config(
         grouped: whether scales are of blocks.
     """
     times = HOPPER_TIMES[gated, grouped]
-    weight_tiles = -(-lines // (3 * CONSUMER_ROWS))
-    is_narrow = 2 * weight_tiles <= programs
+    is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
     if rows <= _FEW_ROWS[grouped] or (rows <= _NARROW_ROWS and is_narrow):
         return None
 

@@ -210,7 +210,7 @@ def hopper_variants(
             return hopper_product(x, w, BF16, residual=residual, gated=gated, config=config)
 
         yield replace(
-            case, variant=f"{kind} Gluon t{config.tokens} s{config.stages}",
+            case, variant=f"{kind} Gluon c{config.consumers} t{config.tokens} s{config.stages}",
             runs=[lambda w=w, run=run: run(w) for w in weights],
             check=lambda run=run: error(run(weights[0])),
         )  # fmt: skip
