@@ -8,8 +8,8 @@ ring of stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs a
 Scales of output features and tokens are applied at the end of a tile, scales of blocks after each
 stage, whose sums then stand beside the total (DeepSeek-V3, DeepSeek-AI 2024), and beside those of
 the next stage, which is multiplied meanwhile. The producer loads a stage's scales of tokens with
-its operands. A gate is computed in registers; a residual is loaded by TMA into the buffer from
-which the result is written.
+its operands. A gate is computed in registers; a residual is loaded by TMA, while the tile's
+products run, into the buffer from which the result is written.
 """
 # ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
 # unpack tuples)
@@ -43,31 +43,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 @gluon.jit
-def _sums(
-    PART: gl.constexpr, used, steps, x_smem, w_smem, full, empty, layout: gl.constexpr
-):  # fmt: skip
-    """Returns the sums of a tile [ROWS, TOKENS] over all stages, unscaled."""
-    STAGES: gl.constexpr = x_smem.shape[0]
-    TOKENS: gl.constexpr = x_smem.shape[1]
-    ROWS: gl.constexpr = w_smem.shape[1]
-    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
-    acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
-    for index in range(steps):
-        stage = used % STAGES
-        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=index > 0)
-        acc = warpgroup_mma(
-            w_smem.index(stage * PARTS + PART), x_smem.index(stage).permute((1, 0)), acc,
-            is_async=True,
-        )  # fmt: skip
-        used += 1
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
-    return acc
-
-
-@gluon.jit
 def _start(PART: gl.constexpr, used, acc, x_smem, w_smem, full):
     """Waits for a stage, and begins its products in the registers of `acc`."""
     STAGES: gl.constexpr = x_smem.shape[0]
@@ -78,6 +53,29 @@ def _start(PART: gl.constexpr, used, acc, x_smem, w_smem, full):
         w_smem.index(stage * PARTS + PART), x_smem.index(stage).permute((1, 0)),
         warpgroup_mma_init(acc), use_acc=False, is_async=True,
     )  # fmt: skip
+
+
+@gluon.jit
+def _sums(
+    PART: gl.constexpr, acc, used, steps, x_smem, w_smem, full, empty
+):  # fmt: skip
+    """Returns the sums of a tile [ROWS, TOKENS] over all stages, unscaled; `acc` are the products
+    of the first, which have begun."""
+    STAGES: gl.constexpr = x_smem.shape[0]
+    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
+    for _ in range(1, steps):
+        used += 1
+        stage = used % STAGES
+        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
+        acc = warpgroup_mma(
+            w_smem.index(stage * PARTS + PART), x_smem.index(stage).permute((1, 0)), acc,
+            is_async=True,
+        )  # fmt: skip
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(empty.index(used % STAGES))
+    return acc
 
 
 @gluon.jit
@@ -113,10 +111,11 @@ def _add_scaled(total, sums, tokens, rows, ROWS: gl.constexpr, ROWS_PER_SCALE: g
 
 @gluon.jit
 def _block_sums(
-    PART: gl.constexpr, used, steps, w_scales, first, lines, groups, scale_smem, x_smem, w_smem,
-    full, empty, layout: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
+    PART: gl.constexpr, left, used, steps, w_scales, first, lines, groups, scale_smem, x_smem,
+    w_smem, full, empty, layout: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
 ):  # fmt: skip
-    """Returns the sums of a tile [ROWS, TOKENS], those of each stage scaled.
+    """Returns the sums of a tile [ROWS, TOKENS], those of each stage scaled; `left` are the
+    products of the first, which have begun.
 
     The products of a stage run while the sums of the stage before are scaled. Stages take turns
     with two sets of registers, `even` and `odd`, so that none are moved. The weight's scales are
@@ -132,7 +131,6 @@ def _block_sums(
         place = w_scales + line // ROWS_PER_SCALE * groups
     total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
     odd = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    left = _start(PART, used, odd, x_smem, w_smem, full)
     last = steps - 1
     scale = _row_scales(place, line, lines, 0, ROWS, ROWS_PER_SCALE)
     next_scale = _row_scales(place, line, lines, gl.minimum(1, last), ROWS, ROWS_PER_SCALE)
@@ -183,36 +181,43 @@ def _consume(
     PARTS: gl.constexpr = staging.shape[0]
     ROWS: gl.constexpr = w_smem.shape[1]
     OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
-    # as in `gated_product`: two wgmmas of 128 columns for a tile of 256
-    COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     mine = staging.index(PART)
     used = gl.program_id(0) * 0
     turn = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
         first = (weight_tile * PARTS + PART) * ROWS
+        place = [token_tile * TOKENS, (weight_tile * PARTS + PART) * OUTPUTS]
+        begun = _start(
+            PART, used, gl.zeros([ROWS, TOKENS], gl.float32, layout), x_smem, w_smem, full
+        )
+        # The preceding kernels have ended, since the stage is there: their results can be read.
+        if HAS_RESIDUAL:
+            tma.store_wait(0)  # until the store of the preceding tile has read `mine`
+            gl.thread_barrier()
+            mbarrier.expect(added.index(PART), out.block_type.nbytes)
+            tma.async_copy_global_to_shared(residual, place, added.index(PART), mine)
         if GROUPED:
             acc = _block_sums(
-                PART, used, steps, w_scales, first, lines, groups, scale_smem, x_smem, w_smem, full,
-                empty, layout, ROWS_PER_SCALE
+                PART, begun, used, steps, w_scales, first, lines, groups, scale_smem, x_smem,
+                w_smem, full, empty, layout, ROWS_PER_SCALE
             )  # fmt: skip
         else:
             line = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-            acc = _sums(PART, used, steps, x_smem, w_smem, full, empty, layout)
             token = token_tile * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
-            acc *= gl.load(w_scales + line // ROWS_PER_SCALE, mask=line < lines, other=0.0)[:, None]
-            acc *= gl.load(x_scales + token, mask=token < rows, other=0.0)[None, :]
+            of_rows = gl.load(w_scales + line // ROWS_PER_SCALE, mask=line < lines, other=0.0)
+            of_tokens = gl.load(x_scales + token, mask=token < rows, other=0.0)
+            acc = _sums(PART, begun, used, steps, x_smem, w_smem, full, empty)
+            acc *= of_rows[:, None]
+            acc *= of_tokens[None, :]
         used += steps
-        place = [token_tile * TOKENS, (weight_tile * PARTS + PART) * OUTPUTS]
-        tma.store_wait(0)  # until the store of the preceding tile has read `mine`
-        gl.thread_barrier()
         if HAS_RESIDUAL:
-            mbarrier.expect(added.index(PART), out.block_type.nbytes)
-            tma.async_copy_global_to_shared(residual, place, added.index(PART), mine)
             mbarrier.wait(added.index(PART), turn & 1)
             acc += mine.permute((1, 0)).load(layout).to(gl.float32)
-            gl.thread_barrier()
+        else:
+            tma.store_wait(0)
+        gl.thread_barrier()
         value = acc
         if GATED:
             gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))

@@ -22,8 +22,8 @@ class HopperConfig:
     """How the Gluon kernel is compiled.
 
     Attributes:
-        tokens: columns of a tile: 64, 128 or 256. With scales of blocks the registers hold 64, with
-            two consumers 128.
+        tokens: columns of a tile: 64 or 128. With scales of blocks, the registers of three
+            consumers hold 64.
         stages: stages of the ring.
         consumers: warpgroups that multiply, 2 or 3, each 64 weight rows.
         group: token tiles that are computed with a weight tile before the next weight tile.
@@ -48,8 +48,8 @@ class HopperConfig:
 
 #: By (gated, scales of blocks): what tests and benchmarks go through.
 CONFIGS = {
-    (True, False): (HopperConfig(128, 4), HopperConfig(64, 6), HopperConfig(256, 3)),
-    (False, False): (HopperConfig(128, 4), HopperConfig(64, 6), HopperConfig(256, 2)),
+    (True, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
+    (False, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
     (True, True): (
         HopperConfig(128, 6, consumers=2),
         HopperConfig(64, 6),

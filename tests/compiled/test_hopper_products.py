@@ -68,9 +68,8 @@ def test_every_configuration(
     kernel = compile_product(
         config, gated=gated, grouped=grouped, residual=not gated, rows_per_scale=run
     )
-    # The sums of 256 tokens fill the registers: their scales displace some at the end of a tile.
-    # With scales of blocks three times the sums of 128 tokens do.
-    assert spilled(kernel, tmp_path) <= (640 if config.tokens == 256 else 16 if grouped else 0)
+    # With scales of blocks, three times the sums of 128 tokens displace a few addresses.
+    assert spilled(kernel, tmp_path) <= (48 if grouped and config.tokens == 128 else 0)
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async.sync.aligned.m64n" in kernel.asm["ptx"]
     assert "f32.e4m3.e4m3" in kernel.asm["ptx"]

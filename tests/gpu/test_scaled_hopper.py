@@ -85,21 +85,28 @@ def test_runs_of_rows_with_a_scale(gated: bool, grouped: bool, rows_per_scale: i
         assert error_limit(grouped) > product(case, config, residual=False), config
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("gated", "grouped"), CONFIGS)
-def test_in_a_chain_of_launches(gated: bool, grouped: bool) -> None:
+def test_in_a_chain_of_launches(gated: bool, grouped: bool, residual: bool) -> None:
     """Each kernel begins while the one before runs: activations that are quantized again and again
-    give the same products, bit for bit, and with the residual in place."""
+    give the same products, bit for bit, added to a residual in place or not."""
     case = ScaledCase(515, 2048, 2048, FP8, BF16, DEVICE, grouped, 1, gated)
     weight, format = matrix(case), InputFormat(FP8, grouped)
     x = normal(case.rows, case.inputs, dtype=BF16, device=DEVICE)
+    added = normal(case.rows, case.features, dtype=BF16, device=DEVICE)
+
+    def launch(config: HopperConfig, pdl: bool) -> torch.Tensor:
+        out = added.clone()
+        inputs = quantize(x, format, pdl=pdl)
+        return hopper_product(
+            inputs, weight, BF16, residual=out if residual and not gated else None, gated=gated,
+            out=out, pdl=pdl, config=config
+        )  # fmt: skip
+
     for config in CONFIGS[gated, grouped]:
-        expected = hopper_product(quantize(x, format), weight, BF16, gated=gated, config=config)
+        expected = launch(config, False)
         torch.cuda.synchronize()
-        outs = []
-        for _ in range(20):
-            inputs = quantize(x, format, pdl=True)
-            outs.append(hopper_product(inputs, weight, BF16, gated=gated, pdl=True, config=config))
-        assert all(torch.equal(out, expected) for out in outs), config
+        assert all(torch.equal(launch(config, True), expected) for _ in range(20)), config
 
 
 def test_configurations_where_the_arguments_allow_them() -> None:
