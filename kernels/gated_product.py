@@ -125,29 +125,34 @@ def _place(item, token_tiles, weight_tiles, GROUP: gl.constexpr):
 def _load_weights(weight, w_smem, full, stage, row, k, pred):
     """Loads each consumer's weight rows, from `row` on, into a stage."""
     ROWS: gl.constexpr = weight.block_type.shape[0]
-    for part in gl.static_range(CONSUMERS):
+    PARTS: gl.constexpr = w_smem.shape[0] // full.shape[0]
+    for part in gl.static_range(PARTS):
         place = [row + part * ROWS, k]
         tma.async_copy_global_to_shared(
-            weight, place, full.index(stage), w_smem.index(stage * CONSUMERS + part), pred=pred
+            weight, place, full.index(stage), w_smem.index(stage * PARTS + part), pred=pred
         )
 
 
 @gluon.jit
 def _produce(
-    PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items,
-    token_tiles, weight_tiles, steps
+    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, x, weight, scales, scale_smem,
+    x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
 ):  # fmt: skip
     """Loads the stages of every work item as they become free; with PDL, the first weights are
-    loaded before waiting for the preceding kernel, which writes x.
+    loaded before waiting for the preceding kernel, which writes x. Also `scaled_hopper`'s producer:
+    with GROUPED, a stage has a row of `scales`, one for each token.
 
-    The consumers need not wait for the preceding kernel: they write nothing before they have
-    multiplied an x that was loaded after the wait.
+    The consumers need not wait for the preceding kernel: they read its results and write theirs
+    only after a stage whose x was loaded behind the wait.
     """
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     STEP: gl.constexpr = x_smem.shape[2]
-    ROWS: gl.constexpr = CONSUMERS * weight.block_type.shape[0]
-    NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
+    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = PARTS * weight.block_type.shape[0]
+    NBYTES: gl.constexpr = (
+        x.block_type.nbytes + PARTS * weight.block_type.nbytes + GROUPED * 4 * TOKENS
+    )
     early = gl.program_id(0) * 0
     if PDL:
         early = gl.minimum(steps, STAGES)
@@ -166,6 +171,11 @@ def _produce(
             tma.async_copy_global_to_shared(
                 x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage)
             )
+            if GROUPED:
+                tma.async_copy_global_to_shared(
+                    scales, [index, token_tile * TOKENS], full.index(stage),
+                    scale_smem.index(stage)
+                )  # fmt: skip
             _load_weights(
                 weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
             )
@@ -252,7 +262,7 @@ def _gated_kernel(
             (_consume, (0, GROUP, out, staging) + ring),
             (_consume, (1, GROUP, out, staging) + ring),
             (_consume, (2, GROUP, out, staging) + ring),
-            (_produce, (PDL, GROUP, x, weight) + ring),
+            (_produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),  # no scales
         ],
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],

@@ -20,6 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Channels that share a scale in blocks.
 GROUP = 128
+#: Scales of a group begin at multiples of so many, 16 bytes, as TMA reads them.
+SCALE_ROWS = 4
 #: A program keeps a whole token in its registers.
 MAX_CHANNELS = 32768
 #: The largest magnitude that is used of each dtype.
@@ -52,7 +54,8 @@ class ScaledInputs:
 
     Attributes:
         values: float8 or int8 [T, K].
-        scales: float32 [T, 1], or [T, groups] with the tokens next to one another in memory.
+        scales: float32 [T, 1], or [T, groups] with the tokens of a group next to one another in
+            memory.
     """
 
     values: torch.Tensor
@@ -141,19 +144,20 @@ def quantize(
         raise ValueError(f"x must be [T, 2 * K], K a multiple of {GATE_RUN}, not {tuple(x.shape)}")
     groups = -(-width // GROUP) if format.is_grouped else 1
     values = torch.empty((rows, width), dtype=format.dtype, device=x.device)
-    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+    stride = rows if groups == 1 else rows + -rows % SCALE_ROWS
+    scales = torch.empty((groups, stride), dtype=torch.float32, device=x.device)
     if rows:
         block = max(GROUP, triton.next_power_of_2(width))
         static = format.static_scale
         _quantize_kernel[(rows,)](
             x, x if norm_weight is None else norm_weight, scales if static is None else static,
-            values, scales, width, x.stride(0), rows, eps,
+            values, scales, width, x.stride(0), stride, eps,
             BLOCK=block, SCALED=GROUP if format.is_grouped else block, RUN=GATE_RUN,
             HAS_NORM=norm_weight is not None, GATED=gated,
             IS_STATIC=static is not None, MAXIMUM=MAXIMA[format.dtype], TINY=SMALLEST, PDL=pdl,
             num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
-    return ScaledInputs(values, scales.t())
+    return ScaledInputs(values, scales[:, :rows].t())
 
 
 def quantize_reference(

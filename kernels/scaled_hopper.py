@@ -1,35 +1,34 @@
 """Float8 products of many rows on Hopper GPUs, in Triton's Gluon dialect.
 
-The alternative to `scaled_product` for activations and weights in float8 (`supports` says which);
-not yet measured, and so called by benchmarks and tests alone.
+The alternative to `scaled_product` for activations and weights in float8: `supports` says which,
+and `select_config` where it is the faster one. Called by `layers.formats.kernel_scaled`.
 The schedule is `gated_product`'s: a tile of the output's transpose is 64 weight rows for each of
-three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a ring of
-stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent. Scales of
-output features and tokens are applied at the end of a tile, scales of blocks after each stage,
-whose sums then stand beside the total (DeepSeek-V3, DeepSeek-AI 2024). The producer loads a stage's
-scales of tokens with its operands. A gate is computed in registers; a residual is loaded by TMA
-into the buffer from which the result is written.
+two or three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a
+ring of stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent.
+Scales of output features and tokens are applied at the end of a tile, scales of blocks after each
+stage, whose sums then stand beside the total (DeepSeek-V3, DeepSeek-AI 2024), and beside those of
+the next stage, which is multiplied meanwhile. The producer loads a stage's scales of tokens with
+its operands. A gate is computed in registers; a residual is loaded by TMA, while the tile's
+products run, into the buffer from which the result is written.
 """
 # ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
 # unpack tuples)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from aioinfer.kernels.gated_product import (
-    CONSUMERS,
     LOG2_E,
-    REGISTERS,
     TORCH_DTYPES,
     WEIGHT_ROWS,
-    _load_weights,
     _place,
+    _produce,
     _rows_are_aligned,
 )
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_linear import ScaledMatrix
+from aioinfer.kernels.scaled_product import Inputs
+from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig, hopper_config
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,143 +40,132 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
-
-
-@dataclass(frozen=True, slots=True)
-class HopperConfig:
-    """How the kernel is compiled.
-
-    Attributes:
-        tokens: columns of a tile: 64, 128 or 256; 128 at most with scales of blocks, and where the
-            ring would leave no memory for the results of a tile that is not gated.
-        stages: stages of the ring.
-        group: token tiles that are computed with a weight tile before the next weight tile.
-    """
-
-    tokens: int
-    stages: int
-    group: int = 8
-
-
-#: By (gated, scales of blocks): not yet measured.
-CONFIGS = {
-    (True, False): (HopperConfig(256, 3), HopperConfig(128, 4), HopperConfig(64, 6)),
-    (False, False): (HopperConfig(128, 4), HopperConfig(256, 2), HopperConfig(64, 6)),
-    (True, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
-    (False, True): (HopperConfig(128, 4), HopperConfig(64, 6)),
-}
 
 
 @gluon.jit
-def _produce(
-    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, x, weight, scales, scale_smem,
-    x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
-):  # fmt: skip
-    """Loads the stages of every work item as they become free; with PDL, the first weights are
-    loaded before waiting for the preceding kernel, which writes x and its scales.
-
-    The consumers need not wait for the preceding kernel: they read its results, a residual among
-    them, and write theirs only after a stage that was loaded behind the wait.
-    """
+def _start(PART: gl.constexpr, used, acc, x_smem, w_smem, full):
+    """Waits for a stage, and begins its products in the registers of `acc`."""
     STAGES: gl.constexpr = x_smem.shape[0]
-    TOKENS: gl.constexpr = x_smem.shape[1]
-    STEP: gl.constexpr = x_smem.shape[2]
-    ROWS: gl.constexpr = CONSUMERS * weight.block_type.shape[0]
-    NBYTES: gl.constexpr = (
-        x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes + GROUPED * 4 * TOKENS
-    )
-    early = gl.program_id(0) * 0
-    if PDL:
-        early = gl.minimum(steps, STAGES)
-        _, weight_tile = _place(gl.program_id(0), token_tiles, weight_tiles, GROUP)
-        for stage in range(early):
-            mbarrier.expect(full.index(stage), NBYTES)
-            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True)
-        gdc_wait()
-    loaded = gl.program_id(0) * 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
-        for index in range(steps):
-            stage = loaded % STAGES
-            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
-            tma.async_copy_global_to_shared(
-                x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage)
-            )
-            if GROUPED:
-                tma.async_copy_global_to_shared(
-                    scales, [index, token_tile * TOKENS], full.index(stage),
-                    scale_smem.index(stage)
-                )  # fmt: skip
-            _load_weights(
-                weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
-            )
-            loaded += 1
-    if PDL:
-        gdc_launch_dependents()
+    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
+    stage = used % STAGES
+    mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+    return warpgroup_mma(
+        w_smem.index(stage * PARTS + PART), x_smem.index(stage).permute((1, 0)),
+        warpgroup_mma_init(acc), use_acc=False, is_async=True,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _sums(
-    PART: gl.constexpr, used, steps, x_smem, w_smem, full, empty, layout: gl.constexpr
+    PART: gl.constexpr, acc, used, steps, x_smem, w_smem, full, empty
 ):  # fmt: skip
-    """Returns the sums of a tile [ROWS, TOKENS] over all stages, unscaled."""
+    """Returns the sums of a tile [ROWS, TOKENS] over all stages, unscaled; `acc` are the products
+    of the first, which have begun."""
     STAGES: gl.constexpr = x_smem.shape[0]
-    TOKENS: gl.constexpr = x_smem.shape[1]
-    ROWS: gl.constexpr = w_smem.shape[1]
-    acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
-    for index in range(steps):
+    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
+    for _ in range(1, steps):
+        used += 1
         stage = used % STAGES
         mbarrier.wait(full.index(stage), (used // STAGES) & 1)
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=index > 0)
+        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
         acc = warpgroup_mma(
-            w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)), acc,
+            w_smem.index(stage * PARTS + PART), x_smem.index(stage).permute((1, 0)), acc,
             is_async=True,
         )  # fmt: skip
-        used += 1
     acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
+    mbarrier.arrive(empty.index(used % STAGES))
     return acc
 
 
 @gluon.jit
-def _block_sums(
-    PART: gl.constexpr, used, steps, w_scales, first, lines, groups, scale_smem, x_smem, w_smem,
-    full, empty, layout: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
+def _token_scales(used, scale_smem, layout: gl.constexpr):
+    """Returns the scales of a stage's tokens."""
+    STAGES: gl.constexpr = scale_smem.shape[0]
+    TOKENS: gl.constexpr = scale_smem.shape[2]
+    scales = scale_smem.index(used % STAGES).reshape([TOKENS])
+    return scales.load(gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _row_scales(
+    place, line, lines, index, ROWS: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
 ):  # fmt: skip
-    """Returns the sums of a tile [ROWS, TOKENS], those of each stage scaled. Where a tile's rows
-    share the weight's scale, it is multiplied with those of the tokens first."""
+    """Returns the scales of a tile's weight rows: one, where they share it."""
+    if ROWS_PER_SCALE % ROWS == 0:
+        scales = gl.load(place + index)
+    else:
+        scales = gl.load(place + index, mask=line < lines, other=0.0)
+    return scales
+
+
+@gluon.jit
+def _add_scaled(total, sums, tokens, rows, ROWS: gl.constexpr, ROWS_PER_SCALE: gl.constexpr):
+    """Returns total + sums times the scales of tokens and rows."""
+    if ROWS_PER_SCALE % ROWS == 0:
+        total += sums * (tokens * rows)[None, :]
+    else:
+        total += sums * tokens[None, :] * rows[:, None]
+    return total
+
+
+@gluon.jit
+def _block_sums(
+    PART: gl.constexpr, left, used, steps, w_scales, first, lines, groups, scale_smem, x_smem,
+    w_smem, full, empty, layout: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of a tile [ROWS, TOKENS], those of each stage scaled; `left` are the
+    products of the first, which have begun.
+
+    The products of a stage run while the sums of the stage before are scaled. Stages take turns
+    with two sets of registers, `even` and `odd`, so that none are moved. The weight's scales are
+    loaded two stages ahead.
+    """
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     ROWS: gl.constexpr = w_smem.shape[1]
-    total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    zeros = gl.zeros([ROWS, TOKENS], gl.float32, layout)
     line = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    for index in range(steps):
-        stage = used % STAGES
-        if ROWS_PER_SCALE % ROWS == 0:
-            block = gl.minimum(first, lines - 1) // ROWS_PER_SCALE
-            scale = gl.load(w_scales + block * groups + index)
-        else:
-            place = w_scales + line // ROWS_PER_SCALE * groups + index
-            scale = gl.load(place, mask=line < lines, other=0.0)
-        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
-        part = warpgroup_mma(
-            w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)),
-            warpgroup_mma_init(zeros), use_acc=False, is_async=True,
-        )  # fmt: skip
-        token = scale_smem.index(stage).reshape([TOKENS]).load(gl.SliceLayout(0, layout))
-        sums = warpgroup_mma_wait(0, [part])
-        mbarrier.arrive(empty.index(stage))
-        if ROWS_PER_SCALE % ROWS == 0:
-            total += sums * (token * scale)[None, :]
-        else:
-            total += sums * scale[:, None] * token[None, :]
-        used += 1
+    if ROWS_PER_SCALE % ROWS == 0:
+        place = w_scales + gl.minimum(first, lines - 1) // ROWS_PER_SCALE * groups
+    else:
+        place = w_scales + line // ROWS_PER_SCALE * groups
+    total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    odd = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    last = steps - 1
+    scale = _row_scales(place, line, lines, 0, ROWS, ROWS_PER_SCALE)
+    next_scale = _row_scales(place, line, lines, gl.minimum(1, last), ROWS, ROWS_PER_SCALE)
+    for index in range(2, steps, 2):
+        right = _start(PART, used + 1, odd, x_smem, w_smem, full)
+        tokens = _token_scales(used, scale_smem, layout)
+        even = warpgroup_mma_wait(1, [left])
+        mbarrier.arrive(empty.index(used % STAGES))
+        total = _add_scaled(total, even, tokens, scale, ROWS, ROWS_PER_SCALE)
+        total = warpgroup_mma_wait(1, [total])  # or the compiler adds some after the next start
+        scale = _row_scales(place, line, lines, index, ROWS, ROWS_PER_SCALE)
+        left = _start(PART, used + 2, even, x_smem, w_smem, full)
+        tokens = _token_scales(used + 1, scale_smem, layout)
+        odd = warpgroup_mma_wait(1, [right])
+        mbarrier.arrive(empty.index((used + 1) % STAGES))
+        total = _add_scaled(total, odd, tokens, next_scale, ROWS, ROWS_PER_SCALE)
+        total = warpgroup_mma_wait(1, [total])
+        next_scale = _row_scales(
+            place, line, lines, gl.minimum(index + 1, last), ROWS, ROWS_PER_SCALE
+        )
+        used += 2
+    tokens = _token_scales(used, scale_smem, layout)
+    if steps % 2 == 0:
+        right = _start(PART, used + 1, odd, x_smem, w_smem, full)
+        even = warpgroup_mma_wait(1, [left])
+        mbarrier.arrive(empty.index(used % STAGES))
+        total = _add_scaled(total, even, tokens, scale, ROWS, ROWS_PER_SCALE)
+        tokens = _token_scales(used + 1, scale_smem, layout)
+        odd = warpgroup_mma_wait(0, [right])
+        mbarrier.arrive(empty.index((used + 1) % STAGES))
+        total = _add_scaled(total, odd, tokens, next_scale, ROWS, ROWS_PER_SCALE)
+    else:
+        even = warpgroup_mma_wait(0, [left])
+        mbarrier.arrive(empty.index(used % STAGES))
+        total = _add_scaled(total, even, tokens, scale, ROWS, ROWS_PER_SCALE)
     return total
 
 
@@ -190,38 +178,46 @@ def _consume(
 ):  # fmt: skip
     """Computes the part of consumer `PART` of every work item: 64 weight rows."""
     TOKENS: gl.constexpr = x_smem.shape[1]
+    PARTS: gl.constexpr = staging.shape[0]
     ROWS: gl.constexpr = w_smem.shape[1]
     OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
-    # as in `gated_product`: two wgmmas of 128 columns for a tile of 256
-    COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     mine = staging.index(PART)
     used = gl.program_id(0) * 0
     turn = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
-        first = (weight_tile * CONSUMERS + PART) * ROWS
+        first = (weight_tile * PARTS + PART) * ROWS
+        place = [token_tile * TOKENS, (weight_tile * PARTS + PART) * OUTPUTS]
+        begun = _start(
+            PART, used, gl.zeros([ROWS, TOKENS], gl.float32, layout), x_smem, w_smem, full
+        )
+        # The preceding kernels have ended, since the stage is there: their results can be read.
+        if HAS_RESIDUAL:
+            tma.store_wait(0)  # until the store of the preceding tile has read `mine`
+            gl.thread_barrier()
+            mbarrier.expect(added.index(PART), out.block_type.nbytes)
+            tma.async_copy_global_to_shared(residual, place, added.index(PART), mine)
         if GROUPED:
             acc = _block_sums(
-                PART, used, steps, w_scales, first, lines, groups, scale_smem, x_smem, w_smem, full,
-                empty, layout, ROWS_PER_SCALE
+                PART, begun, used, steps, w_scales, first, lines, groups, scale_smem, x_smem,
+                w_smem, full, empty, layout, ROWS_PER_SCALE
             )  # fmt: skip
         else:
             line = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-            acc = _sums(PART, used, steps, x_smem, w_smem, full, empty, layout)
             token = token_tile * TOKENS + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
-            acc *= gl.load(w_scales + line // ROWS_PER_SCALE, mask=line < lines, other=0.0)[:, None]
-            acc *= gl.load(x_scales + token, mask=token < rows, other=0.0)[None, :]
+            of_rows = gl.load(w_scales + line // ROWS_PER_SCALE, mask=line < lines, other=0.0)
+            of_tokens = gl.load(x_scales + token, mask=token < rows, other=0.0)
+            acc = _sums(PART, begun, used, steps, x_smem, w_smem, full, empty)
+            acc *= of_rows[:, None]
+            acc *= of_tokens[None, :]
         used += steps
-        place = [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS]
-        tma.store_wait(0)  # until the store of the preceding tile has read `mine`
-        gl.thread_barrier()
         if HAS_RESIDUAL:
-            mbarrier.expect(added.index(PART), out.block_type.nbytes)
-            tma.async_copy_global_to_shared(residual, place, added.index(PART), mine)
             mbarrier.wait(added.index(PART), turn & 1)
             acc += mine.permute((1, 0)).load(layout).to(gl.float32)
-            gl.thread_barrier()
+        else:
+            tma.store_wait(0)
+        gl.thread_barrier()
         value = acc
         if GATED:
             gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
@@ -241,7 +237,8 @@ def _product_kernel(
     x, weight, scales, out, residual, x_scales, w_scales, rows, lines, groups, items, token_tiles,
     weight_tiles, steps,
     STAGES: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr, CONSUMERS: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = x.block_type.shape[0]
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, x.block_type.shape[1]], x.layout)
@@ -269,16 +266,27 @@ def _product_kernel(
     ring = (scale_smem, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
     ends = (out, residual, x_scales, w_scales, rows, lines, groups, staging, added)
     # constants have to be named in each tuple: those of a variable would be constants of constants
-    gl.warp_specialize(
-        [
-            (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-            (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-            (_consume, (2, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-            (_produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+                (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+                (_produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+                (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+                (_consume, (2, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
+                (_produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
 
 
 def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
@@ -293,10 +301,30 @@ def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
         and values.shape[1] % STEP == 0
         and len(weight.values) % 16 == 0
         and (x.scales.shape[1] > 1) == weight.is_grouped
-        and (not weight.is_grouped or len(x) % 4 == 0)  # TMA reads whole 16 bytes of scales
+        and (not weight.is_grouped or x.scales.stride(1) % 4 == 0)  # TMA: rows of 16 bytes
         and _rows_are_aligned(values)
         and weight.values.is_contiguous()
     )
+
+
+def select_config(
+    x: Inputs,
+    weight: ScaledMatrix,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> HopperConfig | None:
+    """Returns the configuration of `hopper_product` where it takes these arguments and is faster
+    than `scaled_product`, otherwise None."""
+    if not isinstance(x, ScaledInputs) or not supports(x, weight, dtype):
+        return None
+    if not all(t is None or (t.stride(0) and _rows_are_aligned(t)) for t in (residual, out)):
+        return None
+    programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
+    lines, inputs = weight.values.shape
+    return hopper_config(len(x), lines, inputs, programs, gated=gated, grouped=weight.is_grouped)
 
 
 def hopper_product(
@@ -331,7 +359,7 @@ def hopper_product(
     grouped = weight.is_grouped
     config = config or CONFIGS[gated, grouped][0]
     token_tiles = -(-rows // config.tokens)
-    weight_tiles = -(-lines // (WEIGHT_ROWS * CONSUMERS.value))
+    weight_tiles = -(-lines // config.rows)
     items = token_tiles * weight_tiles
     tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
     target = _descriptor(out, tile)
@@ -343,7 +371,8 @@ def hopper_product(
         target if residual is None else _descriptor(residual, tile), x.scales, weight.scales,
         rows, lines, weight.scales.shape[1], items, token_tiles, weight_tiles, inputs // STEP,
         STAGES=config.stages, GROUP=config.group, GATED=gated, HAS_RESIDUAL=residual is not None,
-        GROUPED=grouped, ROWS_PER_SCALE=weight.rows_per_scale, REGISTERS=REGISTERS, PDL=pdl,
+        GROUPED=grouped, ROWS_PER_SCALE=weight.rows_per_scale, CONSUMERS=config.consumers,
+        REGISTERS=config.registers, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

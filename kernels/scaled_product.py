@@ -10,7 +10,8 @@ features are applied at the end. What comes after the product, a residual sum or
 is part of the tile's end. Rows of a gated weight are interleaved, so that the gate and its partner
 are in the same thread.
 
-Where each output feature has a scale, cuBLASLt is the alternative (`use_cublas`).
+Where each output feature has a scale, cuBLASLt is the alternative (`use_cublas`); for float8 on
+Hopper, a kernel in Gluon (`scaled_hopper`).
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -275,7 +276,8 @@ def scaled_product(
         TensorDescriptor.from_tensor(values, [config.tokens, step]),
         TensorDescriptor.from_tensor(weight.values, [config.features, step]),
         weight.scales if x_scales is None else x_scales, weight.scales, added, out, partials,
-        counters, rows, lines, token_tiles, weight_tiles, rows, weight.scales.shape[1],
+        counters, rows, lines, token_tiles, weight_tiles,
+        x_scales.stride(1) if scaling == 2 else rows, weight.scales.shape[1],
         added.stride(0), out.stride(0),
         INPUTS=inputs, FEATURES=config.features, TOKENS=config.tokens, STEP=step,
         GROUP_SIZE=config.group, X_SCALES=scaling, GROUPED=grouped,

@@ -9,7 +9,7 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.linear import MAX_ROWS, LinearConfig
 from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
-from aioinfer.kernels.scaled_hopper import CONFIGS, HopperConfig, hopper_product, supports
+from aioinfer.kernels.scaled_hopper import hopper_product, supports
 from aioinfer.kernels.scaled_linear import (
     ScaledMatrix,
     scaled_linear,
@@ -23,6 +23,7 @@ from aioinfer.kernels.scaled_product import (
     scaled_product,
     scaled_product_reference,
 )
+from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 
 from benchlib.kernel_cases import BF16, DEVICE, LINEARS, Case, random_tensor
 
@@ -209,7 +210,7 @@ def hopper_variants(
             return hopper_product(x, w, BF16, residual=residual, gated=gated, config=config)
 
         yield replace(
-            case, variant=f"{kind} Gluon t{config.tokens} s{config.stages}",
+            case, variant=f"{kind} Gluon c{config.consumers} t{config.tokens} s{config.stages}",
             runs=[lambda w=w, run=run: run(w) for w in weights],
             check=lambda run=run: error(run(weights[0])),
         )  # fmt: skip

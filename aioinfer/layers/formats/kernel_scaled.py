@@ -22,6 +22,7 @@ from aioinfer.kernels.quantize import (
     ScaledInputs,
     quantize,
 )
+from aioinfer.kernels.scaled_hopper import hopper_product, select_config
 from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
 from aioinfer.kernels.scaled_product import (
     ALIGNMENT,
@@ -32,11 +33,15 @@ from aioinfer.kernels.scaled_product import (
     scaled_product,
     use_cublas,
 )
+from aioinfer.kernels.scaled_tiles import hopper_rows
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
 from aioinfer.layers.formats.schemes import ScaledScheme
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
+
+#: Tiles that only more rows than these select are compiled when they are first used.
+WARM_UP_ROWS = 4096
 
 Inputs: TypeAlias = "torch.Tensor | ScaledInputs"
 
@@ -104,8 +109,16 @@ class KernelScaledWeight(ScaledWeight):
     def warm_up_rows(self) -> Sequence[int]:
         """See `WeightFormat.warm_up_rows`."""
         bounds = [bound for bound, *_ in CONFIGS if bound is not None]
-        firsts = {1, 2, MAX_ROWS // 2 + 1, CUBLAS_ROWS}
+        firsts = {1, 2, MAX_ROWS // 2 + 1, CUBLAS_ROWS, *self._hopper_rows()}
         return sorted(firsts | {bound + 1 for bound in bounds})
+
+    def _hopper_rows(self) -> list[int]:
+        values = self.matrix.values
+        if not values.is_cuda or torch.cuda.get_device_capability(values.device)[0] != 9:
+            return []
+        programs = torch.cuda.get_device_properties(values.device).multi_processor_count
+        is_grouped = self.matrix.is_grouped
+        return hopper_rows(*values.shape, programs, WARM_UP_ROWS, grouped=is_grouped)
 
     # ---------------------------------------------------------------- products
 
@@ -140,7 +153,7 @@ class KernelScaledWeight(ScaledWeight):
         inputs = self._quantized(x) if norm is None else self._normed(x, norm)
         if isinstance(inputs, torch.Tensor) and len(x) <= MAX_ROWS:
             return scaled_linear(inputs, self.matrix, gated=True, pdl=self._pdl)
-        return scaled_product(inputs, self.matrix, self._dtype, gated=True, pdl=self._pdl)
+        return self._tiled_product(inputs, gated=True)
 
     def warm_up_gated(self) -> None:
         """Does nothing: `warm_up_rows` has all configurations."""
@@ -154,12 +167,27 @@ class KernelScaledWeight(ScaledWeight):
     ) -> torch.Tensor:
         """Returns x W^T + residual [T, out]."""
         inputs = self._quantized(x)
-        options = {"residual": residual, "out": out, "pdl": self._pdl}
         if isinstance(inputs, torch.Tensor) and len(inputs) <= MAX_ROWS:
-            return scaled_linear(inputs, self.matrix, **options)
+            return scaled_linear(inputs, self.matrix, residual=residual, out=out, pdl=self._pdl)
         if residual is None and use_cublas(inputs, self.matrix, self._dtype):
             return cublas_product(inputs, self.matrix, out)
-        return scaled_product(inputs, self.matrix, self._dtype, **options)
+        return self._tiled_product(inputs, residual, out)
+
+    def _tiled_product(
+        self,
+        x: Inputs,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """Returns the product of many rows, by the kernel that is the faster one."""
+        options = {"residual": residual, "out": out, "gated": gated}
+        config = select_config(x, self.matrix, self._dtype, **options)
+        options["pdl"] = self._pdl
+        if config is not None:
+            return hopper_product(x, self.matrix, self._dtype, **options, config=config)
+        return scaled_product(x, self.matrix, self._dtype, **options)
 
     def _quantized(self, x: Inputs) -> Inputs:
         """Returns x as the product takes so many rows."""

@@ -1,0 +1,138 @@
+"""Tiles of the float8 products of many rows on Hopper: those of the Gluon kernel
+(`scaled_hopper.py`), and where it is faster than the Triton one (`scaled_product.py`).
+
+Products of many rows take as long as their waves: tiles are computed one for each multiprocessor at
+a time, and a last wave that occupies few of them takes as long as a full one. So a time for each
+kind of tile explains what was measured (docs/notes/quantized-products.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from aioinfer.kernels.scaled_product import ProductConfig, product_config
+
+CONSUMER_ROWS = 64  # weight rows of a consumer warpgroup: those of one wgmma
+STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """How the Gluon kernel is compiled.
+
+    Attributes:
+        tokens: columns of a tile: 64 or 128. With scales of blocks, the registers of three
+            consumers hold 64.
+        stages: stages of the ring.
+        consumers: warpgroups that multiply, 2 or 3, each 64 weight rows.
+        group: token tiles that are computed with a weight tile before the next weight tile.
+    """
+
+    tokens: int
+    stages: int
+    consumers: int = 3
+    group: int = 8
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return self.consumers * CONSUMER_ROWS
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread: its part of the 65 536 that the producer leaves, in the
+        granularity of setmaxnreg."""
+        return {2: 240, 3: 160}[self.consumers]
+
+
+#: By (gated, scales of blocks): what tests and benchmarks go through.
+CONFIGS = {
+    (True, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
+    (False, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
+    (True, True): (
+        HopperConfig(128, 6, consumers=2),
+        HopperConfig(64, 6),
+        HopperConfig(128, 4, consumers=2),
+        HopperConfig(64, 8, consumers=2),
+    ),
+    (False, True): (
+        HopperConfig(128, 5, consumers=2),
+        HopperConfig(64, 6),
+        HopperConfig(128, 4, consumers=2),
+        HopperConfig(64, 8, consumers=2),
+    ),
+}
+#: Microseconds that `STEP` inputs of a wave of tiles take, by (gated, scales of blocks), as
+#: `CONFIGS`: measured on an H200 with the weights of Qwen3-8B. Those of blocks are what the kernel
+#: took before a stage's products ran while the sums of another were scaled, for each weight row.
+HOPPER_TIMES = {
+    (True, False): {HopperConfig(128, 4): 0.63, HopperConfig(64, 6): 0.34},
+    (False, False): {HopperConfig(128, 4): 0.63, HopperConfig(64, 6): 0.34},
+    (True, True): {HopperConfig(128, 6, consumers=2): 0.73, HopperConfig(64, 6): 0.54},
+    (False, True): {HopperConfig(128, 5, consumers=2): 0.65, HopperConfig(64, 6): 0.53},
+}
+#: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
+#: has two programs at a time.
+PRODUCT_TIMES = {
+    False: {(64, 128): 0.31, (128, 128): 0.48, (256, 128): 0.95, (128, 256): 0.855},
+    True: {(64, 64): 0.74, (64, 128): 0.74},
+}
+#: Steps that a program of the Triton kernel takes to begin and end a tile, which the Gluon kernel
+#: does while it loads the next one.
+_ENDS = 0.5
+#: Up to so many rows a narrow weight's inputs are shared by several programs of the Triton kernel,
+#: or its smaller tiles occupy more multiprocessors.
+_NARROW_ROWS = 128
+#: Up to so many rows reading the weight is the bound, by whether scales are of blocks.
+_FEW_ROWS = {False: 64, True: 32}
+
+
+@lru_cache(maxsize=8192)
+def hopper_config(
+    rows: int, lines: int, inputs: int, programs: int, *, gated: bool, grouped: bool
+) -> HopperConfig | None:
+    """Returns the Gluon kernel's fastest configuration for activations [rows, inputs] and a weight
+    of `lines` rows, or None where the Triton kernel is faster.
+
+    Args:
+        programs: multiprocessors.
+        gated: whether the weight's rows are those of gate and up.
+        grouped: whether scales are of blocks.
+    """
+    times = HOPPER_TIMES[gated, grouped]
+    is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
+    if rows <= _FEW_ROWS[grouped] or (rows <= _NARROW_ROWS and is_narrow):
+        return None
+
+    def time(config: HopperConfig) -> float:
+        tiles = -(-lines // config.rows) * -(-rows // config.tokens)
+        return -(-tiles // programs) * inputs / STEP * times[config]
+
+    best = min(times, key=time)
+    other = product_config(rows, lines, inputs, grouped=grouped)
+    return (
+        best if time(best) < _product_time(other, rows, lines, inputs, programs, grouped) else None
+    )
+
+
+def _product_time(
+    config: ProductConfig, rows: int, lines: int, inputs: int, programs: int, grouped: bool
+) -> float:
+    """Returns the microseconds of the Triton kernel."""
+    tiles = -(-lines // config.features) * -(-rows // config.tokens)
+    waves = -(-tiles // (programs * (1 + grouped)))
+    return waves * (inputs / STEP + _ENDS) * PRODUCT_TIMES[grouped][config.features, config.tokens]
+
+
+def hopper_rows(
+    lines: int, inputs: int, programs: int, max_rows: int, *, grouped: bool
+) -> list[int]:
+    """Returns the fewest rows, in steps of 32, that select each configuration, be the weight gated
+    or not."""
+    first: dict[tuple[bool, HopperConfig | None], int] = {}
+    for gated in (False, True):
+        for rows in range(1, max_rows, 32):
+            config = hopper_config(rows, lines, inputs, programs, gated=gated, grouped=grouped)
+            first.setdefault((gated, config), rows)
+    return sorted({rows for (_, config), rows in first.items() if config is not None})
