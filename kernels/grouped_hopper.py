@@ -1,0 +1,402 @@
+"""Products of many rows with weights of 4-bit integers in groups on Hopper GPUs, in Triton's Gluon
+dialect: the alternative to `grouped_linear` where arithmetic is the bound (`supports`, `use_hopper`).
+
+A tile of the output's transpose is 64 weight rows for each of three consumer warpgroups times the
+tile's tokens. A consumer reads the packed words of 256 inputs from shared memory once, as the left
+operand of a wgmma lies in registers, and expands them, 64 inputs at a time, while its preceding
+wgmma is running: the product with x, from shared memory, is asynchronous. One warp loads words and
+scales with TMA, another x, each through a ring of stages of its own: words run ahead of the kernel
+that writes x. The rest of the schedule is `gated_product`'s.
+
+The integers less their zero points, exact in 16 bits, are multiplied by the group's scale in x's
+dtype before the product, as in Frantar et al., "MARLIN", 2024: the rounding is that of a weight
+dequantized to 16 bits. Scaling sums of a group instead, which `grouped_linear` does, would need as
+many registers again as the sums of a tile, and a wait for each group's product.
+
+Where tiles are fewer than multiprocessors, the inputs are divided over several programs (split-K).
+The last to finish sums their parts in a fixed order.
+"""
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
+# unpack tuples)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from aioinfer.kernels.gated_product import (
+    CONSUMERS,
+    LOG2_E,
+    REGISTERS,
+    TORCH_DTYPES,
+    WEIGHT_ROWS,
+    _descriptor,
+    _place,
+    _rows_are_aligned,
+)
+from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups
+from aioinfer.kernels.linear_arguments import check_linear
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+RUNS = gl.constexpr(4)  # runs of 64 inputs whose integers lie in the same words
+SCALE_BOX = 256  # scales of one load: those of the 192 rows of a tile, and of the next
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedHopperConfig:
+    """How the kernel is compiled.
+
+    Attributes:
+        tokens: columns of a tile: 64 or 128.
+        word_stages: stages of the ring of words; each holds 256 inputs of the tile's weight rows.
+        stages: stages of the ring of x; each holds 64 inputs of the tile's tokens.
+        splits: programs that share the inputs of a tile.
+        group: token tiles that are computed with a weight tile before the next weight tile.
+    """
+
+    tokens: int
+    word_stages: int
+    stages: int
+    splits: int = 1
+    group: int = 8
+
+
+def _is_in_words(group: int) -> int:
+    """Returns the scales of a weight row that are loaded for a unit."""
+    return RUNS.value if group == MAX_RUN else 2
+
+
+@gluon.constexpr_function
+def _instructions(run: int, offset: int) -> str:
+    """Returns what makes two integers out of run `run` of two words ($1), less their zero points
+    ($2) and times their scales ($3): see `grouped_linear`."""
+    shift = f"shr.u32 a, $1, {4 * run};" if run else "mov.b32 a, $1;"
+    if offset == 128:
+        return f"""{{
+            .reg .b32 a, one;
+            mov.b32 one, 0x3F803F80;
+            {shift}
+            lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 a, a, one, $2;
+            mul.rn.bf16x2 $0, a, $3;
+            }}"""
+    return f"""{{
+        .reg .b32 a;
+        {shift}
+        lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA;
+        add.rn.f16x2 a, a, $2;
+        mul.rn.f16x2 $0, a, $3;
+        }}"""
+
+
+@gluon.jit
+def _scale_of(kept, HAS_ZEROS: gl.constexpr, dtype: gl.constexpr):
+    """Returns, in `dtype`, the negative zero points that `_instructions` adds and the scales, both
+    [N, 1], of elements [N] of `PackedGroups.scales`."""
+    is_bf16: gl.constexpr = dtype == gl.bfloat16
+    if HAS_ZEROS:
+        sign_and_offset: gl.constexpr = 0xC300 if is_bf16 else 0xE400
+        zero = ((kept & 255) | sign_and_offset).to(gl.int16).to(dtype, bitcast=True)
+        scale = (kept & -256).to(gl.float32, bitcast=True).to(dtype)
+    else:
+        offset: gl.constexpr = 128 if is_bf16 else 1024
+        zero = (kept * 0).to(dtype) - (offset + 8)
+        scale = kept.to(gl.float32, bitcast=True).to(dtype)
+    return zero[:, None], scale[:, None]
+
+
+@gluon.jit
+def _expand(words, zero, scale, RUN: gl.constexpr):
+    """Returns run `RUN` of words [N, 64], less its zero points and scaled, in `scale`'s dtype."""
+    if scale.dtype == gl.bfloat16:
+        values = gl.inline_asm_elementwise(
+            _instructions(RUN, 128), "=r,r,r,r", [words, zero, scale], gl.bfloat16, True, 2
+        )
+    else:
+        values = gl.inline_asm_elementwise(
+            _instructions(RUN, 1024), "=r,r,r,r", [words, zero, scale], gl.float16, True, 2
+        )
+    return values
+
+
+@gluon.jit
+def _share(item, units, SPLITS: gl.constexpr):
+    """Returns the units of work item `item`: from the first to before the second."""
+    share = (units + SPLITS - 1) // SPLITS
+    begin = item % SPLITS * share
+    return begin, gl.minimum(begin + share, units)
+
+
+@gluon.jit
+def _produce_words(
+    GROUP: gl.constexpr, SPLITS: gl.constexpr, SIZE: gl.constexpr, packed, scales, scale_smem,
+    w_smem, w_full, w_empty, items, token_tiles, weight_tiles, units
+):  # fmt: skip
+    """Loads words and scales of every work item as stages become free. The kernel before does not
+    write them, so it is not waited for."""
+    STAGES: gl.constexpr = w_full.shape[0]
+    SCALES: gl.constexpr = scale_smem.shape[0] // STAGES
+    TILES: gl.constexpr = packed.block_type.shape[0]
+    ROWS: gl.constexpr = CONSUMERS * TILES * packed.block_type.shape[2]
+    INPUTS: gl.constexpr = RUNS * packed.block_type.shape[3]
+    NBYTES: gl.constexpr = CONSUMERS * packed.block_type.nbytes + SCALES * scales.block_type.nbytes
+    loaded = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        _, weight_tile = _place(item // SPLITS, token_tiles, weight_tiles, GROUP)
+        begin, end = _share(item, units, SPLITS)
+        for unit in range(begin, end):
+            stage = loaded % STAGES
+            mbarrier.wait(w_empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            mbarrier.expect(w_full.index(stage), NBYTES)
+            for part in gl.static_range(CONSUMERS):
+                tile = (weight_tile * CONSUMERS + part) * TILES
+                tma.async_copy_global_to_shared(
+                    packed, [tile, unit, 0, 0], w_full.index(stage),
+                    w_smem.index(stage * CONSUMERS + part)
+                )  # fmt: skip
+            for part in gl.static_range(SCALES):
+                group = (unit * INPUTS + part * (INPUTS // SCALES)) // SIZE
+                tma.async_copy_global_to_shared(
+                    scales, [group, weight_tile * ROWS], w_full.index(stage),
+                    scale_smem.index(stage * SCALES + part)
+                )  # fmt: skip
+            loaded += 1
+
+
+@gluon.jit
+def _produce_x(
+    PDL: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, x, x_smem, full, empty, items,
+    token_tiles, weight_tiles, units
+):  # fmt: skip
+    """Loads x for every work item as stages become free, after the kernel before.
+
+    The consumers need not wait for that kernel: they read its results and write theirs only after
+    a product with an x that was loaded behind the wait.
+    """
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    STEP: gl.constexpr = x_smem.shape[2]
+    if PDL:
+        gdc_wait()
+    loaded = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, _ = _place(item // SPLITS, token_tiles, weight_tiles, GROUP)
+        begin, end = _share(item, units, SPLITS)
+        for run in range(begin * RUNS, end * RUNS):
+            stage = loaded % STAGES
+            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), x.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                x, [token_tile * TOKENS, run * STEP], full.index(stage), x_smem.index(stage)
+            )
+            loaded += 1
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _sums(
+    PART: gl.constexpr, HAS_ZEROS: gl.constexpr, count, used, scale_smem, w_smem, w_full, w_empty,
+    x_smem, full, empty, layout: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of a tile [ROWS, TOKENS] over `count` units, of which `used` were taken from
+    the rings before."""
+    W_STAGES: gl.constexpr = w_full.shape[0]
+    SCALES: gl.constexpr = scale_smem.shape[0] // W_STAGES
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    STEP: gl.constexpr = x_smem.shape[2]
+    ROWS: gl.constexpr = w_smem.shape[1] * w_smem.shape[3]
+    dtype: gl.constexpr = x_smem.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    for index in range(count):
+        w_stage = used % W_STAGES
+        mbarrier.wait(w_full.index(w_stage), (used // W_STAGES) & 1)
+        words = w_smem.index(w_stage * CONSUMERS + PART).reshape([ROWS, STEP]).load(operand)
+        factors = ()
+        for part in gl.static_range(SCALES):
+            place = scale_smem.index(w_stage * SCALES + part).reshape([scale_smem.shape[2]])
+            kept = place.slice(PART * ROWS, ROWS).load(gl.SliceLayout(1, operand))
+            factors = factors + (_scale_of(kept, HAS_ZEROS, dtype),)
+        gl.thread_barrier()  # until all warps have read the stage
+        mbarrier.arrive(w_empty.index(w_stage))
+        for run in gl.static_range(RUNS):
+            zero, scale = factors[run * SCALES // RUNS]
+            values = _expand(words, zero, scale, run)
+            taken = used * RUNS + run
+            mbarrier.wait(full.index(taken % STAGES), (taken // STAGES) & 1)
+            acc = warpgroup_mma(
+                values, x_smem.index(taken % STAGES).permute((1, 0)), acc, is_async=True
+            )
+            # This product stays under way while the next run is expanded. Under way over the end of
+            # the loop, it would need more registers than there are, and ptxas would wait for each.
+            acc = warpgroup_mma_wait(1 if run + 1 < RUNS else 0, [acc])
+            if run > 0:
+                mbarrier.arrive(empty.index((taken + STAGES - 1) % STAGES))
+            if run + 1 == RUNS:
+                mbarrier.arrive(empty.index(taken % STAGES))
+        used += 1
+    return acc
+
+
+@gluon.jit
+def _is_last(acc, partials, counter, split, SPLITS: gl.constexpr):
+    """Writes a program's sums; returns whether all others of the tile have been written. Then the
+    counter is reset."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
+    place = row[:, None] * TOKENS + token[None, :]
+    gl.store(partials + split * (ROWS * TOKENS) + place, acc)
+    gl.thread_barrier()
+    last = gl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def _total(partials, SPLITS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+           layout: gl.constexpr):  # fmt: skip
+    """Returns the sum of all programs' sums of a tile, in the order of the inputs."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
+    place = row[:, None] * TOKENS + token[None, :]
+    acc = gl.load(partials + place, cache_modifier=".cg")
+    for split in range(1, SPLITS):
+        acc += gl.load(partials + split * (ROWS * TOKENS) + place, cache_modifier=".cg")
+    return acc
+
+
+@gluon.jit
+def _write(
+    acc, place, turn, PART: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr, out,
+    residual, mine, added
+):  # fmt: skip
+    """Applies the gate or adds the residual to the sums of a tile and writes them."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    tma.store_wait(0)  # until the store of the preceding tile has read `mine`
+    gl.thread_barrier()
+    if HAS_RESIDUAL:
+        mbarrier.expect(added.index(PART), out.block_type.nbytes)
+        tma.async_copy_global_to_shared(residual, place, added.index(PART), mine)
+        mbarrier.wait(added.index(PART), turn & 1)
+        acc += mine.permute((1, 0)).load(layout).to(gl.float32)
+        gl.thread_barrier()
+    value = acc
+    if GATED:
+        gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+        value = (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([ROWS // 2, TOKENS])
+    mine.permute((1, 0)).store(value.to(out.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out, place, mine)
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr, out, residual, partials, counters, staging,
+    added, scale_smem, w_smem, w_full, w_empty, x_smem, full, empty, items, token_tiles,
+    weight_tiles, units
+):  # fmt: skip
+    """Computes the part of consumer `PART` of every work item: 64 weight rows."""
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    ROWS: gl.constexpr = w_smem.shape[1] * w_smem.shape[3]
+    OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    mine = staging.index(PART)
+    used = gl.program_id(0) * 0
+    turn = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        tile = item // SPLITS
+        token_tile, weight_tile = _place(tile, token_tiles, weight_tiles, GROUP)
+        begin, end = _share(item, units, SPLITS)
+        acc = _sums(
+            PART, HAS_ZEROS, end - begin, used, scale_smem, w_smem, w_full, w_empty, x_smem, full,
+            empty, layout
+        )  # fmt: skip
+        used += end - begin
+        place = [token_tile * TOKENS, (weight_tile * CONSUMERS + PART) * OUTPUTS]
+        if SPLITS == 1:
+            _write(acc, place, turn, PART, GATED, HAS_RESIDUAL, out, residual, mine, added)
+            turn += 1
+        else:
+            part = tile * CONSUMERS + PART
+            sums = partials + part * (SPLITS * ROWS * TOKENS)
+            if _is_last(acc, sums, counters + part, item % SPLITS, SPLITS):
+                total = _total(sums, SPLITS, ROWS, TOKENS, layout)
+                _write(total, place, turn, PART, GATED, HAS_RESIDUAL, out, residual, mine, added)
+                turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "units"])
+def _kernel(
+    x, packed, scales, out, residual, partials, counters, items, token_tiles, weight_tiles, units,
+    STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, SCALES: gl.constexpr, SIZE: gl.constexpr,
+    SPLITS: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, GATED: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    x_smem = gl.allocate_shared_memory(
+        x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
+    )
+    w_smem = gl.allocate_shared_memory(
+        gl.int16,
+        [WORD_STAGES * CONSUMERS, packed.block_type.shape[0], 1, packed.block_type.shape[2],
+         packed.block_type.shape[3]],
+        packed.layout,
+    )  # fmt: skip
+    scale_smem = gl.allocate_shared_memory(
+        gl.int32, [WORD_STAGES * SCALES, 1, scales.block_type.shape[1]], scales.layout
+    )
+    staging = gl.allocate_shared_memory(
+        out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout
+    )
+    w_full = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
+    w_empty = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(WORD_STAGES):
+        mbarrier.init(w_full.index(stage), 1)
+        mbarrier.init(w_empty.index(stage), CONSUMERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), CONSUMERS)
+    for part in gl.static_range(CONSUMERS):
+        mbarrier.init(added.index(part), 1)
+    fence_async_shared()
+    gl.thread_barrier()
+    counts = (items, token_tiles, weight_tiles, units)
+    words = (scale_smem, w_smem, w_full, w_empty)
+    inputs = (x_smem, full, empty)
+    rest = (out, residual, partials, counters, staging, added) + words + inputs + counts
+    # constants have to be named in each tuple: those of a variable would be constants of constants
+    gl.warp_specialize(
+        [
+            (_consume, (0, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
+            (_consume, (1, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
+            (_consume, (2, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
+            (_produce_words, (GROUP, SPLITS, SIZE, packed, scales) + words + counts),
+            (_produce_x, (PDL, GROUP, SPLITS, x) + inputs + counts),
+        ],
+        [4, 4, 1, 1],
+        [REGISTERS, REGISTERS, 24, 24],
+    )
