@@ -1,5 +1,8 @@
-"""Products of many rows with weights of 4-bit integers in groups on Hopper GPUs, in Triton's Gluon
-dialect: the alternative to `grouped_linear` where arithmetic is the bound (`supports`, `use_hopper`).
+"""Products of many rows with weights of 4-bit integers in groups, on Hopper GPUs, in Triton's Gluon
+dialect.
+
+The alternative to `grouped_linear` where arithmetic is the bound (`supports`, `use_hopper`); called
+by the weight format for groups (`aioinfer.layers.formats.kernel_grouped`).
 
 A tile of the output's transpose is 64 weight rows for each of three consumer warpgroups times the
 tile's tokens. A consumer reads the packed words of 256 inputs from shared memory once, as the left
@@ -70,11 +73,6 @@ class GroupedHopperConfig:
     stages: int
     splits: int = 1
     group: int = 8
-
-
-def _is_in_words(group: int) -> int:
-    """Returns the scales of a weight row that are loaded for a unit."""
-    return RUNS.value if group == MAX_RUN else 2
 
 
 @gluon.constexpr_function
@@ -221,7 +219,7 @@ def _sums(
     dtype: gl.constexpr = x_smem.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    for index in range(count):
+    for _ in range(count):
         w_stage = used % W_STAGES
         mbarrier.wait(w_full.index(w_stage), (used // W_STAGES) & 1)
         words = w_smem.index(w_stage * CONSUMERS + PART).reshape([ROWS, STEP]).load(operand)
@@ -400,3 +398,199 @@ def _kernel(
         [4, 4, 1, 1],
         [REGISTERS, REGISTERS, 24, 24],
     )
+
+
+#: Microseconds that a program needs for a unit of 256 inputs of a tile, by the tile's tokens, and
+#: for the end of a tile: those of `gated_product`, whose operands both come from shared memory.
+UNIT_TIMES, TILE_TIME = {128: 2.2, 64: 1.2}, 2.0
+#: Microseconds that summing costs for each program that shares a tile of 128 tokens: what is read
+#: by one multiprocessor. Guessed, like the table's rows of 65 and more.
+SPLIT_TIME = 0.9
+MAX_SPLITS = 6
+#: Rows for which `use_hopper` prefers this kernel; not yet measured.
+MIN_ROWS, MAX_ROWS = 65, 512
+
+
+def _stages(tokens: int, gated: bool) -> tuple[int, int]:
+    """Returns the stages of words and of x that fit beside the results of a tile."""
+    if tokens == 64:
+        return 4, 8
+    return (3, 6) if gated else (3, 5)
+
+
+def configs(rows: int, weight: PackedGroups, gated: bool) -> Iterator[GroupedHopperConfig]:
+    """Yields the configurations for a number of rows: of each tile, by the programs that share its
+    inputs; those of one program first."""
+    for tokens in (128, 64) if rows > 64 else (64,):
+        tiles = -(-rows // tokens) * _weight_tiles(weight)
+        for splits in range(1, min(MAX_SPLITS, weight.units) + 1):
+            share = -(-weight.units // splits)
+            counters = tiles * CONSUMERS.value
+            # no program without inputs, and a counter for each consumer of a tile
+            if splits == 1 or (
+                share * (splits - 1) < weight.units and counters <= len(weight.counters)
+            ):
+                yield GroupedHopperConfig(tokens, *_stages(tokens, gated), splits)
+
+
+def _weight_tiles(weight: PackedGroups) -> int:
+    return -(-weight.features // (WEIGHT_ROWS * CONSUMERS.value))
+
+
+def grouped_hopper_config(
+    rows: int, weight: PackedGroups, programs: int, *, gated: bool
+) -> GroupedHopperConfig:
+    """Returns the configuration with the shortest time, if every tile takes what `UNIT_TIMES`,
+    `TILE_TIME` and `SPLIT_TIME` say: tiles are computed in waves of one for each program.
+
+    Args:
+        rows: of x.
+        weight: of the product.
+        programs: multiprocessors.
+        gated: whether pairs of rows are multiplied.
+    """
+
+    def time(config: GroupedHopperConfig) -> float:
+        items = -(-rows // config.tokens) * _weight_tiles(weight) * config.splits
+        waves = -(-items // programs)
+        units = -(-weight.units // config.splits)
+        summed = SPLIT_TIME * config.splits * config.tokens / 128 if config.splits > 1 else 0.0
+        return waves * (units * UNIT_TIMES[config.tokens] + TILE_TIME) + summed
+
+    return min(configs(rows, weight, gated), key=time)
+
+
+def supports(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> bool:
+    """Whether `grouped_hopper` takes these: on Hopper, bf16 or fp16, 4 bits in groups of 64 or of a
+    multiple of 128 inputs or in whole rows, outputs a multiple of 8.
+
+    TMA needs the rows of x, of a residual and of the result to be contiguous and to begin at
+    multiples of 16 bytes; those of a residual must not be one row repeated.
+    """
+    outputs = weight.features // 2 if gated else weight.features
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in TORCH_DTYPES
+        and weight.bits == 4
+        and weight.run == MAX_RUN
+        and outputs % 8 == 0
+        and (residual is None or residual.stride(0) > 0)
+        and all(_rows_are_aligned(t) for t in (x, residual, out) if t is not None)
+    )
+
+
+def use_hopper(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> bool:
+    """Whether `grouped_hopper` should compute this product, rather than `grouped_linear` or a
+    dequantization followed by cuBLAS. Not yet measured."""
+    return MIN_ROWS <= len(x) <= MAX_ROWS and supports(
+        x, weight, residual=residual, gated=gated, out=out
+    )
+
+
+def grouped_hopper(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: GroupedHopperConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32; the
+    arguments are `grouped_linear`'s, for what `supports` accepts.
+
+    Args:
+        x: [M, K].
+        weight: [N, K], or with `gated` [2 * N, K]; read before the preceding kernel has ended.
+        residual: [M, N], may be `out`.
+        gated, pdl: see `grouped_linear`.
+        out: [M, N] to write to; by default a new tensor.
+        config: instead of `grouped_hopper_config`'s (for tests and tuning).
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports` returns false.
+    """
+    rows = len(x)
+    features = check_linear(x, (weight.features, weight.inputs), gated=gated)
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    if not supports(x, weight, residual=residual, gated=gated, out=out):
+        raise ValueError(
+            f"supports() rejects x {tuple(x.shape)} of {x.dtype}, a weight of {weight.bits} bits in "
+            f"groups of {weight.group}, or the rows of a residual or result"
+        )
+    if not rows:
+        return out
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    config = config or grouped_hopper_config(rows, weight, programs, gated=gated)
+    token_tiles, weight_tiles = -(-rows // config.tokens), _weight_tiles(weight)
+    items = token_tiles * weight_tiles * config.splits
+    partials = weight.counters if config.splits == 1 else _partials(x, weight, config, items)
+    tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
+    target = _descriptor(out, tile)
+    _kernel[(min(items, programs),)](
+        _descriptor(x, [config.tokens, MAX_RUN]), _word_descriptor(weight),
+        _scale_descriptor(weight), target,
+        target if residual is None else _descriptor(residual, tile), partials, weight.counters,
+        items, token_tiles, weight_tiles, weight.units,
+        STAGES=config.stages, WORD_STAGES=config.word_stages, SCALES=scales_of_unit(weight.group),
+        SIZE=weight.group, SPLITS=config.splits, GROUP=config.group, HAS_ZEROS=weight.has_zeros,
+        GATED=gated, HAS_RESIDUAL=residual is not None, REGISTERS=REGISTERS, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _partials(
+    x: torch.Tensor, weight: PackedGroups, config: GroupedHopperConfig, items: int
+) -> torch.Tensor:
+    """Returns memory for the sums of programs that share a tile."""
+    share = -(-weight.units // config.splits)
+    tiles = items // config.splits
+    if share * (config.splits - 1) >= weight.units:
+        raise ValueError(f"{config} leaves programs without inputs")
+    if tiles * CONSUMERS.value > len(weight.counters):
+        raise ValueError(f"{config} has more tiles than there are counters")
+    size = items * CONSUMERS.value * WEIGHT_ROWS * config.tokens
+    return torch.empty(size, dtype=torch.float32, device=x.device)
+
+
+def scales_of_unit(group: int) -> int:
+    """Returns how many scales of a weight row are loaded for a unit of 256 inputs: one for each run
+    in groups of 64, one for two runs in larger ones."""
+    return RUNS.value if group == MAX_RUN else RUNS.value // 2
+
+
+def word_layout() -> gl.NVMMASharedLayout:
+    """Returns the layout of a consumer's words of a unit in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([WEIGHT_ROWS // TILE, 1, TILE, MAX_RUN], gl.int16)
+
+
+def scale_layout() -> gl.NVMMASharedLayout:
+    """Returns the layout of a group's scales in shared memory: in their order."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def _word_descriptor(weight: PackedGroups) -> TensorDescriptor:
+    t, block = weight.integers, [WEIGHT_ROWS // TILE, 1, TILE, MAX_RUN]
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, word_layout())
+
+
+def _scale_descriptor(weight: PackedGroups) -> TensorDescriptor:
+    t = weight.scales
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, SCALE_BOX], scale_layout())
