@@ -24,9 +24,6 @@ The last to finish sums their parts in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from aioinfer.kernels.gated_product import (
     CONSUMERS,
@@ -37,6 +34,12 @@ from aioinfer.kernels.gated_product import (
     _descriptor,
     _place,
     _rows_are_aligned,
+)
+from aioinfer.kernels.grouped_hopper_configs import (
+    GroupedHopperConfig,
+    grouped_hopper_config,
+    shares,
+    weight_tiles_of,
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups
 from aioinfer.kernels.linear_arguments import check_linear
@@ -54,25 +57,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RUNS = gl.constexpr(4)  # runs of 64 inputs whose integers lie in the same words
 SCALE_BOX = 256  # scales of one load: those of the 192 rows of a tile, and of the next
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedHopperConfig:
-    """How the kernel is compiled.
-
-    Attributes:
-        tokens: columns of a tile: 64 or 128.
-        word_stages: stages of the ring of words; each holds 256 inputs of the tile's weight rows.
-        stages: stages of the ring of x; each holds 64 inputs of the tile's tokens.
-        splits: programs that share the inputs of a tile.
-        group: token tiles that are computed with a weight tile before the next weight tile.
-    """
-
-    tokens: int
-    word_stages: int
-    stages: int
-    splits: int = 1
-    group: int = 8
+#: Rows for which `use_hopper` prefers this kernel; not yet measured.
+MIN_ROWS, MAX_ROWS = 65, 512
 
 
 @gluon.constexpr_function
@@ -400,66 +386,6 @@ def _kernel(
     )
 
 
-#: Microseconds that a program needs for a unit of 256 inputs of a tile, by the tile's tokens, and
-#: for the end of a tile: those of `gated_product`, whose operands both come from shared memory.
-UNIT_TIMES, TILE_TIME = {128: 2.2, 64: 1.2}, 2.0
-#: Microseconds that summing costs for each program that shares a tile of 128 tokens: what is read
-#: by one multiprocessor. Guessed, like the table's rows of 65 and more.
-SPLIT_TIME = 0.9
-MAX_SPLITS = 6
-#: Rows for which `use_hopper` prefers this kernel; not yet measured.
-MIN_ROWS, MAX_ROWS = 65, 512
-
-
-def _stages(tokens: int, gated: bool) -> tuple[int, int]:
-    """Returns the stages of words and of x that fit beside the results of a tile."""
-    if tokens == 64:
-        return 4, 8
-    return (3, 6) if gated else (3, 5)
-
-
-def configs(rows: int, weight: PackedGroups, gated: bool) -> Iterator[GroupedHopperConfig]:
-    """Yields the configurations for a number of rows: of each tile, by the programs that share its
-    inputs; those of one program first."""
-    for tokens in (128, 64) if rows > 64 else (64,):
-        tiles = -(-rows // tokens) * _weight_tiles(weight)
-        for splits in range(1, min(MAX_SPLITS, weight.units) + 1):
-            share = -(-weight.units // splits)
-            counters = tiles * CONSUMERS.value
-            # no program without inputs, and a counter for each consumer of a tile
-            if splits == 1 or (
-                share * (splits - 1) < weight.units and counters <= len(weight.counters)
-            ):
-                yield GroupedHopperConfig(tokens, *_stages(tokens, gated), splits)
-
-
-def _weight_tiles(weight: PackedGroups) -> int:
-    return -(-weight.features // (WEIGHT_ROWS * CONSUMERS.value))
-
-
-def grouped_hopper_config(
-    rows: int, weight: PackedGroups, programs: int, *, gated: bool
-) -> GroupedHopperConfig:
-    """Returns the configuration with the shortest time, if every tile takes what `UNIT_TIMES`,
-    `TILE_TIME` and `SPLIT_TIME` say: tiles are computed in waves of one for each program.
-
-    Args:
-        rows: of x.
-        weight: of the product.
-        programs: multiprocessors.
-        gated: whether pairs of rows are multiplied.
-    """
-
-    def time(config: GroupedHopperConfig) -> float:
-        items = -(-rows // config.tokens) * _weight_tiles(weight) * config.splits
-        waves = -(-items // programs)
-        units = -(-weight.units // config.splits)
-        summed = SPLIT_TIME * config.splits * config.tokens / 128 if config.splits > 1 else 0.0
-        return waves * (units * UNIT_TIMES[config.tokens] + TILE_TIME) + summed
-
-    return min(configs(rows, weight, gated), key=time)
-
-
 def supports(
     x: torch.Tensor,
     weight: PackedGroups,
@@ -531,14 +457,14 @@ def grouped_hopper(
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if not supports(x, weight, residual=residual, gated=gated, out=out):
         raise ValueError(
-            f"supports() rejects x {tuple(x.shape)} of {x.dtype}, a weight of {weight.bits} bits in "
-            f"groups of {weight.group}, or the rows of a residual or result"
+            f"supports() rejects x {tuple(x.shape)} of {x.dtype}, {weight.bits} bits in groups of "
+            f"{weight.group}, or the rows of a residual or result"
         )
     if not rows:
         return out
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     config = config or grouped_hopper_config(rows, weight, programs, gated=gated)
-    token_tiles, weight_tiles = -(-rows // config.tokens), _weight_tiles(weight)
+    token_tiles, weight_tiles = -(-rows // config.tokens), weight_tiles_of(weight)
     items = token_tiles * weight_tiles * config.splits
     partials = weight.counters if config.splits == 1 else _partials(x, weight, config, items)
     tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
@@ -560,12 +486,8 @@ def _partials(
     x: torch.Tensor, weight: PackedGroups, config: GroupedHopperConfig, items: int
 ) -> torch.Tensor:
     """Returns memory for the sums of programs that share a tile."""
-    share = -(-weight.units // config.splits)
-    tiles = items // config.splits
-    if share * (config.splits - 1) >= weight.units:
-        raise ValueError(f"{config} leaves programs without inputs")
-    if tiles * CONSUMERS.value > len(weight.counters):
-        raise ValueError(f"{config} has more tiles than there are counters")
+    if not shares(weight, items // config.splits, config.splits):
+        raise ValueError(f"{config} leaves programs without inputs, or tiles without counters")
     size = items * CONSUMERS.value * WEIGHT_ROWS * config.tokens
     return torch.empty(size, dtype=torch.float32, device=x.device)
 

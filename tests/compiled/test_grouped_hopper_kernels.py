@@ -16,13 +16,15 @@ import triton
 from aioinfer.kernels.gated_product import REGISTERS, WEIGHT_ROWS
 from aioinfer.kernels.grouped_hopper import (
     SCALE_BOX,
-    GroupedHopperConfig,
     _kernel,
-    configs,
-    grouped_hopper_config,
     scale_layout,
     scales_of_unit,
     word_layout,
+)
+from aioinfer.kernels.grouped_hopper_configs import (
+    GroupedHopperConfig,
+    configs,
+    grouped_hopper_config,
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups, pack_groups
 from triton.compiler import CompiledKernel

@@ -12,11 +12,13 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels.grouped_hopper import (
     MAX_ROWS,
+    grouped_hopper,
+    supports,
+)
+from aioinfer.kernels.grouped_hopper_configs import (
     GroupedHopperConfig,
     configs,
-    grouped_hopper,
     grouped_hopper_config,
-    supports,
 )
 from aioinfer.kernels.grouped_linear import grouped_linear_reference
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
@@ -146,7 +148,6 @@ def test_chains_of_dependent_launches() -> None:
             x = values
             for turn in range(20):
                 x = grouped_hopper(x, weight, config=replace(config, group=turn + 1), pdl=pdl)
-                x = x / x.float().square().mean(1, keepdim=True).sqrt().to(BF16)
                 if not pdl:
                     torch.cuda.synchronize()
             results[pdl] = x
