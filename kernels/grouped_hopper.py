@@ -190,47 +190,73 @@ def _produce_x(
 
 
 @gluon.jit
+def _place_of_run(used, RUN: gl.constexpr, STAGES: gl.constexpr):
+    """Returns the stage of run `RUN` of x in the unit after `used` others, and its phase."""
+    if STAGES % RUNS == 0:  # needs fewer instructions
+        UNITS: gl.constexpr = STAGES // RUNS
+        stage, phase = used % UNITS * RUNS + RUN, (used // UNITS) & 1
+    else:
+        taken = used * RUNS + RUN
+        stage, phase = taken % STAGES, (taken // STAGES) & 1
+    return stage, phase
+
+
+@gluon.jit
+def _take_words(
+    PART: gl.constexpr, used, there, scale_smem, w_smem, w_full, w_empty, operand: gl.constexpr
+):  # fmt: skip
+    """Returns the words of a unit, as the left operand lies in registers, and its elements of
+    `PackedGroups.scales`, and frees the stage; of what is not `there` something else."""
+    STAGES: gl.constexpr = w_full.shape[0]
+    SCALES: gl.constexpr = scale_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = w_smem.shape[1] * w_smem.shape[3]
+    STEP: gl.constexpr = w_smem.shape[4]
+    stage = used % STAGES
+    mbarrier.wait(w_full.index(stage), (used // STAGES) & 1, pred=there)
+    words = w_smem.index(stage * CONSUMERS + PART).reshape([ROWS, STEP]).load(operand)
+    kept = ()
+    for part in gl.static_range(SCALES):
+        scales = scale_smem.index(stage * SCALES + part).reshape([scale_smem.shape[2]])
+        kept = kept + (scales.slice(PART * ROWS, ROWS).load(gl.SliceLayout(1, operand)),)
+    gl.thread_barrier()  # until all warps have read the stage
+    mbarrier.arrive(w_empty.index(stage), pred=there)
+    return words, kept
+
+
+@gluon.jit
 def _sums(
     PART: gl.constexpr, HAS_ZEROS: gl.constexpr, count, used, scale_smem, w_smem, w_full, w_empty,
     x_smem, full, empty, layout: gl.constexpr
 ):  # fmt: skip
     """Returns the sums of a tile [ROWS, TOKENS] over `count` units, of which `used` were taken from
     the rings before."""
-    W_STAGES: gl.constexpr = w_full.shape[0]
-    SCALES: gl.constexpr = scale_smem.shape[0] // W_STAGES
+    SCALES: gl.constexpr = scale_smem.shape[0] // w_full.shape[0]
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
-    STEP: gl.constexpr = x_smem.shape[2]
     ROWS: gl.constexpr = w_smem.shape[1] * w_smem.shape[3]
     dtype: gl.constexpr = x_smem.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    for _ in range(count):
-        w_stage = used % W_STAGES
-        mbarrier.wait(w_full.index(w_stage), (used // W_STAGES) & 1)
-        words = w_smem.index(w_stage * CONSUMERS + PART).reshape([ROWS, STEP]).load(operand)
-        factors = ()
-        for part in gl.static_range(SCALES):
-            place = scale_smem.index(w_stage * SCALES + part).reshape([scale_smem.shape[2]])
-            kept = place.slice(PART * ROWS, ROWS).load(gl.SliceLayout(1, operand))
-            factors = factors + (_scale_of(kept, HAS_ZEROS, dtype),)
-        gl.thread_barrier()  # until all warps have read the stage
-        mbarrier.arrive(w_empty.index(w_stage))
+    words, kept = _take_words(PART, used, True, scale_smem, w_smem, w_full, w_empty, operand)
+    for index in range(count):
         for run in gl.static_range(RUNS):
-            zero, scale = factors[run * SCALES // RUNS]
+            zero, scale = _scale_of(kept[run * SCALES // RUNS], HAS_ZEROS, dtype)
             values = _expand(words, zero, scale, run)
-            taken = used * RUNS + run
-            mbarrier.wait(full.index(taken % STAGES), (taken // STAGES) & 1)
-            acc = warpgroup_mma(
-                values, x_smem.index(taken % STAGES).permute((1, 0)), acc, is_async=True
-            )
-            # This product stays under way while the next run is expanded. Under way over the end of
-            # the loop, it would need more registers than there are, and ptxas would wait for each.
+            stage, phase = _place_of_run(used, run, STAGES)
+            mbarrier.wait(full.index(stage), phase)
+            acc = warpgroup_mma(values, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+            # This product stays under way while the next run is expanded, the last one while the
+            # next words are read. Under way over the end of the loop, it would need more registers
+            # than there are, and ptxas would wait for each.
+            if run + 1 == RUNS:
+                words, kept = _take_words(
+                    PART, used + 1, index + 1 < count, scale_smem, w_smem, w_full, w_empty, operand
+                )
             acc = warpgroup_mma_wait(1 if run + 1 < RUNS else 0, [acc])
             if run > 0:
-                mbarrier.arrive(empty.index((taken + STAGES - 1) % STAGES))
+                mbarrier.arrive(empty.index(_place_of_run(used, run - 1, STAGES)[0]))
             if run + 1 == RUNS:
-                mbarrier.arrive(empty.index(taken % STAGES))
+                mbarrier.arrive(empty.index(stage))
         used += 1
     return acc
 

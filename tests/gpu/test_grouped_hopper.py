@@ -70,15 +70,17 @@ def product(
     return out, expected
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("has_zeros", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "has_zeros"), [(BF16, False), (BF16, True), (torch.float16, False)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(shape: str, has_zeros: bool, dtype: torch.dtype) -> None:
+    """Odd numbers of rows with a residual, unless they are gated, to compile fewer kernels."""
     features, inputs, gated = SHAPES[shape]
     weight = random_groups(features, inputs, has_zeros=has_zeros, device=DEVICE)
     for rows in ROWS:
-        for residual in (False,) if gated else (False, True):
-            assert error(product(weight, rows, dtype, gated=gated, residual=residual)) < 1e-2
+        residual = rows % 2 == 1 and not gated
+        assert error(product(weight, rows, dtype, gated=gated, residual=residual)) < 1e-2, rows
 
 
 @pytest.mark.parametrize("shape", SHAPES)
