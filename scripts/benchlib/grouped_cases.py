@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,6 +166,9 @@ def hopper_cases(
     if tune:
         tried = hopper_configs.configs(len(x), weight, given["gated"])
         found += [(f"m{c.tokens} k{c.splits}", c) for c in tried]
+        if best.tokens == 128:  # words of fewer units, x of more runs
+            stages = {"word_stages": 2, "stages": 8 if given["gated"] else 6}
+            found.append(("table, other stages", replace(best, **stages)))
     for variant, config in found:
 
         def run(w: PackedGroups, config: hopper_configs.GroupedHopperConfig = config) -> None:
