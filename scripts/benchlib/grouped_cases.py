@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
+from aioinfer.kernels import grouped_hopper as hopper
+from aioinfer.kernels import grouped_hopper_configs as hopper_configs
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.grouped_linear import (
     GroupedConfig,
@@ -26,7 +30,7 @@ SHAPES = {
     "8B gate_up": (24576, 4096, True, True),
     "8B down": (4096, 12288, False, False),
 }
-ROWS = (1, 8, 16, 32, 64, 128, 256, 8192)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 8192)
 #: Rows that the fused kernel is tried with: more than the table gives it, to find where it ends.
 MAX_TRIED_ROWS = 256
 #: Bits, inputs of a group, and zero points, of which the first is the case of the others' floors.
@@ -127,6 +131,7 @@ def row_cases(
             runs = [lambda w=w, run=run: run(w) for w in weights]
             label = f"{scheme} {variant}" + " pdl" * pdl
             yield Case("grouped", name, label, runs, size, flops, checked(run))
+    yield from hopper_cases(name, scheme, x, weights, given, out, checked, size, flops, tune)
     if rows < 64 or tune:
         return
     scratch = torch.empty(weight.features, weight.inputs, dtype=BF16, device=DEVICE)
@@ -144,6 +149,34 @@ def row_cases(
     yield Case("grouped", name, f"{scheme} dequantized", runs, size, flops, checked(expand))
     runs = [lambda w=w: dequantize(w, scratch) for w in weights]
     yield Case("grouped", name, f"{scheme} dequantize alone", runs, weight.nbytes + scratch.nbytes)
+
+
+def hopper_cases(
+    name: str, scheme: str, x: torch.Tensor, weights: list[PackedGroups], given: dict[str, Any],
+    out: torch.Tensor, checked: Callable[..., Callable[[], float]], size: int, flops: float,
+    tune: bool,
+) -> Iterator[Case]:  # fmt: skip
+    """The kernel for many rows, on Hopper: the table's configuration, and to tune all others."""
+    weight, given = weights[0], {k: v for k, v in given.items() if k != "norm_weight"}
+    if len(x) < 32 or not hopper.supports(x, weight, out=out, **given):
+        return
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    best = hopper_configs.grouped_hopper_config(len(x), weight, programs, gated=given["gated"])
+    found = [("table", best)]
+    if tune:
+        tried = hopper_configs.configs(len(x), weight, given["gated"])
+        found += [(f"m{c.tokens} k{c.splits}", c) for c in tried]
+        if best.tokens == 128:  # words of fewer units, x of more runs
+            stages = {"word_stages": 2, "stages": 8 if given["gated"] else 6}
+            found.append(("table, other stages", replace(best, **stages)))
+    for variant, config in found:
+
+        def run(w: PackedGroups, config: hopper_configs.GroupedHopperConfig = config) -> None:
+            hopper.grouped_hopper(x, w, out=out, config=config, **given)
+
+        runs = [lambda w=w, run=run: run(w) for w in weights]
+        label = f"{scheme} hopper {variant}"
+        yield Case("grouped", name, label, runs, size, flops, checked(run))
 
 
 def dense_cases(name: str, rows: int, features: int, inputs: int, gated: bool) -> Iterator[Case]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.kernels.grouped_hopper import MAX_ROWS, grouped_hopper, use_hopper
 from aioinfer.kernels.grouped_linear import (
     MAX_FUSED_ROWS,
     grouped_linear,
@@ -151,6 +152,23 @@ class KernelGroupedWeight(GroupedWeight):
         dequantize(self._loaded, self._expanded_product.weight, pdl=backend.pdl)
         return self._expanded_product
 
+    def _product_of_integers(
+        self,
+        x: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Returns the product by a kernel that reads the integers, or None where a dequantized
+        weight is faster."""
+        weight, pdl = self._loaded, self._backend.pdl
+        if use_hopper(x, weight, residual=residual, gated=gated, out=out):
+            return grouped_hopper(x, weight, residual=residual, gated=gated, out=out, pdl=pdl)
+        if use_fused(len(x)):
+            return grouped_linear(x, weight, residual=residual, gated=gated, out=out, pdl=pdl)
+        return None
+
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -158,10 +176,9 @@ class KernelGroupedWeight(GroupedWeight):
         if self._dense is not None:
             return super().multiply(x, bias, out)
         x = self._ordered(x)
-        if not use_fused(len(x)):
-            return self._expanded().multiply(x, bias, out)
         added = None if bias is None else bias.expand(len(x), -1)
-        return grouped_linear(x, self._loaded, residual=added, out=out, pdl=self._backend.pdl)
+        product = self._product_of_integers(x, residual=added, out=out)
+        return self._expanded().multiply(x, bias, out) if product is None else product
 
     def fuses_norm(self, rows: int) -> bool:
         """See `WeightFormat.fuses_norm`. Fused with one row, as the kernel can, it costs 10 us of a
@@ -183,9 +200,8 @@ class KernelGroupedWeight(GroupedWeight):
         if self._dense is not None:
             return super().multiply_gated(x, norm, wanted)
         x = self._ordered(x if norm is None else norm(x))
-        if not use_fused(len(x)):
-            return self._expanded().multiply_gated(x)
-        return grouped_linear(x, self._loaded, gated=True, pdl=self._backend.pdl)
+        product = self._product_of_integers(x, gated=True)
+        return self._expanded().multiply_gated(x) if product is None else product
 
     def warm_up_gated(self) -> None:
         """See `WeightFormat.warm_up_gated`."""
@@ -195,7 +211,7 @@ class KernelGroupedWeight(GroupedWeight):
         """See `WeightFormat.warm_up_rows`."""
         if self._dense is not None:
             return super().warm_up_rows()
-        return 1, 2, *range(8, MAX_FUSED_ROWS + 1, 8)
+        return 1, 2, *range(8, MAX_FUSED_ROWS + 1, 8), *range(MAX_FUSED_ROWS + 64, MAX_ROWS + 1, 64)
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
         """See `WeightFormat.add_product`."""
@@ -203,7 +219,5 @@ class KernelGroupedWeight(GroupedWeight):
             super().add_product(x, total)
             return
         x = self._ordered(x)
-        if use_fused(len(x)):
-            grouped_linear(x, self._loaded, residual=total, out=total, pdl=self._backend.pdl)
-        else:
+        if self._product_of_integers(x, residual=total, out=total) is None:
             self._expanded().add_product(x, total)

@@ -1,0 +1,159 @@
+"""The products of many rows with 4-bit weights in Gluon: every configuration compiles for Hopper,
+keeps to the registers, and expands words while the tensor cores multiply. What they compute is
+tested in `tests/gpu/test_grouped_hopper.py`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+from aioinfer.kernels.gated_product import REGISTERS, WEIGHT_ROWS
+from aioinfer.kernels.grouped_hopper import (
+    SCALE_BOX,
+    _kernel,
+    scale_layout,
+    scales_of_unit,
+    word_layout,
+)
+from aioinfer.kernels.grouped_hopper_configs import (
+    GroupedHopperConfig,
+    configs,
+    grouped_hopper_config,
+)
+from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups, pack_groups
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.compiled.hopper import HOPPER, SHARED_MEMORY, spilled
+
+#: Output features (of gate and up together) and inputs of Qwen3-8B's layers.
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+}
+
+
+def weight_of(
+    features: int, inputs: int, group: int = 128, has_zeros: bool = False
+) -> PackedGroups:
+    """Returns a weight of zeros."""
+    shape = features, inputs // group
+    zeros = torch.zeros(shape) if has_zeros else None
+    integers = torch.zeros(features, inputs, dtype=torch.uint8)
+    return pack_groups(integers, torch.ones(shape), zeros, 4, group)
+
+
+def compile_product(
+    weight: PackedGroups, config: GroupedHopperConfig, *, gated: bool, dtype: str = "bf16"
+) -> CompiledKernel:
+    """Compiles what `grouped_hopper` launches: with a residual where it is not gated."""
+    kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+
+    def descriptor(*block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+    outputs = WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS
+    words = [WEIGHT_ROWS // TILE, 1, TILE, MAX_RUN]
+    types = {
+        "x": descriptor(config.tokens, MAX_RUN),
+        "packed": f"tensordesc<i16{words},{word_layout()!r}>",
+        "scales": f"tensordesc<i32{[1, SCALE_BOX]},{scale_layout()!r}>",
+        "out": descriptor(config.tokens, outputs),
+        "residual": descriptor(config.tokens, outputs),
+        "partials": "*fp32", "counters": "*i32",
+    }  # fmt: skip
+    constants = {
+        "STAGES": config.stages, "WORD_STAGES": config.word_stages,
+        "SCALES": scales_of_unit(weight.group), "SIZE": weight.group, "SPLITS": config.splits,
+        "GROUP": config.group, "HAS_ZEROS": weight.has_zeros, "GATED": gated,
+        "HAS_RESIDUAL": not gated, "REGISTERS": REGISTERS, "PDL": True,
+    }  # fmt: skip
+    names = _kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    source = GluonASTSource(
+        _kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]] for name in ("partials", "counters")
+        },
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+
+
+def instructions(kernel: CompiledKernel, folder: Path) -> str:
+    """Returns the machine code."""
+    (folder / "code").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "code")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def check(kernel: CompiledKernel, folder: Path) -> None:
+    """Checks what every configuration has in common."""
+    # Programs that share a tile displace a few numbers over the loop.
+    assert spilled(kernel, folder) <= 48
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    code = instructions(kernel, folder)
+    # Each of three consumers multiplies 4 runs of 4 steps, and waits for all of its products only
+    # after the last run: ptxas waits after each where registers do not suffice.
+    assert code.count("HGMMA.64x") == 3 * 16
+    assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 3 * 3
+    assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 3
+    # words are read as the tensor cores' operand lies in registers
+    assert code.count("LDSM.16.M88.4") == 3 * 2 * 4  # before the loop and in it
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize(
+    ("group", "has_zeros", "dtype"),
+    [
+        (64, True, "bf16"),
+        (64, False, "fp16"),
+        (128, True, "bf16"),
+        (128, False, "fp16"),
+        (4096, True, "fp16"),
+    ],
+)
+def test_groups(tokens: int, group: int, has_zeros: bool, dtype: str, tmp_path: Path) -> None:
+    weight = weight_of(4096, 4096, group, has_zeros)
+    for gated in (False, True):
+        config = next(c for c in configs(256, weight, gated) if c.tokens == tokens)
+        check(compile_product(weight, config, gated=gated, dtype=dtype), tmp_path)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_configuration(shape: str, tmp_path: Path) -> None:
+    weight = weight_of(*SHAPES[shape])
+    is_gated = shape == "gate_up"
+    for config in set(configs(128, weight, is_gated)):
+        check(compile_product(weight, config, gated=is_gated), tmp_path)
+
+
+def test_one_configuration(tmp_path: Path) -> None:
+    weight = weight_of(512, 4096)
+    config = GroupedHopperConfig(64, 4, 8, splits=2)
+    check(compile_product(weight, config, gated=False), tmp_path)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_table_has_a_configuration_for_every_number_of_rows(shape: str) -> None:
+    """All programs of a split product have inputs, and its tiles counters."""
+    weight, is_gated = weight_of(*SHAPES[shape]), shape == "gate_up"
+    for rows in (*range(1, 520, 7), 8192):
+        config = grouped_hopper_config(rows, weight, 132, gated=is_gated)
+        share = -(-weight.units // config.splits)
+        assert share * (config.splits - 1) < weight.units
+        tiles = -(-rows // config.tokens) * -(-weight.features // (3 * WEIGHT_ROWS))
+        assert config.splits == 1 or 3 * tiles <= len(weight.counters)
