@@ -1,0 +1,325 @@
+"""Linear layers of 1 to 8 rows whose weights are 4-bit integers in groups (`grouped_weight`), on
+Hopper GPUs, in Triton's Gluon dialect; accumulated in float32.
+
+Called by the linear layers in decode steps where `use_skinny` says so; otherwise `grouped_linear`
+computes the same from the same packed weight.
+
+The weight is read from global memory into the registers in which the tensor cores take it, 16 bytes
+a thread at a time, without shared memory and barriers between. A sum over inputs does not depend on
+their order, so the order within a run is the one in which the neighbouring words of a thread are
+its fragments of successive products (an operand layout of eight neighbouring elements instead of
+two). x is read likewise. The loads of the first units, and with programmatic dependent launch all
+that do not read x, are issued before the wait for the preceding kernel, which hides their latency.
+
+The warps of a program divide the inputs among themselves, unit by unit; their sums are added by way
+of shared memory, in a fixed order.
+
+An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below those of
+128 (1024), see `grouped_linear`; here the offset and the zero point are subtracted from the sum of
+a group: sum((128 + q) x) - (128 + zero) sum(x), where sum(x) is a product with ones, computed once
+for all output features of a program. In float32 this costs five (eight) bits of 24.
+"""
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.grouped_weight import TILE, PackedGroups
+from aioinfer.kernels.linear_arguments import check_linear
+from aioinfer.kernels.norm import rms_norm
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Columns of an mma instruction.
+MAX_ROWS = 8
+PARTS = gl.constexpr(4)  # runs of a unit
+LOG2_E = gl.constexpr(1.4426950408889634)
+#: What writing an integer's bits below those of a number makes of it.
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
+EXPANSION = """{
+    .reg .b32 b, c, d;
+    shr.u32 b, $4, 4;
+    shr.u32 c, $4, 8;
+    shr.u32 d, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, MAGIC, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, MAGIC, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, MAGIC, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, MAGIC, 0xEA;
+}"""
+EXPANSION_128 = gl.constexpr(EXPANSION.replace("MAGIC", "0x43004300"))
+EXPANSION_1024 = gl.constexpr(EXPANSION.replace("MAGIC", "0x64006400"))
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How the kernel is compiled and launched.
+
+    Attributes:
+        warps: of a program; they share the inputs: 4, 8 or 16.
+        depth: units of 16 output features whose loads each warp has under way.
+        programs: for each multiprocessor; a program computes a tile of 16 output features after
+            the other. 0: a program for each tile.
+    """
+
+    warps: int = 16
+    depth: int = 2
+    programs: int = 1
+
+
+@gluon.jit
+def _load_item(
+    packed, scales, tile, tiles, share, width, UNITS: gl.constexpr, RUN: gl.constexpr,
+    GROUP: gl.constexpr, SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns of a tile of output features and each warp's unit number `share` the pairs of words,
+    int32 [WARPS, 16, R / 2], and what `PackedGroups.scales` has [WARPS, 16] for each group;
+    anything beyond the last tile."""
+    PAIRS: gl.constexpr = RUN // 2
+    wide: gl.constexpr = gl.DotOperandLayout(0, mma, PAIRS // 8)
+    unit = share * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
+    feature = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+    place = gl.minimum(unit, UNITS - 1)[:, None, None] * (16 * PAIRS)
+    place += feature[None, :, None] * PAIRS + pair[None, None, :]
+    pairs = packed.to(gl.pointer_type(gl.int32), bitcast=True)
+    words = gl.load(pairs + tile.to(gl.int64) * (UNITS * 16 * PAIRS) + place, tile < tiles)
+
+    of_feature: gl.constexpr = gl.SliceLayout(2, mma)
+    unit = share * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, of_feature))
+    run = gl.minimum(unit, UNITS - 1) * PARTS
+    n = tile * 16 + gl.arange(0, 16, gl.SliceLayout(0, of_feature))
+    item = (words,)
+    for part in gl.static_range(0, PARTS, SCALED):
+        group = (run + part) * RUN // GROUP
+        item = item + (gl.load(scales + group[:, None] * width + n[None, :], tile < tiles),)
+    return item
+
+
+@gluon.jit
+def _load_x(
+    x, share, rows, stride, SIDE: gl.constexpr, INPUTS: gl.constexpr, RUN: gl.constexpr,
+    WARPS: gl.constexpr, MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns x for each run of each warp's unit number `share`, as a right operand (SIDE 1)
+    [WARPS, R, 8], of which columns beyond the last row repeat it, or as a left one (SIDE 0)
+    [WARPS, 16, R] of the first row."""
+    wide: gl.constexpr = gl.DotOperandLayout(SIDE, mma, RUN // 8)
+    operand: gl.constexpr = gl.DotOperandLayout(SIDE, mma, 2)
+    unit = share * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
+    runs = ()
+    for part in gl.static_range(PARTS):
+        first = ((unit * PARTS + part) * RUN)[:, None, None]
+        if SIDE == 1:
+            word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
+            row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+            row = gl.minimum(row, rows - 1)[None, None, :] * stride
+            k = first + word[None, :, None]
+        else:
+            word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+            row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None] * 0
+            k = first + word[None, None, :]
+        if MASKED:
+            value = gl.load(x + row + k, k + row * 0 < INPUTS, 0.0)
+        else:
+            value = gl.load(x + row + k)
+        if SIDE == 1:
+            value = value.reshape([WARPS, 2, 4, RUN // 32, 2, 2, 8])
+            value = value.permute((0, 1, 3, 4, 2, 5, 6)).reshape([WARPS, RUN, 8])
+        else:
+            value = value.reshape([WARPS, 16, 2, 4, RUN // 32, 2, 2])
+            value = value.permute((0, 1, 2, 4, 5, 3, 6)).reshape([WARPS, 16, RUN])
+        runs = runs + (gl.convert_layout(value, operand, assert_trivial=True),)
+    return runs
+
+
+@gluon.jit
+def _sum_x(runs, SCALED: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr):
+    """Returns the sums of x over each group of a unit, [WARPS, 16, 8] with equal rows."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    ones = gl.full([WARPS, 16, RUN], 1.0, runs[0].dtype, operand)
+    sums = ()
+    for part in gl.static_range(0, PARTS, SCALED):
+        total = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+        for other in gl.static_range(SCALED):
+            total = mma_v2(ones, runs[part + other], total)
+        sums = sums + (total,)
+    return sums
+
+
+@gluon.jit
+def _norm_x(
+    x, norm, runs, eps, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
+    MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns the reciprocal of one row's root mean square, and its runs times the norm's
+    weights."""
+    row = _load_x(x, 0, 1, 0, 0, INPUTS, RUN, WARPS, MASKED, mma)
+    weights = _load_x(norm, 0, 1, 0, 1, INPUTS, RUN, WARPS, MASKED, mma)
+    squares = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+    scaled = ()
+    for part in gl.static_range(PARTS):
+        squares = mma_v2(row[part], runs[part], squares)
+        scaled = scaled + (runs[part] * weights[part],)
+    # all rows and columns of a warp's squares are equal
+    square = gl.sum(gl.max(gl.max(squares, 2), 1), 0)
+    return gl.rsqrt(square / INPUTS + eps), scaled
+
+
+@gluon.jit
+def _expand(pairs, OFFSET: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr):
+    """Returns the integers of the four runs of pairs of words, enlarged by an offset, in 16 bits:
+    left operands [WARPS, 16, R]."""
+    RUN: gl.constexpr = 2 * pairs.shape[2]
+    words = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16))
+    words = words.reshape([WARPS, 16, 2, 4, RUN // 32, 2, 2]).permute((0, 1, 2, 4, 5, 3, 6))
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    words = gl.convert_layout(words.reshape([WARPS, 16, RUN]), operand, assert_trivial=True)
+    if OFFSET == 128:
+        runs = gl.inline_asm_elementwise(
+            EXPANSION_128,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        runs = gl.inline_asm_elementwise(
+            EXPANSION_1024,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return runs
+
+
+@gluon.jit
+def _scale_of(kept, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """Returns the scale, float32, and the zero point with the offset of elements of
+    `PackedGroups.scales`."""
+    if HAS_ZEROS:
+        scale = (kept & -256).to(gl.float32, bitcast=True)
+        # written below the bits of 2 ** 23
+        zero = ((kept & 255) | 0x4B000000).to(gl.float32, bitcast=True) - (8388608.0 - OFFSET)
+        zero = zero[:, :, None]
+    else:
+        scale = kept.to(gl.float32, bitcast=True)
+        zero = OFFSET + 8.0
+    return scale[:, :, None], zero
+
+
+@gluon.jit
+def _multiply(
+    item, runs, sums, totals, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALED: gl.constexpr,
+    WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns totals [WARPS, 16, 8] plus the products of an item and x."""
+    integers = _expand(item[0], OFFSET, WARPS, mma)
+    for part in gl.static_range(0, PARTS, SCALED):
+        product = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+        for other in gl.static_range(SCALED):
+            product = mma_v2(integers[part + other], runs[part + other], product)
+        scale, zero = _scale_of(item[1 + part // SCALED], OFFSET, HAS_ZEROS)
+        totals += (product - zero * sums[part // SCALED]) * scale
+    return totals
+
+
+@gluon.jit
+def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
+    """Returns the sums over warps of the low and of the high eight features, [8, 8] each."""
+    first, second = gl.split(totals.reshape([WARPS, 2, 8, 8]).permute((0, 2, 3, 1)))
+    low.store(first)
+    high.store(second)
+    return gl.sum(low.load(layout), 0), gl.sum(high.load(layout), 0)
+
+
+@gluon.jit(do_not_specialize=["rows", "tiles"])
+def _kernel(
+    x, packed, scales, norm, residual, out, rows, tiles, features, width, x_stride,
+    residual_stride, out_stride, eps,
+    INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
+    WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Computes the tiles of 16 output features that its program's number leaves."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    SHARES: gl.constexpr = (UNITS + WARPS - 1) // WARPS  # units of a warp
+    MASKED: gl.constexpr = SHARES * WARPS * PARTS * RUN != INPUTS
+    # runs that are scaled together
+    SCALED: gl.constexpr = 1 if GROUP == RUN else (4 if GROUP % (4 * RUN) == 0 else 2)
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    items = ()
+    for ahead in gl.static_range(DEPTH):
+        items = items + (
+            _load_item(
+                packed, scales, first + ahead // SHARES * programs, tiles, ahead % SHARES, width,
+                UNITS, RUN, GROUP, SCALED, WARPS, mma,
+            ),
+        )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # with one unit for a warp x stays in registers
+    runs = _load_x(x, 0, rows, x_stride, 1, INPUTS, RUN, WARPS, MASKED, mma)
+    factor = 1.0
+    if HAS_NORM:
+        factor, runs = _norm_x(x, norm, runs, eps, INPUTS, RUN, WARPS, MASKED, mma)
+    sums = _sum_x(runs, SCALED, RUN, WARPS, mma)
+
+    layout: gl.constexpr = gl.BlockedLayout(
+        [WARPS // 4, 1, 1], [4, 8, 1], [1, max(1, WARPS // 8), min(8, WARPS)], [1, 0, 2]
+    )
+    of_sum: gl.constexpr = gl.SliceLayout(0, layout)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0, 2])
+    low = gl.allocate_shared_memory(gl.float32, [WARPS, 8, 8], shared)
+    high = gl.allocate_shared_memory(gl.float32, [WARPS, 8, 8], shared)
+    feature = gl.arange(0, 8, gl.SliceLayout(1, of_sum))[:, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, of_sum))[None, :]
+    for tile in range(first, tiles, programs):
+        n = tile * (8 if GATED else 16) + feature
+        has_low, has_high = (n < features) & (row < rows), (n + 8 < features) & (row < rows)
+        if HAS_RESIDUAL:
+            place = residual + row * residual_stride + n
+            added_low, added_high = gl.load(place, has_low), gl.load(place + 8, has_high)
+        totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+        for share in gl.static_range(SHARES):
+            if SHARES > 1:
+                some = _load_x(x, share, rows, x_stride, 1, INPUTS, RUN, WARPS, MASKED, mma)
+                some_sums = _sum_x(some, SCALED, RUN, WARPS, mma)
+            else:
+                some, some_sums = runs, sums
+            totals = _multiply(
+                items[0], some, some_sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
+            )
+            later = ()
+            for ahead in gl.static_range(1, DEPTH):
+                later = later + (items[ahead],)
+            items = later + (
+                _load_item(
+                    packed, scales, tile + (share + DEPTH) // SHARES * programs, tiles,
+                    (share + DEPTH) % SHARES, width, UNITS, RUN, GROUP, SCALED, WARPS, mma,
+                ),
+            )  # fmt: skip
+        sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
+        if HAS_NORM:
+            sum_low, sum_high = sum_low * factor, sum_high * factor
+        place = out + row * out_stride + n
+        if GATED:
+            sum_low = sum_low / (1.0 + gl.exp2(-LOG2_E * sum_low)) * sum_high
+            gl.store(place, sum_low.to(out.dtype.element_ty), has_low)
+        else:
+            if HAS_RESIDUAL:
+                sum_low += added_low.to(gl.float32)
+                sum_high += added_high.to(gl.float32)
+            gl.store(place, sum_low.to(out.dtype.element_ty), has_low)
+            gl.store(place + 8, sum_high.to(out.dtype.element_ty), has_high)
+
+
