@@ -74,31 +74,49 @@ class SkinnyConfig:
 
 @gluon.jit
 def _load_item(
-    packed, scales, tile, tiles, share, width, UNITS: gl.constexpr, RUN: gl.constexpr,
-    GROUP: gl.constexpr, SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+    packed, scales, tile, share,
+    UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Returns of a tile of output features and each warp's unit number `share` the pairs of words,
     int32 [WARPS, 16, R / 2], and what `PackedGroups.scales` has [WARPS, 16] for each group;
     anything beyond the last tile."""
     PAIRS: gl.constexpr = RUN // 2
     wide: gl.constexpr = gl.DotOperandLayout(0, mma, PAIRS // 8)
-    unit = share * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
     feature = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
     pair = gl.arange(0, PAIRS, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
-    place = gl.minimum(unit, UNITS - 1)[:, None, None] * (16 * PAIRS)
-    place += feature[None, :, None] * PAIRS + pair[None, None, :]
-    pairs = packed.to(gl.pointer_type(gl.int32), bitcast=True)
-    words = gl.load(pairs + tile.to(gl.int64) * (UNITS * 16 * PAIRS) + place, tile < tiles)
+    unit = _unit_of(warp, share, UNITS, WARPS)
+    place = packed.to(gl.pointer_type(gl.int32), bitcast=True)
+    place += (unit[:, None, None] * 16 + feature[None, :, None]) * PAIRS + pair[None, None, :]
+    place += tile.to(gl.int64) * (UNITS * 16 * PAIRS)
+    is_there = tile < WIDTH // 16
+    # constants come last, where they become part of the instruction
+    item = (gl.load(place + share * (WARPS * 16 * PAIRS), is_there),)
 
+    GROUPS: gl.constexpr = PARTS * RUN // GROUP  # of a unit
     of_feature: gl.constexpr = gl.SliceLayout(2, mma)
-    unit = share * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, of_feature))
-    run = gl.minimum(unit, UNITS - 1) * PARTS
-    n = tile * 16 + gl.arange(0, 16, gl.SliceLayout(0, of_feature))
-    item = (words,)
+    unit = _unit_of(gl.arange(0, WARPS, gl.SliceLayout(1, of_feature)), share, UNITS, WARPS)
+    feature = gl.arange(0, 16, gl.SliceLayout(0, of_feature))
     for part in gl.static_range(0, PARTS, SCALED):
-        group = (run + part) * RUN // GROUP
-        item = item + (gl.load(scales + group[:, None] * width + n[None, :], tile < tiles),)
+        if GROUPS:
+            place = scales + (unit[:, None] * (GROUPS * WIDTH) + feature[None, :]) + tile * 16
+            place += (share * WARPS * GROUPS + part // SCALED) * WIDTH
+        else:
+            run = (unit + share * WARPS) * PARTS + part
+            place = scales + (run * RUN // GROUP)[:, None] * WIDTH + feature[None, :] + tile * 16
+        item = item + (gl.load(place, is_there),)
     return item
+
+
+@gluon.jit
+def _unit_of(warp, share, UNITS: gl.constexpr, WARPS: gl.constexpr):
+    """Returns each warp's unit number `share` less the first warp's; warps that have none repeat
+    the last."""
+    if (share + 1) * WARPS <= UNITS:
+        return warp
+    else:
+        return gl.minimum(warp, UNITS - 1 - share * WARPS)
 
 
 @gluon.jit
@@ -111,23 +129,23 @@ def _load_x(
     [WARPS, 16, R] of the first row."""
     wide: gl.constexpr = gl.DotOperandLayout(SIDE, mma, RUN // 8)
     operand: gl.constexpr = gl.DotOperandLayout(SIDE, mma, 2)
-    unit = share * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None, None]
+    if SIDE == 1:
+        word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None]
+        row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+        row = gl.minimum(row, rows - 1)[None, None, :] * stride
+    else:
+        word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, wide)))[None, None, :]
+        row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None] * 0
+    k = warp * (PARTS * RUN) + word + row * 0
+    place = x + row + k
     runs = ()
     for part in gl.static_range(PARTS):
-        first = ((unit * PARTS + part) * RUN)[:, None, None]
-        if SIDE == 1:
-            word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
-            row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
-            row = gl.minimum(row, rows - 1)[None, None, :] * stride
-            k = first + word[None, :, None]
-        else:
-            word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
-            row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None] * 0
-            k = first + word[None, None, :]
+        first = (share * WARPS * PARTS + part) * RUN
         if MASKED:
-            value = gl.load(x + row + k, k + row * 0 < INPUTS, 0.0)
+            value = gl.load(place + first, k + first < INPUTS, 0.0)
         else:
-            value = gl.load(x + row + k)
+            value = gl.load(place + first)
         if SIDE == 1:
             value = value.reshape([WARPS, 2, 4, RUN // 32, 2, 2, 8])
             value = value.permute((0, 1, 3, 4, 2, 5, 6)).reshape([WARPS, RUN, 8])
@@ -241,11 +259,11 @@ def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
     return gl.sum(low.load(layout), 0), gl.sum(high.load(layout), 0)
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles"])
+@gluon.jit(do_not_specialize=["rows"])
 def _kernel(
-    x, packed, scales, norm, residual, out, rows, tiles, features, width, x_stride,
-    residual_stride, out_stride, eps,
+    x, packed, scales, norm, residual, out, rows, features, x_stride, residual_stride, out_stride, eps,
     INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
+    WIDTH: gl.constexpr,
     WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
     HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -260,8 +278,8 @@ def _kernel(
     for ahead in gl.static_range(DEPTH):
         items = items + (
             _load_item(
-                packed, scales, first + ahead // SHARES * programs, tiles, ahead % SHARES, width,
-                UNITS, RUN, GROUP, SCALED, WARPS, mma,
+                packed, scales, first + ahead // SHARES * programs, ahead % SHARES,
+                UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
             ),
         )  # fmt: skip
     if PDL:
@@ -283,7 +301,7 @@ def _kernel(
     high = gl.allocate_shared_memory(gl.float32, [WARPS, 8, 8], shared)
     feature = gl.arange(0, 8, gl.SliceLayout(1, of_sum))[:, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, of_sum))[None, :]
-    for tile in range(first, tiles, programs):
+    for tile in range(first, WIDTH // 16, programs):
         n = tile * (8 if GATED else 16) + feature
         has_low, has_high = (n < features) & (row < rows), (n + 8 < features) & (row < rows)
         if HAS_RESIDUAL:
@@ -304,8 +322,8 @@ def _kernel(
                 later = later + (items[ahead],)
             items = later + (
                 _load_item(
-                    packed, scales, tile + (share + DEPTH) // SHARES * programs, tiles,
-                    (share + DEPTH) % SHARES, width, UNITS, RUN, GROUP, SCALED, WARPS, mma,
+                    packed, scales, tile + (share + DEPTH) // SHARES * programs,
+                    (share + DEPTH) % SHARES, UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
                 ),
             )  # fmt: skip
         sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
