@@ -19,15 +19,14 @@ An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bi
 a group: sum((128 + q) x) - (128 + zero) sum(x), where sum(x) is a product with ones, computed once
 for all output features of a program. In float32 this costs five (eight) bits of 24.
 """
-# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
+# unpack tuples)
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
-from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.grouped_weight import TILE, PackedGroups
 from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.norm import rms_norm
@@ -63,13 +62,52 @@ class SkinnyConfig:
     Attributes:
         warps: of a program; they share the inputs: 4, 8 or 16.
         depth: units of 16 output features whose loads each warp has under way.
-        programs: for each multiprocessor; a program computes a tile of 16 output features after
-            the other. 0: a program for each tile.
+        programs: for each multiprocessor, which have its registers; a program computes one tile of
+            16 output features after the other.
     """
 
-    warps: int = 16
-    depth: int = 2
+    warps: int
+    depth: int
     programs: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have."""
+        return min(255, 65536 // (self.programs * self.warps * 32) // 8 * 8)
+
+
+def skinny_config(weight: PackedGroups) -> SkinnyConfig:
+    """Returns the configuration for a weight; not yet measured."""
+    return SkinnyConfig(16, 2) if weight.units <= 16 else SkinnyConfig(8, 4)
+
+
+def supports(x: torch.Tensor, weight: PackedGroups) -> bool:
+    """Whether this kernel can compute x [M, K] times a weight: 1 to 8 rows of bf16 or fp16, 4 bits,
+    runs of 32 or 64 inputs, K a multiple of 8, on Hopper.
+
+    The rows of x must be contiguous and begin at multiples of 16 bytes.
+    """
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and 1 <= len(x) <= MAX_ROWS
+        and x.dtype in OFFSETS
+        and weight.bits == 4
+        and weight.run in (32, 64)
+        and x.shape[1] % 8 == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def fuses_norm(
+    rows: int, weight: PackedGroups, dtype: torch.dtype, config: SkinnyConfig | None = None
+) -> bool:
+    """Whether the kernel computes the RMSNorm itself: of one row, where each warp has one unit. In
+    float16 the product of x and the norm's weight, which is scaled afterwards, may overflow."""
+    warps = (config or skinny_config(weight)).warps
+    return rows == 1 and weight.units <= warps and dtype == torch.bfloat16
 
 
 @gluon.jit
@@ -113,30 +151,24 @@ def _load_item(
 def _unit_of(warp, share, UNITS: gl.constexpr, WARPS: gl.constexpr):
     """Returns each warp's unit number `share` less the first warp's; warps that have none repeat
     the last."""
-    if (share + 1) * WARPS <= UNITS:
-        return warp
-    else:
-        return gl.minimum(warp, UNITS - 1 - share * WARPS)
+    if (share + 1) * WARPS > UNITS:
+        warp = gl.minimum(warp, UNITS - 1 - share * WARPS)
+    return warp
 
 
 @gluon.jit
 def _load_x(
-    x, share, rows, stride, SIDE: gl.constexpr, INPUTS: gl.constexpr, RUN: gl.constexpr,
-    WARPS: gl.constexpr, MASKED: gl.constexpr, mma: gl.constexpr,
+    x, share, rows, stride, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
+    MASKED: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Returns x for each run of each warp's unit number `share`, as a right operand (SIDE 1)
-    [WARPS, R, 8], of which columns beyond the last row repeat it, or as a left one (SIDE 0)
-    [WARPS, 16, R] of the first row."""
-    wide: gl.constexpr = gl.DotOperandLayout(SIDE, mma, RUN // 8)
-    operand: gl.constexpr = gl.DotOperandLayout(SIDE, mma, 2)
+    """Returns x for each run of each warp's unit number `share`, right operands [WARPS, R, 8], of
+    which columns beyond the last row repeat it."""
+    wide: gl.constexpr = gl.DotOperandLayout(1, mma, RUN // 8)
+    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None, None]
-    if SIDE == 1:
-        word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None]
-        row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
-        row = gl.minimum(row, rows - 1)[None, None, :] * stride
-    else:
-        word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, wide)))[None, None, :]
-        row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None] * 0
+    word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+    row = gl.minimum(row, rows - 1)[None, None, :] * stride
     k = warp * (PARTS * RUN) + word + row * 0
     place = x + row + k
     runs = ()
@@ -146,14 +178,28 @@ def _load_x(
             value = gl.load(place + first, k + first < INPUTS, 0.0)
         else:
             value = gl.load(place + first)
-        if SIDE == 1:
-            value = value.reshape([WARPS, 2, 4, RUN // 32, 2, 2, 8])
-            value = value.permute((0, 1, 3, 4, 2, 5, 6)).reshape([WARPS, RUN, 8])
-        else:
-            value = value.reshape([WARPS, 16, 2, 4, RUN // 32, 2, 2])
-            value = value.permute((0, 1, 2, 4, 5, 3, 6)).reshape([WARPS, 16, RUN])
+        value = value.reshape([WARPS, 2, 4, RUN // 32, 2, 2, 8]).permute((0, 1, 3, 4, 2, 5, 6))
+        value = value.reshape([WARPS, RUN, 8])
         runs = runs + (gl.convert_layout(value, operand, assert_trivial=True),)
     return runs
+
+
+@gluon.jit
+def _norm_x(
+    x, norm, runs, eps, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
+    MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns the reciprocal of one row's root mean square, and its runs times the norm's
+    weights."""
+    weights = _load_x(norm, 0, 1, 0, INPUTS, RUN, WARPS, MASKED, mma)
+    squares = gl.zeros([WARPS, RUN, 8], gl.float32, gl.DotOperandLayout(1, mma, 2))
+    scaled = ()
+    for part in gl.static_range(PARTS):
+        value = runs[part].to(gl.float32)
+        squares += value * value
+        scaled = scaled + ((value * weights[part].to(gl.float32)).to(x.dtype.element_ty),)
+    square = gl.sum(gl.max(gl.sum(squares, 1), 1), 0)  # all columns are equal
+    return gl.rsqrt(square / INPUTS + eps), scaled
 
 
 @gluon.jit
@@ -168,25 +214,6 @@ def _sum_x(runs, SCALED: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, m
             total = mma_v2(ones, runs[part + other], total)
         sums = sums + (total,)
     return sums
-
-
-@gluon.jit
-def _norm_x(
-    x, norm, runs, eps, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
-    MASKED: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """Returns the reciprocal of one row's root mean square, and its runs times the norm's
-    weights."""
-    row = _load_x(x, 0, 1, 0, 0, INPUTS, RUN, WARPS, MASKED, mma)
-    weights = _load_x(norm, 0, 1, 0, 1, INPUTS, RUN, WARPS, MASKED, mma)
-    squares = gl.zeros([WARPS, 16, 8], gl.float32, mma)
-    scaled = ()
-    for part in gl.static_range(PARTS):
-        squares = mma_v2(row[part], runs[part], squares)
-        scaled = scaled + (runs[part] * weights[part],)
-    # all rows and columns of a warp's squares are equal
-    square = gl.sum(gl.max(gl.max(squares, 2), 1), 0)
-    return gl.rsqrt(square / INPUTS + eps), scaled
 
 
 @gluon.jit
@@ -261,7 +288,8 @@ def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def _kernel(
-    x, packed, scales, norm, residual, out, rows, features, x_stride, residual_stride, out_stride, eps,
+    x, packed, scales, norm, residual, out, rows, features, x_stride_8, residual_stride,
+    out_stride, eps,
     INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
     WIDTH: gl.constexpr,
     WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
@@ -274,6 +302,7 @@ def _kernel(
     # runs that are scaled together
     SCALED: gl.constexpr = 1 if GROUP == RUN else (4 if GROUP % (4 * RUN) == 0 else 2)
     first, programs = gl.program_id(0), gl.num_programs(0)
+    x_stride = x_stride_8 * 8  # by which the compiler sees that rows are aligned
     items = ()
     for ahead in gl.static_range(DEPTH):
         items = items + (
@@ -286,7 +315,7 @@ def _kernel(
         gdc_wait()
         gdc_launch_dependents()
     # with one unit for a warp x stays in registers
-    runs = _load_x(x, 0, rows, x_stride, 1, INPUTS, RUN, WARPS, MASKED, mma)
+    runs = _load_x(x, 0, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
     factor = 1.0
     if HAS_NORM:
         factor, runs = _norm_x(x, norm, runs, eps, INPUTS, RUN, WARPS, MASKED, mma)
@@ -310,7 +339,7 @@ def _kernel(
         totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
         for share in gl.static_range(SHARES):
             if SHARES > 1:
-                some = _load_x(x, share, rows, x_stride, 1, INPUTS, RUN, WARPS, MASKED, mma)
+                some = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
                 some_sums = _sum_x(some, SCALED, RUN, WARPS, mma)
             else:
                 some, some_sums = runs, sums
@@ -341,3 +370,55 @@ def _kernel(
             gl.store(place + 8, sum_high.to(out.dtype.element_ty), has_high)
 
 
+def skinny_grouped_linear(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: SkinnyConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32.
+
+    Arguments and result are those of `grouped_linear`, whose reference this kernel has, too.
+
+    Args:
+        x: [M, K]; `supports(x, weight)` must be true.
+        weight: [N, K]; with `gated` [2 * N, K], its rows interleaved by `gated_product.interleave`,
+            N a multiple of 8.
+        norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first, contiguous; None
+            for no norm. Where `fuses_norm` is false it is a launch of its own.
+        residual: [M, N], added to the product; may be `out`.
+        gated: returns silu(x @ gate.T) * (x @ up.T).
+        out: [M, N] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
+            that kernel ends, so that kernel must not write it.
+        config: instead of `skinny_config`'s (for tests and tuning).
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports` returns false.
+    """
+    rows, inputs = x.shape
+    features = check_linear(x, (weight.features, weight.inputs), gated=gated, max_rows=MAX_ROWS)
+    if not supports(x, weight):
+        raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    config = config or skinny_config(weight)
+    if norm_weight is not None and not fuses_norm(rows, weight, x.dtype, config):
+        x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    added = out if residual is None else residual
+    _kernel[(min(weight.width // TILE, config.programs * processors),)](
+        x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
+        rows, features, x.stride(0) // 8, added.stride(0), out.stride(0), eps,
+        INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, WIDTH=weight.width,
+        WARPS=config.warps, DEPTH=config.depth, OFFSET=OFFSETS[x.dtype],
+        HAS_ZEROS=weight.has_zeros, HAS_NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None, GATED=gated, PDL=pdl,
+        num_warps=config.warps, maxnreg=config.registers, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

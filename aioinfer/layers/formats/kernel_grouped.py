@@ -24,6 +24,8 @@ from aioinfer.kernels.grouped_linear import (
     grouped_linear,
     use_fused,
 )
+from aioinfer.kernels.grouped_skinny import fuses_norm, skinny_grouped_linear
+from aioinfer.kernels.grouped_skinny import supports as skinny_supports
 from aioinfer.kernels.grouped_weight import (
     PackedGroups,
     dequantize,
@@ -39,6 +41,17 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
 _log = logging.getLogger(__name__)
+
+
+def use_skinny(x: torch.Tensor, weight: PackedGroups) -> bool:
+    """Whether the product is `skinny_grouped_linear`'s: for 1 to 8 rows on Hopper."""
+    return skinny_supports(x, weight)
+
+
+def _product(x: torch.Tensor, weight: PackedGroups, **given: Any) -> torch.Tensor:
+    """Returns x @ weight.T by the kernel for so few rows, with the arguments that both have."""
+    multiply = skinny_grouped_linear if use_skinny(x, weight) else grouped_linear
+    return multiply(x, weight, **given)
 
 
 class KernelGroupedWeight(GroupedWeight):
@@ -161,12 +174,20 @@ class KernelGroupedWeight(GroupedWeight):
         if not use_fused(len(x)):
             return self._expanded().multiply(x, bias, out)
         added = None if bias is None else bias.expand(len(x), -1)
-        return grouped_linear(x, self._loaded, residual=added, out=out, pdl=self._backend.pdl)
+        return _product(x, self._loaded, residual=added, out=out, pdl=self._backend.pdl)
 
     def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`. Fused with one row, as the kernel can, it costs 10 us of a
-        gated product and a launch of its own 2 us, on an H200."""
-        return self._dense is not None and super().fuses_norm(rows)
+        """See `WeightFormat.fuses_norm`. What `grouped_linear` fuses with one row costs 10 us of a
+        gated product, and a launch of its own 2 us, on an H200."""
+        if self._dense is not None:
+            return super().fuses_norm(rows)
+        return self._backend.pdl and fuses_norm(rows, self._loaded, self._backend.dtype)
+
+    def _norms(self, x: torch.Tensor) -> bool:
+        """Whether the product's kernel norms x at no cost."""
+        weight = self._loaded
+        is_ordered = self._input_order is None
+        return is_ordered and fuses_norm(len(x), weight, x.dtype) and use_skinny(x, weight)
 
     def multiply_normed(
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
@@ -174,7 +195,11 @@ class KernelGroupedWeight(GroupedWeight):
         """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
         if self._dense is not None:
             return super().multiply_normed(x, norm, out)
-        return self.multiply(norm(x), out=out)
+        if not self._norms(x):
+            return self.multiply(norm(x), out=out)
+        return skinny_grouped_linear(
+            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._backend.pdl
+        )
 
     def multiply_gated(
         self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
@@ -182,10 +207,13 @@ class KernelGroupedWeight(GroupedWeight):
         """See `WeightFormat.multiply_gated`."""
         if self._dense is not None:
             return super().multiply_gated(x, norm, wanted)
+        if norm is not None and self._norms(x):
+            given = {"norm_weight": norm.weight, "eps": norm.eps, "pdl": self._backend.pdl}
+            return skinny_grouped_linear(x, self._loaded, gated=True, **given)
         x = self._ordered(x if norm is None else norm(x))
         if not use_fused(len(x)):
             return self._expanded().multiply_gated(x)
-        return grouped_linear(x, self._loaded, gated=True, pdl=self._backend.pdl)
+        return _product(x, self._loaded, gated=True, pdl=self._backend.pdl)
 
     def warm_up_gated(self) -> None:
         """See `WeightFormat.warm_up_gated`."""
@@ -204,6 +232,6 @@ class KernelGroupedWeight(GroupedWeight):
             return
         x = self._ordered(x)
         if use_fused(len(x)):
-            grouped_linear(x, self._loaded, residual=total, out=total, pdl=self._backend.pdl)
+            _product(x, self._loaded, residual=total, out=total, pdl=self._backend.pdl)
         else:
             self._expanded().add_product(x, total)
