@@ -155,21 +155,21 @@ def row_cases(
             label = f"{scheme} {variant}" + " pdl" * pdl
             yield Case("grouped", name, label, runs, size, flops, checked(run))
     for variant, skinny in skinny_configs(x, weight, tune):
-        for pdl in (False, True):
-            norm = given["norm_weight"]
-            if norm is not None and not fuses_norm(rows, weight, x.dtype, skinny):
-                norm = None  # which is a launch of its own, timed elsewhere
+        norm = given["norm_weight"]
+        is_fused = norm is not None and fuses_norm(rows, weight, x.dtype, skinny)
+        # without the norm, which is a launch of its own then, and with it
+        for kept, pdl in itertools.product((None, norm) if is_fused else (None,), (False, True)):
 
             def run_skinny(
-                w: PackedGroups, config: SkinnyConfig = skinny, pdl: bool = pdl,
-                norm: torch.Tensor | None = norm, fused: bool = True,
+                w: PackedGroups, norm: torch.Tensor | None = kept,
+                config: SkinnyConfig = skinny, pdl: bool = pdl,
             ) -> None:  # fmt: skip
-                fusions = {**given, "norm_weight": norm if fused else given["norm_weight"]}
+                fusions = {**given, "norm_weight": norm}
                 skinny_grouped_linear(x, w, out=out, config=config, pdl=pdl, **fusions)
 
             runs = [lambda w=w, run=run_skinny: run(w) for w in weights]
-            label = f"{scheme} skinny {variant}" + " norm" * (norm is not None) + " pdl" * pdl
-            check = checked(lambda w, run=run_skinny: run(w, fused=False))
+            label = f"{scheme} skinny {variant}" + " norm" * (kept is not None) + " pdl" * pdl
+            check = checked(lambda w, run=run_skinny, norm=norm: run(w, norm))
             yield Case("grouped", name, label, runs, size, flops, check)
     if rows < 64 or tune:
         return
