@@ -8,8 +8,8 @@ The weight is read from global memory into the registers in which the tensor cor
 a thread at a time, without shared memory and barriers between. A sum over inputs does not depend on
 their order, so the order within a run is the one in which the neighbouring words of a thread are
 its fragments of successive products (an operand layout of eight neighbouring elements instead of
-two). x is read likewise. The loads of the first units, and with programmatic dependent launch all
-that do not read x, are issued before the wait for the preceding kernel, which hides their latency.
+two). x is read likewise. With programmatic dependent launch the loads of the first units are issued
+before the wait for the preceding kernel.
 
 The warps of a program divide the inputs among themselves, unit by unit; their sums are added by way
 of shared memory, in a fixed order.
@@ -286,16 +286,31 @@ def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
     return gl.sum(low.load(layout), 0), gl.sum(high.load(layout), 0)
 
 
+@gluon.jit
+def _store(place, low, high, has_low, has_high, GATED: gl.constexpr):
+    """Writes the outputs of the low and of the high eight features of a tile, [8, 8] each, or those
+    of a gate and what it is multiplied with."""
+    dtype: gl.constexpr = place.dtype.element_ty
+    if GATED:
+        low = low / (1.0 + gl.exp2(-LOG2_E * low)) * high
+    gl.store(place, low.to(dtype), has_low)
+    if not GATED:
+        gl.store(place + 8, high.to(dtype), has_high)
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def _kernel(
     x, packed, scales, norm, residual, out, rows, features, x_stride_8, residual_stride,
     out_stride, eps,
     INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
-    WIDTH: gl.constexpr,
-    WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes the tiles of 16 output features that its program's number leaves."""
+    """Computes every `num_programs`-th tile of 16 output features, from the program's number on.
+
+    Items, the loads of a tile's unit, are asked for DEPTH items ahead, also of the next tile.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     SHARES: gl.constexpr = (UNITS + WARPS - 1) // WARPS  # units of a warp
     MASKED: gl.constexpr = SHARES * WARPS * PARTS * RUN != INPUTS
@@ -358,16 +373,10 @@ def _kernel(
         sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
         if HAS_NORM:
             sum_low, sum_high = sum_low * factor, sum_high * factor
-        place = out + row * out_stride + n
-        if GATED:
-            sum_low = sum_low / (1.0 + gl.exp2(-LOG2_E * sum_low)) * sum_high
-            gl.store(place, sum_low.to(out.dtype.element_ty), has_low)
-        else:
-            if HAS_RESIDUAL:
-                sum_low += added_low.to(gl.float32)
-                sum_high += added_high.to(gl.float32)
-            gl.store(place, sum_low.to(out.dtype.element_ty), has_low)
-            gl.store(place + 8, sum_high.to(out.dtype.element_ty), has_high)
+        if HAS_RESIDUAL:
+            sum_low += added_low.to(gl.float32)
+            sum_high += added_high.to(gl.float32)
+        _store(out + row * out_stride + n, sum_low, sum_high, has_low, has_high, GATED)
 
 
 def skinny_grouped_linear(
