@@ -278,6 +278,24 @@ def _multiply(
 
 
 @gluon.jit
+def _next_items(
+    items, packed, scales, tile, programs, share, SHARES: gl.constexpr, DEPTH: gl.constexpr,
+    UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns the items without the first, of a tile's unit number `share`, and with the one that
+    comes DEPTH items after it."""
+    later = ()
+    for ahead in gl.static_range(1, DEPTH):
+        later = later + (items[ahead],)
+    item = _load_item(
+        packed, scales, tile + (share + DEPTH) // SHARES * programs, (share + DEPTH) % SHARES,
+        UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
+    )  # fmt: skip
+    return later + (item,)
+
+
+@gluon.jit
 def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
     """Returns the sums over warps of the low and of the high eight features, [8, 8] each."""
     first, second = gl.split(totals.reshape([WARPS, 2, 8, 8]).permute((0, 2, 3, 1)))
@@ -345,38 +363,44 @@ def _kernel(
     high = gl.allocate_shared_memory(gl.float32, [WARPS, 8, 8], shared)
     feature = gl.arange(0, 8, gl.SliceLayout(1, of_sum))[:, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, of_sum))[None, :]
-    for tile in range(first, WIDTH // 16, programs):
-        n = tile * (8 if GATED else 16) + feature
-        has_low, has_high = (n < features) & (row < rows), (n + 8 < features) & (row < rows)
-        if HAS_RESIDUAL:
-            place = residual + row * residual_stride + n
-            added_low, added_high = gl.load(place, has_low), gl.load(place + 8, has_high)
-        totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
-        for share in gl.static_range(SHARES):
-            if SHARES > 1:
-                some = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
-                some_sums = _sum_x(some, SCALED, RUN, WARPS, mma)
-            else:
-                some, some_sums = runs, sums
-            totals = _multiply(
-                items[0], some, some_sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
-            )
-            later = ()
-            for ahead in gl.static_range(1, DEPTH):
-                later = later + (items[ahead],)
-            items = later + (
-                _load_item(
-                    packed, scales, tile + (share + DEPTH) // SHARES * programs,
-                    (share + DEPTH) % SHARES, UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
-                ),
-            )  # fmt: skip
-        sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
-        if HAS_NORM:
-            sum_low, sum_high = sum_low * factor, sum_high * factor
-        if HAS_RESIDUAL:
-            sum_low += added_low.to(gl.float32)
-            sum_high += added_high.to(gl.float32)
-        _store(out + row * out_stride + n, sum_low, sum_high, has_low, has_high, GATED)
+    # after so many tiles of one unit the items are back in the registers where they began
+    ROUND: gl.constexpr = DEPTH if SHARES == 1 else 1
+    for begin in range(first, WIDTH // 16, ROUND * programs):
+        for turn in gl.static_range(ROUND):
+            tile = begin + turn * programs
+            if turn == 0 or tile < WIDTH // 16:
+                n = tile * (8 if GATED else 16) + feature
+                has_low, has_high = (n < features) & (row < rows), (n + 8 < features) & (row < rows)
+                if HAS_RESIDUAL:
+                    place = residual + row * residual_stride + n
+                    added_low, added_high = gl.load(place, has_low), gl.load(place + 8, has_high)
+                totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+                for share in gl.static_range(SHARES):
+                    if SHARES > 1:
+                        some = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
+                        some_sums = _sum_x(some, SCALED, RUN, WARPS, mma)
+                    else:
+                        some, some_sums = runs, sums
+                    totals = _multiply(
+                        items[0], some, some_sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
+                    )
+                    if SHARES > 1:
+                        items = _next_items(
+                            items, packed, scales, tile, programs, share, SHARES, DEPTH, UNITS,
+                            RUN, GROUP, WIDTH, SCALED, WARPS, mma,
+                        )  # fmt: skip
+                sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
+                if HAS_NORM:
+                    sum_low, sum_high = sum_low * factor, sum_high * factor
+                if HAS_RESIDUAL:
+                    sum_low += added_low.to(gl.float32)
+                    sum_high += added_high.to(gl.float32)
+                _store(out + row * out_stride + n, sum_low, sum_high, has_low, has_high, GATED)
+            if SHARES == 1:
+                items = _next_items(
+                    items, packed, scales, tile, programs, 0, SHARES, DEPTH, UNITS, RUN, GROUP,
+                    WIDTH, SCALED, WARPS, mma,
+                )  # fmt: skip
 
 
 def skinny_grouped_linear(
