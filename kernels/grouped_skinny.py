@@ -296,6 +296,25 @@ def _next_items(
 
 
 @gluon.jit
+def _multiply_shares(
+    items, totals, x, packed, scales, tile, programs, rows, x_stride, SHARES: gl.constexpr,
+    DEPTH: gl.constexpr, INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALED: gl.constexpr, WARPS: gl.constexpr, MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns totals plus the products of several units of each warp, and the items after them."""
+    for share in gl.static_range(SHARES):
+        runs = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
+        sums = _sum_x(runs, SCALED, RUN, WARPS, mma)
+        totals = _multiply(items[0], runs, sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma)
+        items = _next_items(
+            items, packed, scales, tile, programs, share, SHARES, DEPTH, UNITS, RUN, GROUP, WIDTH,
+            SCALED, WARPS, mma,
+        )  # fmt: skip
+    return totals, items
+
+
+@gluon.jit
 def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
     """Returns the sums over warps of the low and of the high eight features, [8, 8] each."""
     first, second = gl.split(totals.reshape([WARPS, 2, 8, 8]).permute((0, 2, 3, 1)))
@@ -375,20 +394,16 @@ def _kernel(
                     place = residual + row * residual_stride + n
                     added_low, added_high = gl.load(place, has_low), gl.load(place + 8, has_high)
                 totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
-                for share in gl.static_range(SHARES):
-                    if SHARES > 1:
-                        some = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
-                        some_sums = _sum_x(some, SCALED, RUN, WARPS, mma)
-                    else:
-                        some, some_sums = runs, sums
+                if SHARES == 1:
                     totals = _multiply(
-                        items[0], some, some_sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
+                        items[0], runs, sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
                     )
-                    if SHARES > 1:
-                        items = _next_items(
-                            items, packed, scales, tile, programs, share, SHARES, DEPTH, UNITS,
-                            RUN, GROUP, WIDTH, SCALED, WARPS, mma,
-                        )  # fmt: skip
+                else:
+                    totals, items = _multiply_shares(
+                        items, totals, x, packed, scales, tile, programs, rows, x_stride, SHARES,
+                        DEPTH, INPUTS, UNITS, RUN, GROUP, WIDTH, OFFSET, HAS_ZEROS, SCALED, WARPS,
+                        MASKED, mma,
+                    )  # fmt: skip
                 sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
                 if HAS_NORM:
                     sum_low, sum_high = sum_low * factor, sum_high * factor

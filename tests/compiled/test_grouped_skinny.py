@@ -119,7 +119,7 @@ def test_the_norm_of_one_row_is_part_of_the_kernel(tmp_path: Path) -> None:
 def test_other_groups_and_edges_compile(group: int | None, inputs: int, tmp_path: Path) -> None:
     weight = weight_of(40, inputs, group=group, has_zeros=True)
     kernel = compile_kernel(weight, skinny_config(weight))
-    assert spilled(kernel, tmp_path) <= 32  # groups of 64 need twice the sums of x
+    assert spilled(kernel, tmp_path) <= 48  # groups of 64 need twice the sums of x
     width = "v2.b32" if weight.run == 32 else "v4.b32"
     # rows of x, whose stride is a multiple of eight elements, are read by as much as words are
     assert count_loads(kernel.asm["ptx"])[width] >= 8

@@ -1,4 +1,5 @@
-"""Weights in 4 or 8 bits in groups, computed with by our kernels (`kernels.grouped_linear`).
+"""Weights in 4 or 8 bits in groups, computed with by our kernels (`kernels.grouped_linear`, and
+`kernels.grouped_skinny` for few rows).
 
 When it is loaded, a weight is brought into the order that the kernels read, layer by layer on the
 device, and the checkpoint's tensors are let go. Where groups are of inputs in another order
