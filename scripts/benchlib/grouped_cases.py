@@ -18,6 +18,14 @@ from aioinfer.kernels.grouped_linear import (
     grouped_linear,
     grouped_linear_reference,
 )
+from aioinfer.kernels.grouped_skinny import (
+    MAX_ROWS,
+    SkinnyConfig,
+    fuses_norm,
+    skinny_config,
+    skinny_grouped_linear,
+    supports,
+)
 from aioinfer.kernels.grouped_weight import PackedGroups, dequantize, pack_groups
 
 from benchlib.kernel_cases import BF16, DEVICE, Case, random_tensor
@@ -30,7 +38,7 @@ SHAPES = {
     "8B gate_up": (24576, 4096, True, True),
     "8B down": (4096, 12288, False, False),
 }
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 8192)
 #: Rows that the fused kernel is tried with: more than the table gives it, to find where it ends.
 MAX_TRIED_ROWS = 256
 #: Bits, inputs of a group, and zero points, of which the first is the case of the others' floors.
@@ -40,6 +48,14 @@ SCHEMES = {
     "int4 g32": (4, 32, False),
     "int8 g128": (8, 128, False),
 }
+#: Configurations of the kernel for few rows, beside its table's.
+SKINNY = [
+    SkinnyConfig(warps, depth, programs)
+    for warps, depth, programs in (
+        (16, 2, 1), (16, 3, 1), (8, 2, 1), (8, 4, 1), (8, 2, 2), (8, 3, 2), (8, 2, 3), (4, 2, 4),
+        (4, 3, 4), (4, 4, 3), (4, 2, 5),
+    )
+]  # fmt: skip
 
 
 def random_weight(
@@ -73,6 +89,17 @@ def configs(rows: int, weight: PackedGroups, tune: bool) -> list[tuple[str, Grou
                 name = f"n{features} m{width} w{warps} s{stages} k{splits}"
                 found.append((name, config))
     return found
+
+
+def skinny_configs(
+    x: torch.Tensor, weight: PackedGroups, tune: bool
+) -> list[tuple[str, SkinnyConfig]]:
+    """Returns the configurations of the kernel for few rows: its table's and, to tune, others."""
+    if len(x) > MAX_ROWS or not supports(x, weight):
+        return []
+    tried = SKINNY if tune else []
+    named = [(f"w{c.warps} d{c.depth} p{c.programs}", c) for c in tried]
+    return [("table", skinny_config(weight)), *named]
 
 
 def grouped_cases(tune: bool) -> Iterator[Case]:
@@ -132,6 +159,23 @@ def row_cases(
             label = f"{scheme} {variant}" + " pdl" * pdl
             yield Case("grouped", name, label, runs, size, flops, checked(run))
     yield from hopper_cases(name, scheme, x, weights, given, out, checked, size, flops, tune)
+    for variant, skinny in skinny_configs(x, weight, tune):
+        norm = given["norm_weight"]
+        is_fused = norm is not None and fuses_norm(rows, weight, x.dtype, skinny)
+        # without the norm, which is a launch of its own then, and with it
+        for kept, pdl in itertools.product((None, norm) if is_fused else (None,), (False, True)):
+
+            def run_skinny(
+                w: PackedGroups, norm: torch.Tensor | None = kept,
+                config: SkinnyConfig = skinny, pdl: bool = pdl,
+            ) -> None:  # fmt: skip
+                fusions = {**given, "norm_weight": norm}
+                skinny_grouped_linear(x, w, out=out, config=config, pdl=pdl, **fusions)
+
+            runs = [lambda w=w, run=run_skinny: run(w) for w in weights]
+            label = f"{scheme} skinny {variant}" + " norm" * (kept is not None) + " pdl" * pdl
+            check = checked(lambda w, run=run_skinny, norm=norm: run(w, norm))
+            yield Case("grouped", name, label, runs, size, flops, check)
     if rows < 64 or tune:
         return
     scratch = torch.empty(weight.features, weight.inputs, dtype=BF16, device=DEVICE)

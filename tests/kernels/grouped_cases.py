@@ -3,12 +3,15 @@ float64 reference: for the interpreter's tests and the tests on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from aioinfer.kernels.grouped_linear import (
     GroupedConfig,
     grouped_linear,
     grouped_linear_reference,
 )
+from aioinfer.kernels.grouped_skinny import SkinnyConfig
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import Pair, normal, poisoned
 
@@ -38,10 +41,12 @@ def grouped(
     *,
     normed: bool = False,
     gated: bool = False,
-    config: GroupedConfig | None = None,
+    config: GroupedConfig | SkinnyConfig | None = None,
     pdl: bool = False,
+    multiply: Callable[..., torch.Tensor] = grouped_linear,
 ) -> Pair:
-    """Runs `grouped_linear`: with a residual where it is not gated."""
+    """Runs `grouped_linear`, or a kernel with its arguments: with a residual where it is not
+    gated."""
     device = str(weight.integers.device)
     features = weight.features // 2 if gated else weight.features
     # rows with a stride: those of a part of a wider tensor
@@ -49,7 +54,7 @@ def grouped(
     norm = normal(weight.inputs, dtype=dtype, device=device) if normed else None
     residual = None if gated else normal(rows, features, dtype=dtype, device=device)
     given = {"norm_weight": norm, "residual": residual, "gated": gated}
-    out = grouped_linear(
+    out = multiply(
         x,
         weight,
         **given,

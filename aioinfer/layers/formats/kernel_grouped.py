@@ -1,4 +1,5 @@
-"""Weights in 4 or 8 bits in groups, computed with by our kernels (`kernels.grouped_linear`).
+"""Weights in 4 or 8 bits in groups, computed with by our kernels (`kernels.grouped_linear`, and
+`kernels.grouped_skinny` for few rows).
 
 When it is loaded, a weight is brought into the order that the kernels read, layer by layer on the
 device, and the checkpoint's tensors are let go. Where groups are of inputs in another order
@@ -25,6 +26,8 @@ from aioinfer.kernels.grouped_linear import (
     grouped_linear,
     use_fused,
 )
+from aioinfer.kernels.grouped_skinny import fuses_norm, skinny_grouped_linear
+from aioinfer.kernels.grouped_skinny import supports as skinny_supports
 from aioinfer.kernels.grouped_weight import (
     PackedGroups,
     dequantize,
@@ -40,6 +43,11 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
 _log = logging.getLogger(__name__)
+
+
+def use_skinny(x: torch.Tensor, weight: PackedGroups) -> bool:
+    """Whether the product is `skinny_grouped_linear`'s: for 1 to 8 rows on Hopper."""
+    return skinny_supports(x, weight)
 
 
 class KernelGroupedWeight(GroupedWeight):
@@ -163,6 +171,9 @@ class KernelGroupedWeight(GroupedWeight):
         """Returns the product by a kernel that reads the integers, or None where a dequantized
         weight is faster."""
         weight, pdl = self._loaded, self._backend.pdl
+        if use_skinny(x, weight):
+            given = {"residual": residual, "gated": gated, "out": out, "pdl": pdl}
+            return skinny_grouped_linear(x, weight, **given)
         if use_hopper(x, weight, residual=residual, gated=gated, out=out):
             return grouped_hopper(x, weight, residual=residual, gated=gated, out=out, pdl=pdl)
         if use_fused(len(x)):
@@ -181,9 +192,17 @@ class KernelGroupedWeight(GroupedWeight):
         return self._expanded().multiply(x, bias, out) if product is None else product
 
     def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`. Fused with one row, as the kernel can, it costs 10 us of a
-        gated product and a launch of its own 2 us, on an H200."""
-        return self._dense is not None and super().fuses_norm(rows)
+        """See `WeightFormat.fuses_norm`. What `grouped_linear` fuses with one row costs 10 us of a
+        gated product, and a launch of its own 2 us, on an H200."""
+        if self._dense is not None:
+            return super().fuses_norm(rows)
+        return self._backend.pdl and fuses_norm(rows, self._loaded, self._backend.dtype)
+
+    def _norms(self, x: torch.Tensor) -> bool:
+        """Whether the product's kernel norms x at no cost."""
+        weight = self._loaded
+        is_ordered = self._input_order is None
+        return is_ordered and fuses_norm(len(x), weight, x.dtype) and use_skinny(x, weight)
 
     def multiply_normed(
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
@@ -191,7 +210,11 @@ class KernelGroupedWeight(GroupedWeight):
         """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
         if self._dense is not None:
             return super().multiply_normed(x, norm, out)
-        return self.multiply(norm(x), out=out)
+        if not self._norms(x):
+            return self.multiply(norm(x), out=out)
+        return skinny_grouped_linear(
+            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._backend.pdl
+        )
 
     def multiply_gated(
         self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
@@ -199,6 +222,9 @@ class KernelGroupedWeight(GroupedWeight):
         """See `WeightFormat.multiply_gated`."""
         if self._dense is not None:
             return super().multiply_gated(x, norm, wanted)
+        if norm is not None and self._norms(x):
+            given = {"norm_weight": norm.weight, "eps": norm.eps, "pdl": self._backend.pdl}
+            return skinny_grouped_linear(x, self._loaded, gated=True, **given)
         x = self._ordered(x if norm is None else norm(x))
         product = self._product_of_integers(x, gated=True)
         return self._expanded().multiply_gated(x) if product is None else product

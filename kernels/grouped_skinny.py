@@ -1,0 +1,472 @@
+"""Linear layers of 1 to 8 rows whose weights are 4-bit integers in groups (`grouped_weight`), on
+Hopper GPUs, in Triton's Gluon dialect; accumulated in float32.
+
+Called by the linear layers in decode steps where `use_skinny` says so; otherwise `grouped_linear`
+computes the same from the same packed weight.
+
+The weight is read from global memory into the registers in which the tensor cores take it, 16 bytes
+a thread at a time, without shared memory and barriers between. A sum over inputs does not depend on
+their order, so the order within a run is the one in which the neighbouring words of a thread are
+its fragments of successive products (an operand layout of eight neighbouring elements instead of
+two). x is read likewise. With programmatic dependent launch the loads of the first units are issued
+before the wait for the preceding kernel.
+
+The warps of a program divide the inputs among themselves, unit by unit; their sums are added by way
+of shared memory, in a fixed order.
+
+An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below those of
+128 (1024), see `grouped_linear`; here the offset and the zero point are subtracted from the sum of
+a group: sum((128 + q) x) - (128 + zero) sum(x), where sum(x) is a product with ones, computed once
+for all output features of a program. In float32 this costs five (eight) bits of 24.
+"""
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
+# unpack tuples)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aioinfer.kernels.grouped_weight import TILE, PackedGroups
+from aioinfer.kernels.linear_arguments import check_linear
+from aioinfer.kernels.norm import rms_norm
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: Columns of an mma instruction.
+MAX_ROWS = 8
+PARTS = gl.constexpr(4)  # runs of a unit
+LOG2_E = gl.constexpr(1.4426950408889634)
+#: What writing an integer's bits below those of a number makes of it.
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
+EXPANSION = """{
+    .reg .b32 b, c, d;
+    shr.u32 b, $4, 4;
+    shr.u32 c, $4, 8;
+    shr.u32 d, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, MAGIC, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, MAGIC, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, MAGIC, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, MAGIC, 0xEA;
+}"""
+EXPANSION_128 = gl.constexpr(EXPANSION.replace("MAGIC", "0x43004300"))
+EXPANSION_1024 = gl.constexpr(EXPANSION.replace("MAGIC", "0x64006400"))
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How the kernel is compiled and launched.
+
+    Attributes:
+        warps: of a program; they share the inputs: 4, 8 or 16.
+        depth: units of 16 output features whose loads each warp has under way.
+        programs: for each multiprocessor, which have its registers; a program computes one tile of
+            16 output features after the other.
+    """
+
+    warps: int
+    depth: int
+    programs: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have."""
+        return min(255, 65536 // (self.programs * self.warps * 32) // 8 * 8)
+
+
+def skinny_config(weight: PackedGroups) -> SkinnyConfig:
+    """Returns the configuration for a weight; not yet measured."""
+    return SkinnyConfig(16, 2) if weight.units <= 16 else SkinnyConfig(8, 4)
+
+
+def supports(x: torch.Tensor, weight: PackedGroups) -> bool:
+    """Whether this kernel can compute x [M, K] times a weight: 1 to 8 rows of bf16 or fp16, 4 bits,
+    runs of 32 or 64 inputs, K a multiple of 8, on Hopper.
+
+    The rows of x must be contiguous and begin at multiples of 16 bytes.
+    """
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and 1 <= len(x) <= MAX_ROWS
+        and x.dtype in OFFSETS
+        and weight.bits == 4
+        and weight.run in (32, 64)
+        and x.shape[1] % 8 == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def fuses_norm(
+    rows: int, weight: PackedGroups, dtype: torch.dtype, config: SkinnyConfig | None = None
+) -> bool:
+    """Whether the kernel computes the RMSNorm itself: of one row, where each warp has one unit. In
+    float16 the product of x and the norm's weight, which is scaled afterwards, may overflow."""
+    warps = (config or skinny_config(weight)).warps
+    return rows == 1 and weight.units <= warps and dtype == torch.bfloat16
+
+
+@gluon.jit
+def _load_item(
+    packed, scales, tile, share,
+    UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns of a tile of output features and each warp's unit number `share` the pairs of words,
+    int32 [WARPS, 16, R / 2], and what `PackedGroups.scales` has [WARPS, 16] for each group;
+    anything beyond the last tile."""
+    PAIRS: gl.constexpr = RUN // 2
+    wide: gl.constexpr = gl.DotOperandLayout(0, mma, PAIRS // 8)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
+    feature = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
+    pair = gl.arange(0, PAIRS, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+    unit = _unit_of(warp, share, UNITS, WARPS)
+    place = packed.to(gl.pointer_type(gl.int32), bitcast=True)
+    place += (unit[:, None, None] * 16 + feature[None, :, None]) * PAIRS + pair[None, None, :]
+    place += tile.to(gl.int64) * (UNITS * 16 * PAIRS)
+    is_there = tile < WIDTH // 16
+    # constants come last, where they become part of the instruction
+    item = (gl.load(place + share * (WARPS * 16 * PAIRS), is_there),)
+
+    GROUPS: gl.constexpr = PARTS * RUN // GROUP  # of a unit
+    of_feature: gl.constexpr = gl.SliceLayout(2, mma)
+    unit = _unit_of(gl.arange(0, WARPS, gl.SliceLayout(1, of_feature)), share, UNITS, WARPS)
+    feature = gl.arange(0, 16, gl.SliceLayout(0, of_feature))
+    for part in gl.static_range(0, PARTS, SCALED):
+        if GROUPS:
+            place = scales + (unit[:, None] * (GROUPS * WIDTH) + feature[None, :]) + tile * 16
+            place += (share * WARPS * GROUPS + part // SCALED) * WIDTH
+        else:
+            run = (unit + share * WARPS) * PARTS + part
+            place = scales + (run * RUN // GROUP)[:, None] * WIDTH + feature[None, :] + tile * 16
+        item = item + (gl.load(place, is_there),)
+    return item
+
+
+@gluon.jit
+def _unit_of(warp, share, UNITS: gl.constexpr, WARPS: gl.constexpr):
+    """Returns each warp's unit number `share` less the first warp's; warps that have none repeat
+    the last."""
+    if (share + 1) * WARPS > UNITS:
+        warp = gl.minimum(warp, UNITS - 1 - share * WARPS)
+    return warp
+
+
+@gluon.jit
+def _load_x(
+    x, share, rows, stride, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
+    MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns x for each run of each warp's unit number `share`, right operands [WARPS, R, 8], of
+    which columns beyond the last row repeat it."""
+    wide: gl.constexpr = gl.DotOperandLayout(1, mma, RUN // 8)
+    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None, None]
+    word = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, wide)))
+    row = gl.minimum(row, rows - 1)[None, None, :] * stride
+    k = warp * (PARTS * RUN) + word + row * 0
+    place = x + row + k
+    runs = ()
+    for part in gl.static_range(PARTS):
+        first = (share * WARPS * PARTS + part) * RUN
+        if MASKED:
+            value = gl.load(place + first, k + first < INPUTS, 0.0)
+        else:
+            value = gl.load(place + first)
+        value = value.reshape([WARPS, 2, 4, RUN // 32, 2, 2, 8]).permute((0, 1, 3, 4, 2, 5, 6))
+        value = value.reshape([WARPS, RUN, 8])
+        runs = runs + (gl.convert_layout(value, operand, assert_trivial=True),)
+    return runs
+
+
+@gluon.jit
+def _norm_x(
+    x, norm, runs, eps, INPUTS: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr,
+    MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns the reciprocal of one row's root mean square, and its runs times the norm's
+    weights."""
+    weights = _load_x(norm, 0, 1, 0, INPUTS, RUN, WARPS, MASKED, mma)
+    squares = gl.zeros([WARPS, RUN, 8], gl.float32, gl.DotOperandLayout(1, mma, 2))
+    scaled = ()
+    for part in gl.static_range(PARTS):
+        value = runs[part].to(gl.float32)
+        squares += value * value
+        scaled = scaled + ((value * weights[part].to(gl.float32)).to(x.dtype.element_ty),)
+    square = gl.sum(gl.max(gl.sum(squares, 1), 1), 0)  # all columns are equal
+    return gl.rsqrt(square / INPUTS + eps), scaled
+
+
+@gluon.jit
+def _sum_x(runs, SCALED: gl.constexpr, RUN: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr):
+    """Returns the sums of x over each group of a unit, [WARPS, 16, 8] with equal rows."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    ones = gl.full([WARPS, 16, RUN], 1.0, runs[0].dtype, operand)
+    sums = ()
+    for part in gl.static_range(0, PARTS, SCALED):
+        total = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+        for other in gl.static_range(SCALED):
+            total = mma_v2(ones, runs[part + other], total)
+        sums = sums + (total,)
+    return sums
+
+
+@gluon.jit
+def _expand(pairs, OFFSET: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr):
+    """Returns the integers of the four runs of pairs of words, enlarged by an offset, in 16 bits:
+    left operands [WARPS, 16, R]."""
+    RUN: gl.constexpr = 2 * pairs.shape[2]
+    words = gl.join(pairs.to(gl.int16), (pairs >> 16).to(gl.int16))
+    words = words.reshape([WARPS, 16, 2, 4, RUN // 32, 2, 2]).permute((0, 1, 2, 4, 5, 3, 6))
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    words = gl.convert_layout(words.reshape([WARPS, 16, RUN]), operand, assert_trivial=True)
+    if OFFSET == 128:
+        runs = gl.inline_asm_elementwise(
+            EXPANSION_128,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        runs = gl.inline_asm_elementwise(
+            EXPANSION_1024,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return runs
+
+
+@gluon.jit
+def _scale_of(kept, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """Returns the scale, float32, and the zero point with the offset of elements of
+    `PackedGroups.scales`."""
+    if HAS_ZEROS:
+        scale = (kept & -256).to(gl.float32, bitcast=True)
+        # written below the bits of 2 ** 23
+        zero = ((kept & 255) | 0x4B000000).to(gl.float32, bitcast=True) - (8388608.0 - OFFSET)
+        zero = zero[:, :, None]
+    else:
+        scale = kept.to(gl.float32, bitcast=True)
+        zero = OFFSET + 8.0
+    return scale[:, :, None], zero
+
+
+@gluon.jit
+def _multiply(
+    item, runs, sums, totals, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALED: gl.constexpr,
+    WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns totals [WARPS, 16, 8] plus the products of an item and x."""
+    integers = _expand(item[0], OFFSET, WARPS, mma)
+    for part in gl.static_range(0, PARTS, SCALED):
+        product = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+        for other in gl.static_range(SCALED):
+            product = mma_v2(integers[part + other], runs[part + other], product)
+        scale, zero = _scale_of(item[1 + part // SCALED], OFFSET, HAS_ZEROS)
+        totals += (product - zero * sums[part // SCALED]) * scale
+    return totals
+
+
+@gluon.jit
+def _next_items(
+    items, packed, scales, tile, programs, share, SHARES: gl.constexpr, DEPTH: gl.constexpr,
+    UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns the items without the first, of a tile's unit number `share`, and with the one that
+    comes DEPTH items after it."""
+    later = ()
+    for ahead in gl.static_range(1, DEPTH):
+        later = later + (items[ahead],)
+    item = _load_item(
+        packed, scales, tile + (share + DEPTH) // SHARES * programs, (share + DEPTH) % SHARES,
+        UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
+    )  # fmt: skip
+    return later + (item,)
+
+
+@gluon.jit
+def _multiply_shares(
+    items, totals, x, packed, scales, tile, programs, rows, x_stride, SHARES: gl.constexpr,
+    DEPTH: gl.constexpr, INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALED: gl.constexpr, WARPS: gl.constexpr, MASKED: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Returns totals plus the products of several units of each warp, and the items after them."""
+    for share in gl.static_range(SHARES):
+        runs = _load_x(x, share, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
+        sums = _sum_x(runs, SCALED, RUN, WARPS, mma)
+        totals = _multiply(items[0], runs, sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma)
+        items = _next_items(
+            items, packed, scales, tile, programs, share, SHARES, DEPTH, UNITS, RUN, GROUP, WIDTH,
+            SCALED, WARPS, mma,
+        )  # fmt: skip
+    return totals, items
+
+
+@gluon.jit
+def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
+    """Returns the sums over warps of the low and of the high eight features, [8, 8] each."""
+    first, second = gl.split(totals.reshape([WARPS, 2, 8, 8]).permute((0, 2, 3, 1)))
+    low.store(first)
+    high.store(second)
+    return gl.sum(low.load(layout), 0), gl.sum(high.load(layout), 0)
+
+
+@gluon.jit
+def _store(place, low, high, has_low, has_high, GATED: gl.constexpr):
+    """Writes the outputs of the low and of the high eight features of a tile, [8, 8] each, or those
+    of a gate and what it is multiplied with."""
+    dtype: gl.constexpr = place.dtype.element_ty
+    if GATED:
+        low = low / (1.0 + gl.exp2(-LOG2_E * low)) * high
+    gl.store(place, low.to(dtype), has_low)
+    if not GATED:
+        gl.store(place + 8, high.to(dtype), has_high)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _kernel(
+    x, packed, scales, norm, residual, out, rows, features, x_stride_8, residual_stride,
+    out_stride, eps,
+    INPUTS: gl.constexpr, UNITS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
+    WIDTH: gl.constexpr, WARPS: gl.constexpr, DEPTH: gl.constexpr, OFFSET: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Computes every `num_programs`-th tile of 16 output features, from the program's number on.
+
+    Items, the loads of a tile's unit, are asked for DEPTH items ahead, also of the next tile.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    SHARES: gl.constexpr = (UNITS + WARPS - 1) // WARPS  # units of a warp
+    MASKED: gl.constexpr = SHARES * WARPS * PARTS * RUN != INPUTS
+    # runs that are scaled together
+    SCALED: gl.constexpr = 1 if GROUP == RUN else (4 if GROUP % (4 * RUN) == 0 else 2)
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    x_stride = x_stride_8 * 8  # by which the compiler sees that rows are aligned
+    items = ()
+    for ahead in gl.static_range(DEPTH):
+        items = items + (
+            _load_item(
+                packed, scales, first + ahead // SHARES * programs, ahead % SHARES,
+                UNITS, RUN, GROUP, WIDTH, SCALED, WARPS, mma,
+            ),
+        )  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # with one unit for a warp x stays in registers
+    runs = _load_x(x, 0, rows, x_stride, INPUTS, RUN, WARPS, MASKED, mma)
+    factor = 1.0
+    if HAS_NORM:
+        factor, runs = _norm_x(x, norm, runs, eps, INPUTS, RUN, WARPS, MASKED, mma)
+    sums = _sum_x(runs, SCALED, RUN, WARPS, mma)
+
+    layout: gl.constexpr = gl.BlockedLayout(
+        [WARPS // 4, 1, 1], [4, 8, 1], [1, max(1, WARPS // 8), min(8, WARPS)], [1, 0, 2]
+    )
+    of_sum: gl.constexpr = gl.SliceLayout(0, layout)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0, 2])
+    low = gl.allocate_shared_memory(gl.float32, [WARPS, 8, 8], shared)
+    high = gl.allocate_shared_memory(gl.float32, [WARPS, 8, 8], shared)
+    feature = gl.arange(0, 8, gl.SliceLayout(1, of_sum))[:, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, of_sum))[None, :]
+    # after so many tiles of one unit the items are back in the registers where they began
+    ROUND: gl.constexpr = DEPTH if SHARES == 1 else 1
+    for begin in range(first, WIDTH // 16, ROUND * programs):
+        for turn in gl.static_range(ROUND):
+            tile = begin + turn * programs
+            if turn == 0 or tile < WIDTH // 16:
+                n = tile * (8 if GATED else 16) + feature
+                has_low, has_high = (n < features) & (row < rows), (n + 8 < features) & (row < rows)
+                if HAS_RESIDUAL:
+                    place = residual + row * residual_stride + n
+                    added_low, added_high = gl.load(place, has_low), gl.load(place + 8, has_high)
+                totals = gl.zeros([WARPS, 16, 8], gl.float32, mma)
+                if SHARES == 1:
+                    totals = _multiply(
+                        items[0], runs, sums, totals, OFFSET, HAS_ZEROS, SCALED, WARPS, mma
+                    )
+                else:
+                    totals, items = _multiply_shares(
+                        items, totals, x, packed, scales, tile, programs, rows, x_stride, SHARES,
+                        DEPTH, INPUTS, UNITS, RUN, GROUP, WIDTH, OFFSET, HAS_ZEROS, SCALED, WARPS,
+                        MASKED, mma,
+                    )  # fmt: skip
+                sum_low, sum_high = _add_warps(totals, low, high, layout, WARPS)
+                if HAS_NORM:
+                    sum_low, sum_high = sum_low * factor, sum_high * factor
+                if HAS_RESIDUAL:
+                    sum_low += added_low.to(gl.float32)
+                    sum_high += added_high.to(gl.float32)
+                _store(out + row * out_stride + n, sum_low, sum_high, has_low, has_high, GATED)
+            if SHARES == 1:
+                items = _next_items(
+                    items, packed, scales, tile, programs, 0, SHARES, DEPTH, UNITS, RUN, GROUP,
+                    WIDTH, SCALED, WARPS, mma,
+                )  # fmt: skip
+
+
+def skinny_grouped_linear(
+    x: torch.Tensor,
+    weight: PackedGroups,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: SkinnyConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32.
+
+    Arguments and result are those of `grouped_linear`, whose reference this kernel has, too.
+
+    Args:
+        x: [M, K]; `supports(x, weight)` must be true.
+        weight: [N, K]; with `gated` [2 * N, K], its rows interleaved by `gated_product.interleave`,
+            N a multiple of 8.
+        norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first, contiguous; None
+            for no norm. Where `fuses_norm` is false it is a launch of its own.
+        residual: [M, N], added to the product; may be `out`.
+        gated: returns silu(x @ gate.T) * (x @ up.T).
+        out: [M, N] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
+            that kernel ends, so that kernel must not write it.
+        config: instead of `skinny_config`'s (for tests and tuning).
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports` returns false.
+    """
+    rows, inputs = x.shape
+    features = check_linear(x, (weight.features, weight.inputs), gated=gated, max_rows=MAX_ROWS)
+    if not supports(x, weight):
+        raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    config = config or skinny_config(weight)
+    if norm_weight is not None and not fuses_norm(rows, weight, x.dtype, config):
+        x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    added = out if residual is None else residual
+    _kernel[(min(weight.width // TILE, config.programs * processors),)](
+        x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
+        rows, features, x.stride(0) // 8, added.stride(0), out.stride(0), eps,
+        INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, WIDTH=weight.width,
+        WARPS=config.warps, DEPTH=config.depth, OFFSET=OFFSETS[x.dtype],
+        HAS_ZEROS=weight.has_zeros, HAS_NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None, GATED=gated, PDL=pdl,
+        num_warps=config.warps, maxnreg=config.registers, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

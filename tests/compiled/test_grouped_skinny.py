@@ -1,0 +1,134 @@
+"""Products of few rows with 4-bit weights in groups, compiled for Hopper without a GPU: weights and
+x go from memory to the tensor cores' registers by 16 bytes, and registers suffice.
+
+Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_grouped_skinny.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+from aioinfer.kernels.grouped_skinny import (
+    OFFSETS,
+    SkinnyConfig,
+    _kernel,
+    fuses_norm,
+    skinny_config,
+    skinny_grouped_linear,
+    supports,
+)
+from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
+from hopper import HOPPER, spilled
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def weight_of(
+    features: int, inputs: int, *, group: int | None = 128, has_zeros: bool = False
+) -> PackedGroups:
+    shape = features, 1 if group is None else -(-inputs // group)
+    zeros = torch.zeros(shape) if has_zeros else None
+    integers = torch.zeros(features, inputs, dtype=torch.uint8)
+    return pack_groups(integers, torch.ones(shape), zeros, 4, group)
+
+
+def compile_kernel(
+    weight: PackedGroups,
+    config: SkinnyConfig,
+    dtype: str = "bf16",
+    *,
+    normed: bool = False,
+    gated: bool = False,
+) -> CompiledKernel:
+    """Compiles what `skinny_grouped_linear` launches."""
+    constants = {
+        "INPUTS": weight.inputs, "UNITS": weight.units, "RUN": weight.run, "GROUP": weight.group,
+        "WIDTH": weight.width, "WARPS": config.warps, "DEPTH": config.depth,
+        "OFFSET": OFFSETS[DTYPES[dtype]], "HAS_ZEROS": weight.has_zeros, "HAS_NORM": normed,
+        "HAS_RESIDUAL": not gated, "GATED": gated, "PDL": True,
+    }  # fmt: skip
+    types = {"packed": "*i16", "scales": "*i32", "eps": "fp32"}
+    types |= dict.fromkeys(("x", "norm", "residual", "out"), f"*{dtype}")
+    names = _kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    source = GluonASTSource(
+        _kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    )
+    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def count_loads(ptx: str) -> dict[str, int]:
+    """Returns how many loads from global memory have each width, by its name."""
+    widths = re.findall(r"ld\.global\.(\S+)", ptx)
+    return {width: widths.count(width) for width in set(widths)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has_zeros", "gated"),
+    [
+        ((24576, 4096), "bf16", False, True),
+        ((4096, 12288), "bf16", True, False),
+        ((6144, 4096), "fp16", True, False),
+    ],
+)
+def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
+    shape: tuple[int, int], dtype: str, has_zeros: bool, gated: bool, tmp_path: Path
+) -> None:
+    weight = weight_of(*shape, has_zeros=has_zeros)
+    config = skinny_config(weight)
+    kernel = compile_kernel(weight, config, dtype, gated=gated)
+    assert spilled(kernel, tmp_path) == 0
+    ptx, shares = kernel.asm["ptx"], weight.units // config.warps
+    # words: four loads a unit, those before the loop and those in it; x: eight a unit
+    loads, in_loop = count_loads(ptx), config.depth if shares == 1 else shares
+    assert loads["v4.b32"] == 4 * (config.depth + in_loop) + 8 * shares
+    # scales: two groups of a unit for two output features; residuals
+    assert loads["b32"] == 4 * (config.depth + in_loop)
+    # products: a unit is 16 of inputs; the sums of x as many
+    assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.") == 16 * (in_loop + shares)
+    before = ptx[: ptx.index("griddepcontrol.wait")]
+    assert before.count("ld.global.v4.b32") == 4 * config.depth
+    assert kernel.metadata.shared <= 16 * 1024
+
+
+def test_the_norm_of_one_row_is_part_of_the_kernel(tmp_path: Path) -> None:
+    weight = weight_of(24576, 4096)
+    assert fuses_norm(1, weight, torch.bfloat16)
+    kernel = compile_kernel(weight, skinny_config(weight), normed=True, gated=True)
+    assert spilled(kernel, tmp_path) == 0
+    assert count_loads(kernel.asm["ptx"])["v4.b32"] == 4 * 4 + 2 * 8  # the norm's weights like x
+
+
+@pytest.mark.parametrize(("group", "inputs"), [(32, 4096), (64, 320), (384, 768), (None, 1000)])
+def test_other_groups_and_edges_compile(group: int | None, inputs: int, tmp_path: Path) -> None:
+    weight = weight_of(40, inputs, group=group, has_zeros=True)
+    kernel = compile_kernel(weight, skinny_config(weight))
+    assert spilled(kernel, tmp_path) <= 48  # groups of 64 need twice the sums of x
+    width = "v2.b32" if weight.run == 32 else "v4.b32"
+    # rows of x, whose stride is a multiple of eight elements, are read by as much as words are
+    assert count_loads(kernel.asm["ptx"])[width] >= 8
+
+
+def test_tensors_on_a_cpu_are_rejected() -> None:
+    weight, x = weight_of(16, 256), torch.zeros(1, 256, dtype=torch.bfloat16)
+    assert not supports(x, weight)
+    with pytest.raises(ValueError, match="supports"):
+        skinny_grouped_linear(x, weight)
+    with pytest.raises(ValueError, match="x must be"):
+        skinny_grouped_linear(torch.zeros(9, 256), weight)
