@@ -1,4 +1,5 @@
-"""Linear layers with float8 weights for one to eight rows on Hopper GPUs, in Triton's Gluon dialect.
+"""Linear layers with float8 weights for one to eight rows on Hopper GPUs, in Triton's Gluon
+dialect.
 
 The alternative to `scaled_linear` for float8_e4m3 weights and 16-bit activations (`supports` says
 which), whose time is that of reading the weights. The tensor cores multiply: the left operand of
@@ -21,10 +22,8 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.linear import EARLY_TRIGGER_BYTES
 from aioinfer.kernels.linear_arguments import check_linear
-from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.quantize import GROUP
 from aioinfer.kernels.scaled_linear import ScaledMatrix
 from triton.experimental import gluon
@@ -36,7 +35,43 @@ MAX_ROWS = 8
 TILE = 16  # output features of a tensor-core product
 #: Inputs of a warp's step: those that share a scale of blocks.
 CHUNK = gl.constexpr(GROUP)
+#: Steps times rows of x that are kept in registers while they are measured.
+KEPT = gl.constexpr(8)
 LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+#: Bytes of shared memory of a thread block.
+SHARED_MEMORY = 227 * 1024
+REGISTERS = 65536  # of a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsConfig:
+    """How the kernel is compiled and launched.
+
+    Attributes:
+        features: rows of the weight that a program multiplies at a time: 16 or 32.
+        num_warps: 4 or 8; each has 128 inputs of a step.
+        depth: steps whose weights are loaded ahead, 16 bytes a thread for every four rows.
+        programs: of a multiprocessor; the registers of a thread are bounded so that so many fit.
+    """
+
+    features: int
+    num_warps: int
+    depth: int
+    programs: int
+
+
+def few_rows_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> FewRowsConfig:
+    """Returns the configuration for x [rows, inputs] and a weight of `lines` rows; not measured.
+
+    With at most eight warps' steps of inputs, all weights of a tile are in flight at once.
+    """
+    if rows > 2:
+        return FewRowsConfig(32 if lines % 32 == 0 else 16, 8, 1, 2)
+    if lines >= 12288 or inputs > 8192:
+        return FewRowsConfig(16, 4, 4, 3)
+    return FewRowsConfig(16, 8, 2, 2)
 
 
 @gluon.constexpr_function
@@ -62,11 +97,11 @@ def _input_layout(rows, warps):
 
 @gluon.jit
 def _load_weights(
-    place, scale_place, k, groups, wanted, STEP: gl.constexpr, INPUTS: gl.constexpr,
+    place, scale_place, k, wanted, STEP: gl.constexpr, INPUTS: gl.constexpr,
     FEATURES: gl.constexpr, WARPS: gl.constexpr, GROUPED: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Returns the weights of a step as words, [FEATURES, WARPS * CHUNK / 4], and with scales of blocks theirs,
-    [WARPS, FEATURES]."""
+    """Returns the weights of a step as words, [FEATURES, WARPS * CHUNK / 4], and with scales of
+    blocks theirs, [WARPS, FEATURES]."""
     WORDS: gl.constexpr = WARPS * CHUNK // 4
     if (STEP + 1) * WORDS * 4 > INPUTS:
         inside = (STEP * WORDS + k < INPUTS // 4)[None, :]
@@ -79,11 +114,18 @@ def _load_weights(
         w = gl.load(place + STEP * WORDS)
     loaded = (w,)
     if GROUPED:
-        warp = gl.arange(0, WARPS, gl.SliceLayout(1, scale_place.type.layout))
-        there = (STEP * WARPS + warp < groups)[:, None]
-        if MASKED:
-            there = there & wanted
-        loaded = loaded + (gl.load(scale_place + STEP * WARPS, there, 0.0),)
+        scale_place += STEP * WARPS
+        if (STEP + 1) * WARPS * CHUNK > INPUTS:
+            warp = gl.arange(0, WARPS, gl.SliceLayout(1, scale_place.type.layout))
+            there = (STEP * WARPS * CHUNK + warp * CHUNK < INPUTS)[:, None]
+            if MASKED:
+                there = there & wanted
+            scale = gl.load(scale_place, there, 0.0)
+        elif MASKED:
+            scale = gl.load(scale_place, wanted)
+        else:
+            scale = gl.load(scale_place)
+        loaded = loaded + (scale,)
     return loaded
 
 
@@ -141,54 +183,95 @@ def _add_step(
     return accs
 
 
+@gluon.constexpr_function
+def _staging_layout(warps):
+    """The layout [1, rows, warps * CHUNK] in which x is read and written to shared memory."""
+    return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 1, warps], [2, 1, 0])
+
+
 @gluon.jit
-def _load_x(place, k, STEP: gl.constexpr, WIDTH: gl.constexpr, INPUTS: gl.constexpr):
-    """Returns the inputs of a step in float32, zeros beyond the last."""
+def _load_step(place, STEP: gl.constexpr, WARPS: gl.constexpr, INPUTS: gl.constexpr):
+    """Returns the inputs of a step, zeros beyond the last."""
+    WIDTH: gl.constexpr = WARPS * CHUNK
     if (STEP + 1) * WIDTH > INPUTS:
-        return gl.load(place + STEP * WIDTH, STEP * WIDTH + k < INPUTS, 0.0).to(gl.float32)
-    return gl.load(place + STEP * WIDTH).to(gl.float32)
+        layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _staging_layout(WARPS)))
+        k = gl.arange(0, WIDTH, layout)[None, None, :]
+        value = gl.load(place + STEP * WIDTH, STEP * WIDTH + k < INPUTS, 0.0)
+    else:
+        value = gl.load(place + STEP * WIDTH)
+    return value
+
+
+@gluon.jit
+def _load_row(row, STEPS: gl.constexpr, WARPS: gl.constexpr, INPUTS: gl.constexpr):
+    """Returns the steps of a row [K] as a tuple."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _staging_layout(WARPS)))
+    place = row + gl.arange(0, WARPS * CHUNK, layout)[None, None, :]
+    values = ()
+    for step in gl.static_range(STEPS):
+        values = values + (_load_step(place, step, WARPS, INPUTS),)
+    return values
+
+
+@gluon.jit
+def _fold(parts, MAXIMUM: gl.constexpr):
+    """Returns the maxima or the sums over a tuple of tensors."""
+    total = parts[0]
+    for index in gl.static_range(1, len(parts)):
+        total = gl.maximum(total, parts[index]) if MAXIMUM else total + parts[index]
+    return total
+
+
+@gluon.jit
+def _measure(
+    place, norms, INPUTS: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
+    WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Returns the largest magnitude of each row of x (times the weight of the norm), and its sum of
+    squares without that weight, [1, ROWS]; and x, as a tuple of steps."""
+    of_row: gl.constexpr = gl.SliceLayout(2, _staging_layout(WARPS))
+    OWN: gl.constexpr = [1, ROWS, WARPS * CHUNK // 4, 4]  # a thread's inputs are summed first
+    values = ()
+    sizes = ()
+    sums = ()
+    for step in gl.static_range(STEPS):
+        value = _load_step(place, step, WARPS, INPUTS).to(gl.float32)
+        if HAS_NORM:
+            sums = sums + (gl.sum((value * value).reshape(OWN), 3),)
+            value = value * norms[step].to(gl.float32)
+        sizes = sizes + (gl.max(gl.abs(value).reshape(OWN), 3),)
+        values = values + (value,)
+    largest = gl.convert_layout(gl.max(_fold(sizes, True), 2), of_row, assert_trivial=True)
+    squares = gl.zeros([1, ROWS], gl.float32, of_row)
+    if HAS_NORM:
+        squares = gl.convert_layout(gl.sum(_fold(sums, False), 2), of_row, assert_trivial=True)
+    return largest, squares, values
 
 
 @gluon.jit
 def _stage_x(
-    x, norm, x_smem, rows, x_stride, eps, INPUTS: gl.constexpr, STEPS: gl.constexpr,
+    x, norms, x_smem, rows, x_stride, eps, INPUTS: gl.constexpr, STEPS: gl.constexpr,
     ROWS: gl.constexpr, WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """Writes x to shared memory as float16, each row times a power of two; returns by what the sums
     have to be multiplied, [1, ROWS]."""
-    WIDTH: gl.constexpr = WARPS * CHUNK
-    KEPT: gl.constexpr = STEPS * ROWS <= 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 1, WARPS], [2, 1, 0])
-    of_row: gl.constexpr = gl.SliceLayout(2, layout)
-    k = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, of_row))[None, :, None]
+    layout: gl.constexpr = _staging_layout(WARPS)
+    k = gl.arange(0, WARPS * CHUNK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     place = x + (gl.minimum(row, rows - 1) * x_stride + k)
-    norm_place = norm + k
-    kept = ()
-    for step in gl.static_range(STEPS):
-        value = _load_x(place, k, step, WIDTH, INPUTS)
-        if HAS_NORM:
-            square = gl.sum((value * value).reshape([1, ROWS, WIDTH // 4, 4]), 3)
-            squares = square if step == 0 else squares + square
-            value = value * _load_x(norm_place, k, step, WIDTH, INPUTS)
-        size = gl.max(gl.abs(value).reshape([1, ROWS, WIDTH // 4, 4]), 3)
-        largest = size if step == 0 else gl.maximum(largest, size)
-        if KEPT:
-            kept = kept + (value,)
-    largest = gl.convert_layout(gl.max(largest, 2), of_row, assert_trivial=True)
+    largest, squares, values = _measure(place, norms, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
+    # 2^14 .. 2^15 once multiplied; both factors are normal numbers
     exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 15)
     scale = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
     for step in gl.static_range(STEPS):
-        if KEPT:
-            value = kept[step]
-        else:
-            value = _load_x(place, k, step, WIDTH, INPUTS)
+        value = values[step]
+        if STEPS * ROWS > KEPT:  # more than the registers hold: read again
+            value = _load_step(place, step, WARPS, INPUTS).to(gl.float32)
             if HAS_NORM:
-                value = value * _load_x(norm_place, k, step, WIDTH, INPUTS)
+                value = value * norms[step].to(gl.float32)
         x_smem[step].store((value * scale[:, :, None]).to(gl.float16))
     factor = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     if HAS_NORM:
-        squares = gl.convert_layout(gl.sum(squares, 2), of_row, assert_trivial=True)
         factor = factor * gl.rsqrt(squares / INPUTS + eps)
     return factor
 
@@ -210,7 +293,7 @@ def _sum_of_warps(acc, parts, FEATURES: gl.constexpr, WARPS: gl.constexpr, GATED
 
 @gluon.jit
 def _multiply(
-    queue, x_smem, place, scale_place, next_place, next_scales, k, groups, more,
+    queue, x_smem, place, scale_place, next_place, next_scales, k, more,
     INPUTS: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr, FEATURES: gl.constexpr,
     WARPS: gl.constexpr, DEPTH: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
@@ -225,20 +308,52 @@ def _multiply(
         queue = queue[ENTRY:]
         if step + DEPTH < STEPS:
             queue = queue + _load_weights(
-                place, scale_place, k, groups, True, step + DEPTH, INPUTS, FEATURES, WARPS,
+                place, scale_place, k, True, step + DEPTH, INPUTS, FEATURES, WARPS,
                 GROUPED, False,
             )  # fmt: skip
         else:
             queue = queue + _load_weights(
-                next_place, next_scales, k, groups, more, step + DEPTH - STEPS, INPUTS, FEATURES,
+                next_place, next_scales, k, more, step + DEPTH - STEPS, INPUTS, FEATURES,
                 WARPS, GROUPED, True,
             )  # fmt: skip
     return accs[0] + accs[1], queue
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles"])
+@gluon.jit
+def _allocate_x(STEPS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Returns a buffer for each step, so that no barrier is put between writing one and the
+    next."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 2 if ROWS > 1 else 1, [2, 1, 0])
+    buffers = ()
+    for _ in gl.static_range(STEPS):
+        buffer = gl.allocate_shared_memory(gl.float16, [1, ROWS, WARPS * CHUNK], layout)
+        buffers = buffers + (buffer,)
+    return buffers
+
+
+@gluon.jit
+def _scale_places(
+    scales, tile, INPUTS: gl.constexpr, FEATURES: gl.constexpr, WARPS: gl.constexpr,
+    GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr,
+):  # fmt: skip
+    """Returns where the scales of a tile are: of its features, [1, FEATURES], or of its first step,
+    [WARPS, FEATURES]."""
+    layout: gl.constexpr = gl.SliceLayout(
+        2, gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    )
+    line = tile * FEATURES + gl.arange(0, FEATURES, gl.SliceLayout(0, layout))[None, :]
+    place = line // ROWS_PER_SCALE
+    if GROUPED:
+        place = (
+            place * ((INPUTS + CHUNK - 1) // CHUNK)
+            + gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
+        )
+    return scales + place
+
+
+@gluon.jit(do_not_specialize=["rows", "tiles", "residual_stride", "out_stride"])
 def _few_rows_kernel(
-    x, weight, scales, norm, residual, out, rows, tiles, groups, x_stride, residual_stride,
+    x, weight, scales, norm, residual, out, rows, tiles, x_stride, residual_stride,
     out_stride, eps,
     INPUTS: gl.constexpr, ROWS: gl.constexpr, FEATURES: gl.constexpr, DEPTH: gl.constexpr,
     HAS_NORM: gl.constexpr, HAS_RESIDUAL: gl.constexpr, GATED: gl.constexpr, GROUPED: gl.constexpr,
@@ -250,71 +365,159 @@ def _few_rows_kernel(
     OUTPUTS: gl.constexpr = FEATURES // HALVES
     loads: gl.constexpr = _weight_layout(FEATURES, WARPS)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    by_row: gl.constexpr = gl.SliceLayout(2, mma)
-    # a buffer for each step, so that no barrier is put between writing one and the next
-    x_smem = ()
-    for _ in gl.static_range(STEPS):
-        x_smem = x_smem + (
-            gl.allocate_shared_memory(
-                gl.float16, [1, ROWS, WARPS * CHUNK],
-                gl.SwizzledSharedLayout(8, 1, 2 if ROWS > 1 else 1, [2, 1, 0]),
-            ),
-        )  # fmt: skip
+    columns: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     parts = gl.allocate_shared_memory(
         gl.float32, [WARPS, FEATURES // 16, HALVES, 16 // HALVES, 8],
         gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
     )  # fmt: skip
+    x_smem = _allocate_x(STEPS, ROWS, WARPS)
+    tile = gl.program_id(0)
+    programs = gl.num_programs(0)
 
-    # the first weights are read before waiting for the preceding kernel, which writes x
-    weight = weight.to(gl.pointer_type(gl.int32), bitcast=True)
+    # weights are read before waiting for the preceding kernel, which writes x
     k = gl.arange(0, WARPS * CHUNK // 4, gl.SliceLayout(0, loads))
     line = gl.arange(0, FEATURES, gl.SliceLayout(1, loads))
-    scaled = gl.arange(0, FEATURES, gl.SliceLayout(0, by_row))[None, :]
-    group = gl.arange(0, WARPS, gl.SliceLayout(1, by_row))[:, None]
-    tile = gl.program_id(0)
-    place = weight + tile.to(gl.int64) * (FEATURES * INPUTS // 4)
+    place = weight.to(gl.pointer_type(gl.int32), bitcast=True)
+    place = place + tile.to(gl.int64) * (FEATURES * INPUTS // 4)
     place = place + (line[:, None] * (INPUTS // 4) + k[None, :])
-    advance = gl.num_programs(0).to(gl.int64) * (FEATURES * INPUTS // 4)
-    scale_place = scales + ((tile * FEATURES + scaled) // ROWS_PER_SCALE * groups + group)
+    scale_place = _scale_places(scales, tile, INPUTS, FEATURES, WARPS, GROUPED, ROWS_PER_SCALE)
     queue = ()
     for step in gl.static_range(DEPTH):
         queue = queue + _load_weights(
-            place, scale_place, k, groups, True, step, INPUTS, FEATURES, WARPS, GROUPED, False
+            place, scale_place, k, True, step, INPUTS, FEATURES, WARPS, GROUPED, False
         )
+    scale = 0.0
+    if not GROUPED:
+        scale = gl.load(scale_place)
+    norms = ()
+    if HAS_NORM:
+        norms = _load_row(norm, STEPS, WARPS, INPUTS)
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
-    factor = _stage_x(x, norm, x_smem, rows, x_stride, eps, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
-    by_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, mma))
-    factor = gl.convert_layout(factor.broadcast_to([8 // ROWS, ROWS]).reshape([8]), by_column)
-    columns: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
+    factor = _stage_x(x, norms, x_smem, rows, x_stride, eps, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
+    factor = gl.convert_layout(
+        factor.broadcast_to([8 // ROWS, ROWS]).reshape([8]),
+        gl.SliceLayout(0, gl.SliceLayout(1, mma)),
+    )[None, None, :]
+
     feature = gl.arange(0, OUTPUTS, gl.SliceLayout(1, columns))[:, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, columns))[None, :]
-    programs = gl.num_programs(0)
     for tile in range(gl.program_id(0), tiles, programs):
         following = tile + programs
-        next_place = place + advance
-        next_scales = scales + (following * FEATURES + scaled) // ROWS_PER_SCALE * groups + group
-        if not GROUPED:
-            scale = gl.load(scales + (tile * FEATURES + scaled) // ROWS_PER_SCALE)
+        next_place = place + programs.to(gl.int64) * (FEATURES * INPUTS // 4)
+        next_scales = _scale_places(
+            scales, following, INPUTS, FEATURES, WARPS, GROUPED, ROWS_PER_SCALE
+        )
         n = tile * OUTPUTS + feature
         if HAS_RESIDUAL:
             added = gl.load(residual + row * residual_stride + n, row < rows, 0.0).to(gl.float32)
         acc, queue = _multiply(
-            queue, x_smem, place, scale_place, next_place, next_scales, k, groups,
+            queue, x_smem, place, scale_place, next_place, next_scales, k,
             following < tiles, INPUTS, STEPS, ROWS, FEATURES, WARPS, DEPTH, GROUPED,
         )  # fmt: skip
-        place = next_place
-        scale_place = next_scales
-        if PDL and not EARLY_TRIGGER:
-            if following >= tiles:
-                gdc_launch_dependents()
-        acc = acc * factor[None, None, :]
+        if PDL and not EARLY_TRIGGER and following >= tiles:
+            gdc_launch_dependents()
+        acc = acc * factor
         if not GROUPED:
             acc = acc * scale[:, :, None]
-        total = _sum_of_warps(acc, parts, FEATURES, WARPS, GATED)
-        total = gl.convert_layout(total, columns)
+            scale = gl.load(next_scales, following < tiles)
+        place = next_place
+        scale_place = next_scales
+        total = gl.convert_layout(_sum_of_warps(acc, parts, FEATURES, WARPS, GATED), columns)
         if HAS_RESIDUAL:
             total += added
         gl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), row < rows)
+
+
+def supports(x: torch.Tensor, weight: ScaledMatrix) -> bool:
+    """Whether this kernel can compute x [M, K] times weight [N, K]: on Hopper, M <= 8, x in bf16 or
+    fp16, the weight in float8_e4m3, K and N multiples of 16, and x fitting into shared memory."""
+    rows, inputs = x.shape
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.values.dtype == torch.float8_e4m3fn
+        and weight.values.shape[0] % TILE == 0
+        and inputs % TILE == 0
+        and 0 < rows <= MAX_ROWS
+        and _padded(rows) * 2 * (inputs + 8 * GROUP) <= SHARED_MEMORY - 16 * 1024
+    )
+
+
+def _padded(rows: int) -> int:
+    """Returns the rows of x as the kernel is compiled for them."""
+    return triton.next_power_of_2(rows)
+
+
+def few_rows_float8(
+    x: torch.Tensor,
+    weight: ScaledMatrix,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    config: FewRowsConfig | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T, accumulated in float32, as `scaled_linear` does.
+
+    Args:
+        x: [M, K], M <= 8; bf16 or fp16; rows may be strided.
+        weight: float8 [N, K]; with `gated` [2 * N, K], interleaved, N a multiple of 8.
+        norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first; None for no norm.
+        residual: [M, N], added to the product; may be `out`.
+        gated: weight holds two projections: eight rows of the gate, then the matching eight of up,
+            and so on; returns silu(x @ gate.T) * (x @ up.T).
+        out: [M, N] to write to; by default a new tensor.
+        pdl: launch as a programmatic dependent of the kernel before; `weight` and `norm_weight` are
+            read before that kernel ends, so that kernel must not write them.
+        config: instead of `few_rows_config`'s (for tests and tuning).
+
+    Returns:
+        [M, N] in x's dtype.
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports` returns false.
+    """
+    rows, inputs = x.shape
+    values, lines = weight.values, weight.values.shape[0]
+    features = check_linear(
+        x, (lines, values.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(values, weight.scales)
+    )
+    config = config or few_rows_config(rows, lines, inputs, grouped=weight.is_grouped)
+    if not supports(x, weight) or lines % config.features:
+        raise ValueError(f"no kernel for x {tuple(x.shape)} and weight {tuple(values.shape)}")
+    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    norm = x if norm_weight is None else norm_weight
+    added = x if residual is None else residual
+    tiles = lines // config.features
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    _few_rows_kernel[(min(tiles, processors * config.programs),)](
+        x, values, weight.scales, norm, added, out, rows, tiles,
+        x.stride(0) if rows > 1 else 0, added.stride(0), out.stride(0), eps,
+        **constants(config, rows, inputs), HAS_NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None, GATED=gated, GROUPED=weight.is_grouped,
+        ROWS_PER_SCALE=weight.rows_per_scale, PDL=pdl,
+        EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES,
+        num_warps=config.num_warps, maxnreg=registers(config), launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def constants(config: FewRowsConfig, rows: int, inputs: int) -> dict[str, int]:
+    """Returns those constants of the kernel that follow from the configuration."""
+    steps = -(-inputs // (config.num_warps * GROUP))
+    return {
+        "INPUTS": inputs, "ROWS": _padded(rows), "FEATURES": config.features,
+        "DEPTH": min(config.depth, steps),
+    }  # fmt: skip
+
+
+def registers(config: FewRowsConfig) -> int:
+    """Returns the registers that a thread may have."""
+    return min(255, REGISTERS // (config.programs * config.num_warps * 32) // 8 * 8)
