@@ -63,13 +63,17 @@ class FewRowsConfig:
 
 
 def few_rows_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> FewRowsConfig:
-    """Returns the configuration for x [rows, inputs] and a weight of `lines` rows; not measured.
+    """Returns the configuration for x [rows, inputs] and a weight of `lines` rows.
 
-    With at most eight warps' steps of inputs, all weights of a tile are in flight at once.
+    Not measured: the registers that a thread may have are those for which the compiler spills
+    none, and with them about 64 KB of weights are in flight on a multiprocessor.
     """
     if rows > 2:
-        return FewRowsConfig(32 if lines % 32 == 0 else 16, 8, 1, 2)
-    if lines >= 12288 or inputs > 8192:
+        fits_twice = not grouped and _padded(rows) * inputs * 4 <= SHARED_MEMORY - 16 * 1024
+        return FewRowsConfig(16, 8, 1, 2 if fits_twice else 1)
+    if grouped:
+        return FewRowsConfig(16, 8, 4, 1) if inputs > 8192 else FewRowsConfig(16, 4, 2, 3)
+    if lines >= 12288 and inputs <= 8192:
         return FewRowsConfig(16, 4, 4, 3)
     return FewRowsConfig(16, 8, 2, 2)
 
