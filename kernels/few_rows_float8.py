@@ -42,7 +42,6 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 #: Bytes of shared memory of a thread block.
 SHARED_MEMORY = 227 * 1024
-REGISTERS = 65536  # of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class FewRowsConfig:
         features: rows of the weight that a program multiplies at a time: 16 or 32.
         num_warps: 4 or 8; each has 128 inputs of a step.
         depth: steps whose weights are loaded ahead, 16 bytes a thread for every four rows.
-        programs: of a multiprocessor; the registers of a thread are bounded so that so many fit.
+        programs: of a multiprocessor, as many as registers and shared memory leave room for.
     """
 
     features: int
@@ -65,8 +64,7 @@ class FewRowsConfig:
 def few_rows_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> FewRowsConfig:
     """Returns the configuration for x [rows, inputs] and a weight of `lines` rows.
 
-    Not measured: the registers that a thread may have are those for which the compiler spills
-    none, and with them about 64 KB of weights are in flight on a multiprocessor.
+    Not measured: about 64 KB of weights are in flight on a multiprocessor.
     """
     if rows > 2:
         fits_twice = not grouped and _padded(rows) * inputs * 4 <= SHARED_MEMORY - 16 * 1024
@@ -508,7 +506,7 @@ def few_rows_float8(
         HAS_RESIDUAL=residual is not None, GATED=gated, GROUPED=weight.is_grouped,
         ROWS_PER_SCALE=weight.rows_per_scale, PDL=pdl,
         EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES,
-        num_warps=config.num_warps, maxnreg=registers(config), launch_pdl=pdl,
+        num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -520,8 +518,3 @@ def constants(config: FewRowsConfig, rows: int, inputs: int) -> dict[str, int]:
         "INPUTS": inputs, "ROWS": _padded(rows), "FEATURES": config.features,
         "DEPTH": min(config.depth, steps),
     }  # fmt: skip
-
-
-def registers(config: FewRowsConfig) -> int:
-    """Returns the registers that a thread may have."""
-    return min(255, REGISTERS // (config.programs * config.num_warps * 32) // 8 * 8)
