@@ -225,6 +225,11 @@ def _fold(parts, MAXIMUM: gl.constexpr):
 
 
 @gluon.jit
+def _maximum_and_sum(maximum, total, other_maximum, other_total):
+    return gl.maximum(maximum, other_maximum), total + other_total
+
+
+@gluon.jit
 def _measure(
     place, norms, INPUTS: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
     WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
@@ -243,10 +248,14 @@ def _measure(
             value = value * norms[step].to(gl.float32)
         sizes = sizes + (gl.max(gl.abs(value).reshape(OWN), 3),)
         values = values + (value,)
-    largest = gl.convert_layout(gl.max(_fold(sizes, True), 2), of_row, assert_trivial=True)
-    squares = gl.zeros([1, ROWS], gl.float32, of_row)
+    own_largest = _fold(sizes, True)
     if HAS_NORM:
-        squares = gl.convert_layout(gl.sum(_fold(sums, False), 2), of_row, assert_trivial=True)
+        largest, squares = gl.reduce((own_largest, _fold(sums, False)), 2, _maximum_and_sum)
+        squares = gl.convert_layout(squares, of_row, assert_trivial=True)
+    else:
+        largest = gl.max(own_largest, 2)
+        squares = gl.zeros([1, ROWS], gl.float32, of_row)
+    largest = gl.convert_layout(largest, of_row, assert_trivial=True)
     return largest, squares, values
 
 
@@ -398,23 +407,24 @@ def _few_rows_kernel(
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
+    feature = gl.arange(0, OUTPUTS, gl.SliceLayout(1, columns))[:, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, columns))[None, :]
+    residual_place = residual + row * residual_stride + tile * OUTPUTS + feature
+    added = 0.0
+    if HAS_RESIDUAL:
+        added = gl.load(residual_place, row < rows, 0.0)
     factor = _stage_x(x, norms, x_smem, rows, x_stride, eps, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
     factor = gl.convert_layout(
         factor.broadcast_to([8 // ROWS, ROWS]).reshape([8]),
         gl.SliceLayout(0, gl.SliceLayout(1, mma)),
     )[None, None, :]
 
-    feature = gl.arange(0, OUTPUTS, gl.SliceLayout(1, columns))[:, None]
-    row = gl.arange(0, 8, gl.SliceLayout(0, columns))[None, :]
     for tile in range(gl.program_id(0), tiles, programs):
         following = tile + programs
         next_place = place + programs.to(gl.int64) * (FEATURES * INPUTS // 4)
         next_scales = _scale_places(
             scales, following, INPUTS, FEATURES, WARPS, GROUPED, ROWS_PER_SCALE
         )
-        n = tile * OUTPUTS + feature
-        if HAS_RESIDUAL:
-            added = gl.load(residual + row * residual_stride + n, row < rows, 0.0).to(gl.float32)
         acc, queue = _multiply(
             queue, x_smem, place, scale_place, next_place, next_scales, k,
             following < tiles, INPUTS, STEPS, ROWS, FEATURES, WARPS, DEPTH, GROUPED,
@@ -425,11 +435,16 @@ def _few_rows_kernel(
         if not GROUPED:
             acc = acc * scale[:, :, None]
             scale = gl.load(next_scales, following < tiles)
+        here = added
+        if HAS_RESIDUAL:
+            residual_place += programs * OUTPUTS
+            added = gl.load(residual_place, (row < rows) & (following < tiles), 0.0)
         place = next_place
         scale_place = next_scales
         total = gl.convert_layout(_sum_of_warps(acc, parts, FEATURES, WARPS, GATED), columns)
         if HAS_RESIDUAL:
-            total += added
+            total += here.to(gl.float32)
+        n = tile * OUTPUTS + feature
         gl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), row < rows)
 
 
