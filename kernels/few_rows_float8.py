@@ -265,7 +265,7 @@ def _stage_x(
     ROWS: gl.constexpr, WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """Writes x to shared memory as float16, each row times a power of two; returns by what the sums
-    have to be multiplied, [1, ROWS]."""
+    have to be multiplied, [1, 1, 8]."""
     layout: gl.constexpr = _staging_layout(WARPS)
     k = gl.arange(0, WARPS * CHUNK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -284,7 +284,10 @@ def _stage_x(
     factor = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
     if HAS_NORM:
         factor = factor * gl.rsqrt(squares / INPUTS + eps)
-    return factor
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    by_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, mma))
+    factor = factor.broadcast_to([8 // ROWS, ROWS]).reshape([8])
+    return gl.convert_layout(factor, by_column)[None, None, :]
 
 
 @gluon.jit
@@ -343,6 +346,17 @@ def _allocate_x(STEPS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _weight_places(
+    weight, tile, k, INPUTS: gl.constexpr, FEATURES: gl.constexpr, WARPS: gl.constexpr
+):
+    """Returns where the words of a tile's first step are, [FEATURES, WARPS * CHUNK / 4]."""
+    line = gl.arange(0, FEATURES, gl.SliceLayout(1, _weight_layout(FEATURES, WARPS)))
+    place = weight.to(gl.pointer_type(gl.int32), bitcast=True)
+    place = place + tile.to(gl.int64) * (FEATURES * INPUTS // 4)
+    return place + (line[:, None] * (INPUTS // 4) + k[None, :])
+
+
+@gluon.jit
 def _scale_places(
     scales, tile, INPUTS: gl.constexpr, FEATURES: gl.constexpr, WARPS: gl.constexpr,
     GROUPED: gl.constexpr, ROWS_PER_SCALE: gl.constexpr,
@@ -374,8 +388,6 @@ def _few_rows_kernel(
     STEPS: gl.constexpr = (INPUTS + WARPS * CHUNK - 1) // (WARPS * CHUNK)
     HALVES: gl.constexpr = 2 if GATED else 1
     OUTPUTS: gl.constexpr = FEATURES // HALVES
-    loads: gl.constexpr = _weight_layout(FEATURES, WARPS)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     columns: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     parts = gl.allocate_shared_memory(
         gl.float32, [WARPS, FEATURES // 16, HALVES, 16 // HALVES, 8],
@@ -386,11 +398,8 @@ def _few_rows_kernel(
     programs = gl.num_programs(0)
 
     # weights are read before waiting for the preceding kernel, which writes x
-    k = gl.arange(0, WARPS * CHUNK // 4, gl.SliceLayout(0, loads))
-    line = gl.arange(0, FEATURES, gl.SliceLayout(1, loads))
-    place = weight.to(gl.pointer_type(gl.int32), bitcast=True)
-    place = place + tile.to(gl.int64) * (FEATURES * INPUTS // 4)
-    place = place + (line[:, None] * (INPUTS // 4) + k[None, :])
+    k = gl.arange(0, WARPS * CHUNK // 4, gl.SliceLayout(0, _weight_layout(FEATURES, WARPS)))
+    place = _weight_places(weight, tile, k, INPUTS, FEATURES, WARPS)
     scale_place = _scale_places(scales, tile, INPUTS, FEATURES, WARPS, GROUPED, ROWS_PER_SCALE)
     queue = ()
     for step in gl.static_range(DEPTH):
@@ -414,10 +423,6 @@ def _few_rows_kernel(
     if HAS_RESIDUAL:
         added = gl.load(residual_place, row < rows, 0.0)
     factor = _stage_x(x, norms, x_smem, rows, x_stride, eps, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
-    factor = gl.convert_layout(
-        factor.broadcast_to([8 // ROWS, ROWS]).reshape([8]),
-        gl.SliceLayout(0, gl.SliceLayout(1, mma)),
-    )[None, None, :]
 
     for tile in range(gl.program_id(0), tiles, programs):
         following = tile + programs
