@@ -33,7 +33,7 @@ CONFIGS = [
     FewRowsConfig(features, warps, depth, 1)
     for features in (16, 32)
     for warps in (4, 8)
-    for depth in (1, 2, 4)
+    for depth in (1, 4)
 ]
 
 
@@ -75,15 +75,16 @@ def test_the_tables_configurations(
 ) -> None:
     run = (8 if gated else 128) if blocks else 0
     one = case(rows, features, inputs, gated, run)
-    for normed in (False, True):
-        for residual in (False,) if gated else (False, True):
-            for pdl in (False, True):
-                result = product(one, normed=normed, residual=residual, pdl=pdl)
-                assert result < LIMIT, (normed, residual, pdl)
+    for normed, residual, pdl in (
+        (True, False, True),
+        (False, not gated, True),
+        (False, False, False),
+    ):
+        assert product(one, normed=normed, residual=residual, pdl=pdl) < LIMIT, (normed, residual)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [1, 3])
 def test_every_configuration(config: FewRowsConfig, rows: int) -> None:
     """More tiles than programs, and inputs that are no whole steps."""
     for features, inputs, gated, run in (
