@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from aioinfer.kernels import few_rows_float8 as few_rows_kernel
 from aioinfer.kernels.activation import gated_activation
+from aioinfer.kernels.few_rows_float8 import FewRowsConfig, few_rows_config, few_rows_float8
 from aioinfer.kernels.linear import MAX_ROWS, LinearConfig
 from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.scaled_hopper import hopper_product, supports
@@ -33,6 +35,24 @@ SHAPES = {name: shape for name, shape in LINEARS.items() if name in (
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 #: Dtype of the values, whether scales are of blocks.
 KINDS = {"fp8": (FP8, False), "blocks": (FP8, True), "int8": (INT8, False)}
+#: Rows of the products in Gluon for few rows, and their configurations beside the table's.
+FEW_ROWS = (1, 2, 4, 8)
+FEW_ROWS_CONFIGS = [
+    FewRowsConfig(*config)
+    for config in (
+        (16, 4, 2, 4),
+        (16, 4, 2, 6),
+        (16, 4, 4, 2),
+        (16, 4, 4, 3),
+        (16, 8, 1, 2),
+        (16, 8, 1, 3),
+        (16, 8, 2, 2),
+        (16, 8, 4, 1),
+        (16, 8, 4, 2),
+        (32, 4, 2, 3),
+        (32, 8, 1, 2),
+    )
+]
 #: The check of many rows takes so many of them.
 CHECKED = 200
 #: Of large products, beside those of the tables.
@@ -85,6 +105,9 @@ def scaled_cases(tune: bool) -> Iterator[Case]:
         del dense
         for kind in KINDS:
             weights = [matrix(lines, inputs, kind, 8 if gated else 128) for _ in range(copies)]
+            for rows in FEW_ROWS:
+                title = f"{name} x{rows}"
+                yield from few_rows_gluon(title, kind, rows, features, inputs, gated, weights, tune)
             for rows in ROWS:
                 title = f"{name} x{rows}"
                 if rows <= MAX_ROWS:
@@ -135,6 +158,48 @@ def few_rows(
             [lambda w=w, run=run: run(w) for w in weights], nbytes(weights[0], x, features),
             check=check,
         )  # fmt: skip
+
+
+def few_rows_gluon(
+    title: str, kind: str, rows: int, features: int, inputs: int, gated: bool,
+    weights: list[ScaledMatrix], tune: bool,
+) -> Iterator[Case]:  # fmt: skip
+    """The products of few rows in Gluon, and that of the table with programmatic dependent launch,
+    beside which stands `scaled_linear`'s."""
+    x, norm = random_tensor(rows, inputs), random_tensor(inputs)
+    if not few_rows_kernel.supports(x, weights[0]):
+        return
+    residual = None if gated else random_tensor(rows, features)
+    normed = {"norm_weight": norm} if gated else {}
+    wide = None if residual is None else residual.double()
+    given = {name: norm.double() for name in normed}
+    table = few_rows_config(rows, len(weights[0].values), inputs, grouped=weights[0].is_grouped)
+    others = [config for config in FEW_ROWS_CONFIGS if tune and config != table]
+    options = {"residual": residual, "gated": gated, **normed}
+    size = nbytes(weights[0], x, features)
+
+    def error(out: torch.Tensor) -> float:
+        expected = scaled_linear_reference(
+            x.double(), weights[0], residual=wide, gated=gated, **given
+        )
+        return float((out.double() - expected).norm() / expected.norm())
+
+    for config in [table, *others]:
+        variant = f"{kind} Gluon n{config.features} w{config.num_warps} d{config.depth}"
+        for pdl in (False, True) if config == table or rows == 1 else (False,):
+
+            def run(
+                w: ScaledMatrix, config: FewRowsConfig = config, pdl: bool = pdl
+            ) -> torch.Tensor:
+                return few_rows_float8(x, w, config=config, pdl=pdl, **options)
+
+            yield Case(
+                "scaled", title, f"{variant} p{config.programs}{' pdl' * pdl}",
+                [lambda w=w, run=run: run(w) for w in weights], size,
+                check=lambda run=run: error(run(weights[0])),
+            )  # fmt: skip
+    runs = [lambda w=w: scaled_linear(x, w, pdl=True, **options) for w in weights]
+    yield Case("scaled", title, f"{kind} scaled_linear pdl", runs, size)
 
 
 def linear_variants(rows: int, table: LinearConfig) -> Iterator[LinearConfig]:

@@ -9,11 +9,12 @@ norm could quantize as well is a matter of `ResidualStream.normed`: `multiply` t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.few_rows_float8 import few_rows_float8, supports
 from aioinfer.kernels.linear import MAX_ROWS
 from aioinfer.kernels.quantize import (
     GROUP,
@@ -138,7 +139,7 @@ class KernelScaledWeight(ScaledWeight):
     ) -> torch.Tensor:
         """See `WeightFormat.multiply_normed`."""
         if len(x) == 1:
-            return scaled_linear(
+            return _multiply_few(
                 x, self.matrix, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
             )
         return self._multiply(self._normed(x, norm), None, out)
@@ -149,10 +150,10 @@ class KernelScaledWeight(ScaledWeight):
         """See `WeightFormat.multiply_gated`."""
         if len(x) == 1 and norm is not None:
             options = {"norm_weight": norm.weight, "eps": norm.eps}
-            return scaled_linear(x, self.matrix, gated=True, pdl=self._pdl, **options)
+            return _multiply_few(x, self.matrix, gated=True, pdl=self._pdl, **options)
         inputs = self._quantized(x) if norm is None else self._normed(x, norm)
         if isinstance(inputs, torch.Tensor) and len(x) <= MAX_ROWS:
-            return scaled_linear(inputs, self.matrix, gated=True, pdl=self._pdl)
+            return _multiply_few(inputs, self.matrix, gated=True, pdl=self._pdl)
         return self._tiled_product(inputs, gated=True)
 
     def warm_up_gated(self) -> None:
@@ -168,7 +169,7 @@ class KernelScaledWeight(ScaledWeight):
         """Returns x W^T + residual [T, out]."""
         inputs = self._quantized(x)
         if isinstance(inputs, torch.Tensor) and len(inputs) <= MAX_ROWS:
-            return scaled_linear(inputs, self.matrix, residual=residual, out=out, pdl=self._pdl)
+            return _multiply_few(inputs, self.matrix, residual=residual, out=out, pdl=self._pdl)
         if residual is None and use_cublas(inputs, self.matrix, self._dtype):
             return cublas_product(inputs, self.matrix, out)
         return self._tiled_product(inputs, residual, out)
@@ -202,6 +203,20 @@ class KernelScaledWeight(ScaledWeight):
         if format is None:
             return norm(x)
         return quantize(x, format, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
+
+
+def use_few_rows(x: torch.Tensor, weight: ScaledMatrix) -> bool:
+    """Whether `few_rows_float8` multiplies instead of `scaled_linear`: one row, on Hopper.
+
+    By the instructions that both take for a weight; not measured.
+    """
+    return len(x) == 1 and supports(x, weight)
+
+
+def _multiply_few(x: torch.Tensor, weight: ScaledMatrix, **options: Any) -> torch.Tensor:
+    """Returns the product of up to `MAX_ROWS` rows that are not quantized; see `scaled_linear`."""
+    product = few_rows_float8 if use_few_rows(x, weight) else scaled_linear
+    return product(x, weight, **options)
 
 
 def _common_run(rows: torch.Tensor) -> int:
