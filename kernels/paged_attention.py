@@ -136,12 +136,13 @@ def paged_attention(
             "scale": log2_scale,
             "window": workspace.window,
             "soft_cap": soft_cap,
+            "scales": scales,
             "sinks": sinks,
         }
         if prefill_plan.hopper:
             launch_prefill_hopper(*arguments, **options)
         else:
-            launch_prefill(*arguments, **options, scales=scales, pdl=pdl)
+            launch_prefill(*arguments, **options, pdl=pdl)
     return out
 
 

@@ -7,6 +7,11 @@ warp loads KV blocks with TMA through a ring of shared-memory stages; two warpgr
 query rows each, multiply them with asynchronous wgmma, so that the scores of the next block and the
 output of the last one are computed while the softmax runs. Programs are persistent: while the
 consumers write a tile's output, the loads of the next tile are under way.
+
+From a KV cache in float8 blocks are loaded into a ring of their own, and a third warpgroup converts
+them to float16 into the ring of the operands, which wgmma reads in 16 bits. Queries and
+probabilities are float16 then, as in `DecodeConfig.fp16_operands`: float8 becomes float16 in one
+instruction for two numbers, bfloat16 in three.
 """
 # ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's
 # sum)
@@ -27,19 +32,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ROWS = 128  # packed query rows of a tile
+FLOAT8 = torch.float8_e4m3fn
 LOG2_E = gl.constexpr(1.4426950408889634)
 TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def supports(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether this kernel can compute queries of `dtype`: on Hopper, in bf16 or fp16, with head
-    size 64, 128 or 256 and KV blocks that one TMA box can load."""
+    size 64, 128 or 256 and KV blocks that one TMA box can load; with a cache in float8 head size 64
+    or 128."""
     _, block_size, _, head_size = k_cache.shape
     return (
         k_cache.is_cuda
         and torch.cuda.get_device_capability(k_cache.device)[0] == 9
         and dtype in TORCH_DTYPES
-        and k_cache.dtype == v_cache.dtype == dtype
+        and k_cache.dtype == v_cache.dtype
+        and (k_cache.dtype == dtype or (k_cache.dtype == FLOAT8 and head_size <= 128))
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
         and (
@@ -123,6 +131,53 @@ def _produce(
             )
             block = following
             loaded += 1
+
+
+@gluon.jit
+def _convert_block(raw, operand, HEAD_SIZE: gl.constexpr, TILE: gl.constexpr):
+    """Converts a block of float8 in shared memory to the operands' dtype, for wgmma to read.
+
+    A thread has 8 numbers at a time: the 16 bytes that 8 neighbouring threads each store are one
+    row of the operand's swizzle, without bank conflicts.
+    """
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0]
+    )
+    for chunk in gl.static_range(0, TILE, 32):
+        part = raw.slice(chunk, 32).load(layout)
+        operand.slice(chunk, 32).store(part.to(operand.dtype))
+    # every thread makes what it stored visible to wgmma before one thread arrives for all
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _convert(
+    query_starts, seq_lens, plan, count, k_raw, v_raw, raw_k_full, raw_k_empty, raw_v_full,
+    raw_v_empty, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Converts the float8 KV blocks of every work item, in the order in which they are loaded."""
+    converted = gl.program_id(0) * 0
+    for wave in range(count):
+        _, _, _, _, begin, end = _work(
+            plan, _item(wave), query_starts, seq_lens, KV_HEADS, GROUP, WINDOW, TILE, ROWS
+        )
+        for _index in range(end - begin):
+            stage, raw = converted % STAGES, converted % RAW_STAGES
+            phase, raw_phase = (converted // STAGES) & 1, (converted // RAW_STAGES) & 1
+            mbarrier.wait(raw_k_full.index(raw), raw_phase)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _convert_block(k_raw.index(raw), k_smem.index(stage), HEAD_SIZE, TILE)
+            mbarrier.arrive(k_full.index(stage))
+            mbarrier.arrive(raw_k_empty.index(raw))
+            mbarrier.wait(raw_v_full.index(raw), raw_phase)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            _convert_block(v_raw.index(raw), v_smem.index(stage), HEAD_SIZE, TILE)
+            mbarrier.arrive(v_full.index(stage))
+            mbarrier.arrive(raw_v_empty.index(raw))
+            converted += 1
 
 
 @gluon.jit
@@ -298,12 +353,12 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, sinks, q_stride,
-    out_stride, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, scales, sinks,
+    q_stride, out_stride, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, HAS_SCALES: gl.constexpr,
 ):  # fmt: skip
     """Computes half of the packed query rows of every work item, in one warpgroup."""
     HALF: gl.constexpr = ROWS // 2
@@ -323,18 +378,21 @@ def _consume(
         token = packed // GROUP
         in_row = (token < length)[:, None]
         column = (item % KV_HEADS * GROUP + packed % GROUP)[:, None] * HEAD_SIZE + columns
-        q_smem.store(
-            gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, in_row, 0.0)
-        )
+        query = gl.load(q + (start + token).to(gl.int64)[:, None] * q_stride + column, in_row, 0.0)
+        q_smem.store(query.to(q_smem.dtype))
         fence_async_shared()
         limit = context + (first + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))) // GROUP
         whole = gl.maximum((context + tile * ROWS // GROUP + 1) // TILE, begin)
         if WINDOW > 0:
             whole = begin
+        score_scale, value_scale = scale, v_scale
+        if HAS_SCALES:
+            score_scale = scale * gl.load(scales + item % KV_HEADS)
+            value_scale = v_scale * gl.load(scales + KV_HEADS + item % KV_HEADS)
         result = _attend(
             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole,
             limit, context + length,
-            scale, soft_cap, v_scale, sinks + item % KV_HEADS * GROUP, first,
+            score_scale, soft_cap, value_scale, sinks + item % KV_HEADS * GROUP, first,
             HEAD_SIZE, WINDOW, SOFT_CAP, TILE, STAGES, GROUP, HAS_SINKS, s_layout, wide,
         )  # fmt: skip
         used += end - begin
@@ -345,17 +403,18 @@ def _consume(
 @gluon.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
     q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
-    sinks, q_stride, out_stride, table_stride,
+    scales, sinks, q_stride, out_stride, table_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
-    TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SCALES: gl.constexpr,
+    TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if RAW_STAGES > 0 else q.dtype.element_ty
     count = _count_items(gl.load(plan) * KV_HEADS)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_SIZE], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_SIZE], q_layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], keys.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], values.layout)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HEAD_SIZE], dtype)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], kv_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], kv_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -365,33 +424,88 @@ def _prefill_kernel(
         mbarrier.init(v_full.index(stage), 1)
         mbarrier.init(k_empty.index(stage), 2)  # two warpgroups arrive
         mbarrier.init(v_empty.index(stage), 2)
-    fence_async_shared()
-    gl.thread_barrier()
-    gl.warp_specialize(
-        [
-            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                        sinks, q_stride, out_stride,
-                        q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE, ROWS,
-                        STAGES)),
-            (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                        sinks, q_stride, out_stride,
-                        q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE, ROWS,
-                        STAGES)),
-            (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
-                        table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                        KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if RAW_STAGES == 0:
+        fence_async_shared()
+        gl.thread_barrier()
+        gl.warp_specialize(
+            [
+                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
+                            scales, sinks, q_stride, out_stride,
+                            q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                            0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
+                            ROWS, STAGES, HAS_SCALES)),
+                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
+                            scales, sinks, q_stride, out_stride,
+                            q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                            1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
+                            ROWS, STAGES, HAS_SCALES)),
+                (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
+                            table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                            KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        k_raw = gl.allocate_shared_memory(gl.float8e4nv, [RAW_STAGES, TILE, HEAD_SIZE], keys.layout)
+        v_raw = gl.allocate_shared_memory(
+            gl.float8e4nv, [RAW_STAGES, TILE, HEAD_SIZE], values.layout
+        )
+        raw_k_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout())
+        raw_k_empty = gl.allocate_shared_memory(
+            gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout()
+        )
+        raw_v_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout())
+        raw_v_empty = gl.allocate_shared_memory(
+            gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout()
+        )
+        for stage in gl.static_range(RAW_STAGES):
+            mbarrier.init(raw_k_full.index(stage), 1)
+            mbarrier.init(raw_v_full.index(stage), 1)
+            mbarrier.init(raw_k_empty.index(stage), 1)  # the converting warpgroup arrives
+            mbarrier.init(raw_v_empty.index(stage), 1)
+        fence_async_shared()
+        gl.thread_barrier()
+        gl.warp_specialize(
+            [
+                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
+                            scales, sinks, q_stride, out_stride,
+                            q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                            0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
+                            ROWS, STAGES, HAS_SCALES)),
+                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
+                            scales, sinks, q_stride, out_stride,
+                            q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                            1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
+                            ROWS, STAGES, HAS_SCALES)),
+                (_convert, (query_starts, seq_lens, plan, count, k_raw, v_raw, raw_k_full,
+                            raw_k_empty, raw_v_full, raw_v_empty, k_smem, v_smem, k_full, k_empty,
+                            v_full, v_empty,
+                            KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES, RAW_STAGES)),
+                (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
+                            table_stride, k_raw, v_raw, raw_k_full, raw_k_empty, raw_v_full,
+                            raw_v_empty,
+                            KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, RAW_STAGES)),
+            ],
+            [4, 4, 1],
+            [224, 40, 24],
+        )  # fmt: skip
 
 
-def pipeline_stages(head_size: int, block_size: int) -> int:
-    """Returns the number of KV blocks in flight in shared memory: as many as fit beside the
-    queries, at most four."""
-    return min(4, 160 * 1024 // (4 * head_size * block_size))
+def pipeline_stages(head_size: int, block_size: int, *, is_float8: bool = False) -> int:
+    """Returns the number of KV blocks of operands in shared memory: as many as fit beside the
+    queries, at most four; with float8 beside `raw_stages`, too."""
+    size = 128 * 1024 if is_float8 else 160 * 1024
+    return min(4, size // (4 * head_size * block_size))
+
+
+def raw_stages(head_size: int, block_size: int) -> int:
+    """Returns the number of float8 KV blocks in flight in shared memory, before they are converted:
+    as many as fit beside the queries, the operands, and 18 KiB for conversions of layouts and
+    barriers, at most four."""
+    operands = pipeline_stages(head_size, block_size, is_float8=True) * 4 * head_size * block_size
+    left = (227 - 18) * 1024 - 2 * ROWS * head_size - operands
+    return min(4, left // (2 * head_size * block_size))
 
 
 def launch_prefill_hopper(
@@ -408,12 +522,15 @@ def launch_prefill_hopper(
     window: int,
     soft_cap: float,
     v_scale: float = 1.0,
+    scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Launches the kernel; arguments as checked by `paged_attention`. `scale` includes log2(e) and
-    the scale of the keys."""
+    """Launches the kernel; arguments as checked by `paged_attention`. `scale` includes log2(e).
+    A cache in float8 is multiplied in float16: queries above 65504 would be infinite."""
     blocks, block_size, kv_heads, head_size = k_cache.shape
-    layout = gl.NVMMASharedLayout.get_default_for([block_size, head_size], TORCH_DTYPES[q.dtype])
+    is_float8 = k_cache.dtype == FLOAT8
+    element = gl.float8e4nv if is_float8 else TORCH_DTYPES[q.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([block_size, head_size], element)
 
     def descriptor(cache: torch.Tensor) -> TensorDescriptor:
         return TensorDescriptor(
@@ -430,9 +547,12 @@ def launch_prefill_hopper(
     _prefill_kernel[(programs,)](
         q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens,
         plan.tiles,
-        scale, soft_cap, v_scale, plan.tiles if sinks is None else sinks,
+        scale, soft_cap, v_scale, plan.tiles if scales is None else scales,
+        plan.tiles if sinks is None else sinks,
         q.stride(0), out.stride(0), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window,
-        SOFT_CAP=soft_cap > 0, HAS_SINKS=sinks is not None,
-        TILE=block_size, ROWS=ROWS, STAGES=pipeline_stages(head_size, block_size), num_warps=4,
+        SOFT_CAP=soft_cap > 0, HAS_SINKS=sinks is not None, HAS_SCALES=scales is not None,
+        TILE=block_size, ROWS=ROWS,
+        STAGES=pipeline_stages(head_size, block_size, is_float8=is_float8),
+        RAW_STAGES=raw_stages(head_size, block_size) if is_float8 else 0, num_warps=4,
     )  # fmt: skip

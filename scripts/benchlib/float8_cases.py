@@ -17,6 +17,7 @@ from aioinfer.kernels.decode_attention import (
     plan_decode,
 )
 from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config
+from aioinfer.kernels.prefill_hopper import ROWS, launch_prefill_hopper
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 
@@ -103,7 +104,7 @@ def _decodes(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
 
 
 def _prefills(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
-    configs = [prefill_config(SIZE, 2)]
+    configs: list[PrefillConfig | None] = [None, prefill_config(SIZE, 2)]  # None: for Hopper
     if tune:
         choices = (
             (128, 64, 8, 3),
@@ -123,17 +124,21 @@ def _prefills(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
         for config in configs:
             out = torch.full_like(q, float("nan"))
             plan = PrefillPlan.empty(
-                len(rows), len(q), HEADS // KV_HEADS, config.rows, q.device, hopper=False
-            )
-            plan_prefill(plan, starts, lens, 0, len(q))
-            run = partial(
-                launch_prefill, q, *caches, starts, lens, out, plan, config=config,
-                scale=SCALE, window=0, soft_cap=0.0, scales=scales,
+                len(rows), len(q), HEADS // KV_HEADS, ROWS if config is None else config.rows,
+                q.device, hopper=config is None,
             )  # fmt: skip
-            variant = (
-                f"{_label(dtype)} plain {config.rows} {config.tile} w{config.num_warps} "
-                f"s{config.num_stages}"
-            )
+            plan_prefill(plan, starts, lens, 0, len(q))
+            launch, variant = launch_prefill_hopper, f"{_label(dtype)} hopper"
+            if config is not None:
+                launch = partial(launch_prefill, config=config)
+                variant = (
+                    f"{_label(dtype)} plain {config.rows} {config.tile} w{config.num_warps} "
+                    f"s{config.num_stages}"
+                )
+            run = partial(
+                launch, q, *caches, starts, lens, out, plan, scale=SCALE, window=0, soft_cap=0.0,
+                scales=scales,
+            )  # fmt: skip
             size = 2 * q.nbytes + sum(keys) * KV_HEADS * SIZE * 2 * dtype.itemsize
             check = partial(_check, q, out, caches, tokens, keys)
             flops = 4 * SIZE * HEADS * visible

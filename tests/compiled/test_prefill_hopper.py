@@ -1,19 +1,24 @@
-"""The prefill kernel for Hopper: every supported shape compiles and fits into shared memory.
+"""The prefill kernel for Hopper: every supported shape compiles and fits into shared memory, over a
+cache in float8, too.
 
 Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_kernels.py`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
 
 import triton
-from aioinfer.kernels.prefill_hopper import ROWS, _prefill_kernel, pipeline_stages
+from aioinfer.kernels.prefill_hopper import ROWS, _prefill_kernel, pipeline_stages, raw_stages
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.compiled.hopper import spilled
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # of a thread block
@@ -24,33 +29,39 @@ POINTERS = {
     "query_starts": "*i32",
     "seq_lens": "*i32",
     "plan": "*i32",
+    "scales": "*fp32",
     "sinks": "*fp32",
 }
 NUMBERS = dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
-NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks")
+NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks", "is_float8")
 
 
 @pytest.mark.parametrize(
     NAMES,
     [
-        (64, 64, 0, False, False),
-        (64, 128, 128, False, True),
-        (128, 64, 0, False, False),
-        (128, 128, 0, False, False),
-        (128, 128, 100, True, True),
-        (256, 64, 0, False, False),
+        (64, 64, 0, False, False, False),
+        (64, 128, 128, False, True, False),
+        (128, 64, 0, False, False, False),
+        (128, 128, 0, False, False, False),
+        (128, 128, 100, True, True, False),
+        (256, 64, 0, False, False, False),
+        (64, 64, 100, True, True, True),
+        (128, 128, 0, False, False, True),
     ],
 )
 def test_every_supported_shape_compiles(
-    head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool
-) -> None:
+    head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool, is_float8: bool,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     block = [block_size, head_size]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    descriptor = f"tensordesc<bf16{block},{layout!r}>"
+    element = gl.float8e4nv if is_float8 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    descriptor = f"tensordesc<{element}{block},{layout!r}>"
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_SIZE": head_size, "WINDOW": window, "SOFT_CAP": soft_cap,
-        "HAS_SINKS": has_sinks,
-        "TILE": block_size, "ROWS": ROWS, "STAGES": pipeline_stages(head_size, block_size),
+        "HAS_SINKS": has_sinks, "HAS_SCALES": is_float8, "TILE": block_size, "ROWS": ROWS,
+        "STAGES": pipeline_stages(head_size, block_size, is_float8=is_float8),
+        "RAW_STAGES": raw_stages(head_size, block_size) if is_float8 else 0,
     }  # fmt: skip
     types = POINTERS | NUMBERS | {"keys": descriptor, "values": descriptor}
     names = _prefill_kernel.arg_names
@@ -66,3 +77,8 @@ def test_every_supported_shape_compiles(
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    if is_float8:
+        # two numbers in one instruction, each element of a block of keys and one of values once
+        conversions = kernel.asm["ptx"].count("cvt.rn.f16x2.e4m3x2")
+        assert conversions == 2 * block_size * head_size // 128 // 2
+        assert spilled(kernel, tmp_path) <= 128  # outside of the loops over blocks

@@ -266,6 +266,57 @@ def test_hopper_prefill(head_size: int, block_size: int, dtype: torch.dtype) -> 
 
 
 @needs_hopper
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_hopper_prefill_over_a_float8_cache(head_size: int, block_size: int) -> None:
+    """Chunks behind cached prefixes, lengths that are no multiples of blocks; what no row uses of
+    the last blocks is NaN."""
+    rng = random.Random(head_size + block_size)
+    options = {"cache_dtype": torch.float8_e4m3fn, "hopper": True}
+    for dtype in (torch.bfloat16, torch.float16):
+        for window, soft_cap, group in ((0, 0.0, 4), (100, 0.0, 1), (0, 20.0, 3), (333, 5.0, 8)):
+            rows = [(2, 2), (1100, 1100), *random_rows(20, 2500, 1100, rng)]
+            shape = (2 * group, 2, head_size, block_size)
+            more = {"window": window, "soft_cap": soft_cap, "has_sinks": group in (3, 8)}
+            check_attention(rows, *shape, dtype=dtype, **options, **more)
+        rows = [(1, 9), (4096, 4096), (129, 3000), (2, 2), (64, 64), (65, 128), (7, 1025)]
+        check_attention(rows, 10, 2, head_size, block_size, dtype=dtype, **options)
+    check_attention([(300, 300)] * 200, 8, 8, head_size, block_size, dtype=dtype, **options)
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_prefill_over_a_float8_cache_in_both_kernels(head_size: int) -> None:
+    """All 256 bit patterns but NaN, other scales in each head: the Hopper kernel's outputs are the
+    plain kernel's."""
+    kv_heads, group, block, tokens = 4, 4, 128, 700
+    bits = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    numbers = bits[bits & 0x7F != 0x7F]
+    shape = (16, block, kv_heads, head_size)
+    caches = [
+        numbers[torch.randint(len(numbers), shape, device=DEVICE)].view(torch.float8_e4m3fn)
+        for _ in range(2)
+    ]
+    scales = 0.001 + 0.002 * torch.rand(4, kv_heads, device=DEVICE)
+    q = torch.randn(tokens, kv_heads * group, head_size, device=DEVICE, dtype=torch.bfloat16)
+    tables = torch.randperm(16, device=DEVICE).int()[None]
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([1900], dtype=torch.int32, device=DEVICE)
+    workspace = DecodeWorkspace.create(kv_heads * group, caches[0])
+    outputs = []
+    for hopper in (True, False):
+        plan = make_prefill_plan(1, tokens, kv_heads * group, q.dtype, *caches, hopper=hopper)
+        assert plan.hopper == hopper
+        plan_prefill(plan, starts, lens, 0, tokens)
+        outputs.append(
+            paged_attention(
+                q, *caches, tables, starts, lens, num_decodes=0, workspace=workspace,
+                prefill_plan=plan, scales=scales,
+            )
+        )  # fmt: skip
+    assert error((outputs[0], outputs[1])) < 1e-2
+
+
+@needs_hopper
 def test_hopper_prefill_with_window_and_soft_cap() -> None:
     rng = random.Random(4)
     for window, soft_cap in ((1, 0.0), (100, 0.0), (0, 20.0), (333, 5.0)):
