@@ -132,6 +132,71 @@ def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CA
 
 
 @triton.jit
+def paired_channels(words, BY_ASSEMBLY: tl.constexpr):
+    """Returns the even and the odd channels, in float16, of float8 numbers (e4m3) in words of 16
+    bits, two channels a word.
+
+    BY_ASSEMBLY: by instructions of NVIDIA's GPUs from Ada on, three for four numbers; the compiler
+    makes three times as many of the other form, which the interpreter understands.
+    """
+    if BY_ASSEMBLY:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 evens, odds;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {evens, odds}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, evens;
+            cvt.rn.f16x2.e4m3x2 $1, odds;
+            }""",
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = words.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return even, odd
+
+
+@triton.jit
+def split_channels(x):
+    """Returns the even and the odd channels of x [N, D], both [N, D / 2]."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def joined_channels(even, odd):
+    """Returns [N, D] from its even and odd channels."""
+    return tl.join(even, odd).reshape(even.shape[0], 2 * even.shape[1])
+
+
+@triton.jit
+def paired_softmax_step(
+    q_even, q_odd, key, value, visible, m, l, even, odd, scale, soft_cap, SOFT_CAP: tl.constexpr,
+    BY_ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`softmax_step` over keys [D / 2, TILE] and values [TILE, D / 2], words of `paired_channels`,
+    with the queries, in float16, and the outputs as their even and odd channels. Sums are [rows,
+    TILE]."""
+    k_even, k_odd = paired_channels(key, BY_ASSEMBLY)
+    s = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale
+    if SOFT_CAP:
+        s = capped_scores(s, soft_cap)
+    s = tl.where(visible, s, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, axis=1))
+    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(s - safe_m[:, None])
+    old = tl.exp2(m - safe_m)[:, None]
+    v_even, v_odd = paired_channels(value, BY_ASSEMBLY)
+    even = tl.dot(p.to(tl.float16), v_even, even * old)
+    odd = tl.dot(p.to(tl.float16), v_odd, odd * old)
+    return new_m, l * old + p, even, odd
+
+
+@triton.jit
 def add_sinks(m, l, sinks, heads, mask):
     """Returns the sums of the online softmax, all keys seen, with the weights of sinks: learned
     logits, one a query head, that take part in the sum and have no value (gpt-oss, OpenAI 2025).

@@ -33,12 +33,15 @@ from aioinfer.kernels.attention_tiles import (
     add_sinks,
     cached_head,
     capped_scores,
+    joined_channels,
     load_angles,
     load_tile,
     load_with_pairs,
+    paired_softmax_step,
     pairs,
     rotated_heads,
     softmax_step,
+    split_channels,
     to_cache_dtype,
 )
 from aioinfer.kernels.cascade_attention import (
@@ -68,6 +71,10 @@ class DecodeConfig:
     With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
     a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
     Queries above 65504 would be infinite.
+
+    With `paired_channels`, too, where the operands are float16, keys and values in float8 are read
+    from shared memory in words of two channels, which GPUs can transpose there (single bytes they
+    cannot), and even and odd channels are multiplied apart.
     """
 
     tile: int
@@ -76,6 +83,7 @@ class DecodeConfig:
     programs_per_sm: int
     min_tiles: int
     fp16_operands: bool = False
+    paired_channels: bool = False
 
 
 def decode_config(head_size: int, element_size: int) -> DecodeConfig:
@@ -84,7 +92,9 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
     tile = max(16, min(64, 8192 // bytes_a_token))
     return (
-        DecodeConfig(tile, 2, 6, 4, 1, fp16_operands=element_size == 1)
+        DecodeConfig(
+            tile, 2, 6, 4, 1, fp16_operands=element_size == 1, paired_channels=element_size == 1
+        )
         if tile * bytes_a_token <= 8192
         else DecodeConfig(tile, 4, 2, 2, 1)
     )
@@ -94,6 +104,12 @@ def _uses_fp16(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor)
     """Whether tiles are converted to float16: see `DecodeConfig`."""
     is_narrow = queries.dtype == torch.bfloat16 and cache.dtype == torch.float8_e4m3fn
     return config.fp16_operands and is_narrow
+
+
+def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether tiles are read as words of two channels: see `DecodeConfig`."""
+    is_float16 = queries.dtype == torch.float16 or _uses_fp16(config, queries, cache)
+    return config.paired_channels and is_float16 and cache.dtype == torch.float8_e4m3fn
 
 
 def merged_splits(group: int, head_size: int) -> int:
@@ -453,7 +469,8 @@ def _decode_kernel(
     PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, FP16_OPERANDS: tl.constexpr,
     HAS_SINKS: tl.constexpr, CASCADE: tl.constexpr = False, PREFIX_ROWS: tl.constexpr = 0,
-    MAX_ROWS: tl.constexpr = 0, PREFIX_LINES: tl.constexpr = 0,
+    MAX_ROWS: tl.constexpr = 0, PREFIX_LINES: tl.constexpr = 0, PAIRED: tl.constexpr = False,
+    BY_ASSEMBLY: tl.constexpr = False,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
@@ -467,6 +484,13 @@ def _decode_kernel(
         (k_block_stride, k_token_stride, k_head_stride),
         (v_block_stride, v_token_stride, v_head_stride),
     )
+    k_tiles, v_tiles, k_tile_strides, v_tile_strides = k_cache, v_cache, k_strides, v_strides
+    width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
+    if PAIRED:
+        k_tiles = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_tiles = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        k_tile_strides = (k_block_stride // 2, k_token_stride // 2, k_head_stride // 2)
+        v_tile_strides = (v_block_stride // 2, v_token_stride // 2, v_head_stride // 2)
     # without norms the results of these loads are unused, and the compiler removes the loads
     if PROJECTED:
         wide = _channels(GROUP_PAD, HEAD_PAD)
@@ -512,27 +536,28 @@ def _decode_kernel(
                     m, l, acc, shared_rows, prefix_states, row, head, GROUP, GROUP_PAD, HEAD_PAD,
                     PREFIX_ROWS, MAX_ROWS, PREFIX_LINES,
                 )  # fmt: skip
+        if PAIRED:
+            q_even, q_odd = split_channels(query)
+            even, odd = split_channels(acc)
         for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
             key, value, position = load_tile(
-                k_cache,
-                v_cache,
-                table,
-                index,
-                cached,
-                head,
-                k_strides,
-                v_strides,
-                HEAD_SIZE,
-                HEAD_PAD,
-                BLOCK_SIZE,
-                TILE,
-            )
+                k_tiles, v_tiles, table, index, cached, head, k_tile_strides, v_tile_strides,
+                HEAD_SIZE // width, HEAD_PAD // width, BLOCK_SIZE, TILE,
+            )  # fmt: skip
             visible = position < cached
             if WINDOW > 0:
                 visible = visible & (position >= seq_len - WINDOW)
-            m, l, acc = softmax_step(
-                query, key, value, visible[None, :], m, l, acc, score_scale, soft_cap, SOFT_CAP
-            )
+            if PAIRED:
+                m, l, even, odd = paired_softmax_step(
+                    q_even, q_odd, key, value, visible[None, :], m, l, even, odd, score_scale,
+                    soft_cap, SOFT_CAP, BY_ASSEMBLY,
+                )  # fmt: skip
+            else:
+                m, l, acc = softmax_step(
+                    query, key, value, visible[None, :], m, l, acc, score_scale, soft_cap, SOFT_CAP
+                )
+        if PAIRED:
+            acc = joined_channels(even, odd)
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
@@ -619,6 +644,7 @@ def launch_decode(
         PREFIX_ROWS=0 if cascade is None else cascade.config.rows,
         MAX_ROWS=0 if cascade is None else cascade.max_rows,
         PREFIX_LINES=0 if cascade is None else cascade.lines,
+        PAIRED=_uses_pairs(config, source.qkv, k_cache), BY_ASSEMBLY=source.qkv.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -68,12 +68,19 @@ def _check(
 
 
 def _decodes(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
-    configs = [decode_config(SIZE, dtype.itemsize)]
+    usual = decode_config(SIZE, dtype.itemsize)
+    choices = [(64, 2, 6, 3), (64, 2, 6, 5), (64, 2, 8, 4), (64, 4, 6, 3), (128, 4, 6, 2)]
     if tune:
-        choices = itertools.product((32, 64, 128), (2, 4), (3, 4, 5, 6, 8), (1, 2, 3, 4), (1,))
-        configs = [DecodeConfig(*choice) for choice in choices]
+        product = itertools.product((32, 64, 128), (2, 4), (3, 4, 5, 6, 8), (1, 2, 3, 4, 5))
+        choices = list(product)
+    configs = [usual]
     if dtype == FLOAT8:
-        configs += [replace(config, fp16_operands=True) for config in configs]
+        fp16 = replace(usual, fp16_operands=True, paired_channels=False)
+        paired = replace(fp16, paired_channels=True)
+        configs = [replace(fp16, fp16_operands=False), fp16, paired]
+        configs += [DecodeConfig(*choice, 1, True, True) for choice in choices]
+    elif tune:
+        configs = [DecodeConfig(*choice, 1) for choice in choices]
     shapes = {
         "64x2k": [2048] * 64,
         "8x8k": [8192] * 8,
@@ -96,6 +103,7 @@ def _decodes(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
             variant = (
                 f"{_label(dtype)} tile {config.tile} w{config.num_warps} s{config.num_stages} "
                 f"p{config.programs_per_sm}{' fp16' if config.fp16_operands else ''}"
+                f"{' paired' if config.paired_channels else ''}"
             )
             size = sum(keys) * KV_HEADS * SIZE * 2 * dtype.itemsize
             check = partial(_check, q, out, caches, [1] * len(keys), keys)

@@ -75,6 +75,7 @@ def test_the_decode_kernel_behind_a_prefix(tmp_path: Path) -> None:
         "ROWS": 16, "TILE": config.tile, "WINDOW": 0, "FIELDS": PLAN_FIELDS,
         "SPLITS": merged_splits(4, 128), "HAS_SHIFTS": False, "HAS_SINKS": False,
         "CASCADE": True, "PREFIX_ROWS": cascade.rows, "PREFIX_LINES": PROGRAMS * cascade.rows,
+        "PAIRED": False, "BY_ASSEMBLY": False,
     }  # fmt: skip
     kernel = compile_kernel(_decode_kernel, TYPES, constants, config)
     assert kernel.metadata.shared * config.programs_per_sm <= SHARED_MEMORY

@@ -3,6 +3,8 @@ and how it converts a KV cache in float8."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -41,6 +43,7 @@ def compiled(
     is_float8: bool = False,
     fp16_operands: bool = False,
     has_sinks: bool = False,
+    paired: bool = False,
 ) -> str:
     """Returns the PTX of the kernel that `launch_decode` launches for Qwen3's heads and queries in
     bf16."""
@@ -55,6 +58,7 @@ def compiled(
         "HAS_SCALES": is_float8, "HAS_SHIFTS": is_float8 and projected,
         "FP16_OPERANDS": fp16_operands, "HAS_SINKS": has_sinks,
         "CASCADE": False, "PREFIX_ROWS": 0, "MAX_ROWS": 0, "PREFIX_LINES": 0,
+        "PAIRED": paired, "BY_ASSEMBLY": paired,
     }  # fmt: skip
     types = names_to_types(TYPES)
     types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")
@@ -95,3 +99,16 @@ def test_float8_is_converted_by_instructions_for_two_numbers(projected: bool) ->
         assert ("cvt.rn.satfinite.e4m3x2" in ptx) == projected
     assert to_bf16.count("cvt.bf16.f16") > 1.8 * to_bf16.count("cvt.rn.f16x2.e4m3x2")
     assert to_fp16.count("cvt.bf16.f16") < 0.1 * to_bf16.count("cvt.bf16.f16")
+
+
+def test_pairs_of_channels_are_read_as_words() -> None:
+    """Not byte by byte: keys and values of a tile come from shared memory by `ldmatrix`, and four
+    numbers take one permutation of bytes and two conversions."""
+    ptx = compiled(4, projected=True, is_float8=True, fp16_operands=True, paired=True)
+    config = decode_config(HEAD_SIZE, 1)
+    numbers = 2 * config.tile * HEAD_SIZE // (32 * config.num_warps)  # of a thread
+    assert not re.findall(r"ld\.shared\.[bu]8", ptx)
+    assert ptx.count("prmt.b32") == numbers // 4
+    # and those of the newest key
+    assert 0 <= ptx.count("cvt.rn.f16x2.e4m3x2") - numbers // 2 <= 12
+    assert ptx.count("ldmatrix") >= 16

@@ -52,6 +52,7 @@ from cases import (
     qk_norm_rope,
     random_rows,
 )
+from channel_cases import expand_all_words
 from sampling_cases import make_state, sample_and_judge, uniforms_agree
 
 from aioinfer.layers.kv_cache import to_float8
@@ -603,8 +604,20 @@ def test_penalties() -> None:
     torch.testing.assert_close(logits.double().cpu(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_float8_cache_multiplied_in_float16() -> None:
-    rows = [(1, keys) for keys in (1, 5, 300, 4000, 64, 129)]
-    config = replace(decode_config(128, 1), fp16_operands=True)
-    options = {"dtype": torch.bfloat16, "cache_dtype": torch.float8_e4m3fn, "config": config}
-    check_attention(rows, 16, 4, 128, 128, **options)
+@pytest.mark.parametrize("by_assembly", [False, True])
+def test_numbers_of_words_of_two_channels(by_assembly: bool) -> None:
+    expand_all_words(DEVICE, by_assembly=by_assembly)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_float8_cache_multiplied_in_float16(paired: bool, head_size: int) -> None:
+    rows = [(1, keys) for keys in (1, 5, 300, 4000, 64, 129, 0)]
+    config = replace(decode_config(head_size, 1), fp16_operands=True, paired_channels=paired)
+    options = {"cache_dtype": torch.float8_e4m3fn, "config": config}
+    for dtype in (torch.bfloat16, torch.float16):
+        for block_size, window, group in ((128, 0, 4), (16, 77, 1), (32, 0, 7)):
+            shape = (4 * group, 4, head_size, block_size)
+            check_attention(rows, *shape, dtype=dtype, window=window, **options)
+        case = AttentionCase(rows, 16, 4, head_size, 128, dtype, DEVICE, **options)
+        assert max(map(error, projected_attention(case, head_size, True))) < 1e-2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
 from cases import AttentionCase, attention, error, projected_attention, random_rows
+from channel_cases import expand_all_words
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
 
@@ -181,6 +182,30 @@ def test_a_float8_cache(head_size: int) -> None:
     if head_size == 64:
         capped = {"window": 20, "soft_cap": 5.0, "config": replace(SMALL, fp16_operands=True)}
         assert attention_error(FLOAT8_ROWS, 6, 2, head_size, 32, **options, **capped) < 1e-2
+
+
+def test_numbers_of_words_of_two_channels() -> None:
+    """Subnormal numbers, negative zero and NaN among them."""
+    expand_all_words("cpu", by_assembly=False)
+
+
+PAIRED = {
+    "dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn,
+    "config": replace(SMALL, paired_channels=True),
+}  # fmt: skip
+PAIRED_ROWS = [(1, 5), (1, 40), (1, 130), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("head_size", [64, 96])
+def test_pairs_of_channels(head_size: int) -> None:
+    assert attention_error(PAIRED_ROWS, 6, 2, head_size, 16, **PAIRED) < 2e-3
+
+
+def test_pairs_of_channels_with_options() -> None:
+    more = {"window": 20, "soft_cap": 5.0, "has_sinks": True}
+    assert attention_error(PAIRED_ROWS, 6, 2, 64, 32, **PAIRED, **more) < 2e-3
+    case = AttentionCase(PAIRED_ROWS, 6, 2, 64, 16, device="cpu", programs=5, **PAIRED)
+    assert error(projected_attention(case, 64, True)[0]) < 5e-3
 
 
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])

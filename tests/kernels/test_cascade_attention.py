@@ -4,6 +4,7 @@ projections, float8, sinks, padding, nothing shared."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,8 @@ def test_a_float8_cache() -> None:
         OWN_ROWS, 4, 2, 64, 16, dtype=torch.float16, cache_dtype=FLOAT8, projected=True, rotary=64,
         expected=64,
     )  # fmt: skip
-    assert error(cascade_attention(problem)[0]) < 5e-3
+    for config in (SMALL, replace(SMALL, paired_channels=True)):
+        assert error(cascade_attention(replace(problem, config=config))[0]) < 5e-3
 
 
 def test_nothing_is_shared_where_it_does_not_pay() -> None:
