@@ -103,12 +103,13 @@ def test_float8_is_converted_by_instructions_for_two_numbers(projected: bool) ->
 
 def test_pairs_of_channels_are_read_as_words() -> None:
     """Not byte by byte: keys and values of a tile come from shared memory by `ldmatrix`, and four
-    numbers take one permutation of bytes and two conversions."""
-    ptx = compiled(4, projected=True, is_float8=True, fp16_operands=True, paired=True)
+    numbers take one permutation of bytes and two conversions. With eight query heads a KV head,
+    where the assembler of Triton 3.6 crashes on the kernel that reads bytes."""
+    ptx = compiled(8, projected=True, is_float8=True, fp16_operands=True, paired=True)
     config = decode_config(HEAD_SIZE, 1)
     numbers = 2 * config.tile * HEAD_SIZE // (32 * config.num_warps)  # of a thread
     assert not re.findall(r"ld\.shared\.[bu]8", ptx)
     assert ptx.count("prmt.b32") == numbers // 4
     # and those of the newest key
-    assert 0 <= ptx.count("cvt.rn.f16x2.e4m3x2") - numbers // 2 <= 12
+    assert 0 <= ptx.count("cvt.rn.f16x2.e4m3x2") - numbers // 2 <= 16
     assert ptx.count("ldmatrix") >= 16

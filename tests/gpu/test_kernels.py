@@ -162,6 +162,17 @@ def test_decodes_from_a_projection_write_a_float8_cache(head_size: int) -> None:
         assert max(map(error, projected_attention(case, head_size, normed))) < 1e-2, case
 
 
+@pytest.mark.parametrize("group", [1, 7, 8, 16])
+def test_decodes_from_a_projection_over_a_float8_cache_in_other_groups(group: int) -> None:
+    """With five query heads a KV head and more the assembler of Triton 3.6 crashes on the kernel
+    that reads single bytes."""
+    rows = [(1, keys) for keys in (1, 5, 300, 4000, 64, 129, 0)]
+    case = AttentionCase(
+        rows, 4 * group, 4, 128, 128, torch.bfloat16, DEVICE, cache_dtype=torch.float8_e4m3fn
+    )
+    assert max(map(error, projected_attention(case, 128, True))) < 1e-2, case
+
+
 def test_float8_saturates_and_keeps_nan() -> None:
     """As plain torch does: `layers.kv_cache`."""
     size, scales = 64, torch.ones(4, 1, device=DEVICE)
