@@ -57,8 +57,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RUNS = gl.constexpr(4)  # runs of 64 inputs whose integers lie in the same words
 SCALE_BOX = 256  # scales of one load: those of the 192 rows of a tile, and of the next
-#: Rows for which `use_hopper` prefers this kernel; not yet measured.
-MIN_ROWS, MAX_ROWS = 65, 512
+#: Rows for which `use_hopper` prefers this kernel, measured on an H200: gated ones, and from 65 on
+#: others, of weights of at least `MIN_WEIGHTS` integers. Of smaller ones there are too few tiles.
+MIN_ROWS, MAX_ROWS = 33, 512
+MIN_WEIGHTS = 20 * 2**20
 
 
 @gluon.constexpr_function
@@ -218,6 +220,7 @@ def _take_words(
     for part in gl.static_range(SCALES):
         scales = scale_smem.index(stage * SCALES + part).reshape([scale_smem.shape[2]])
         kept = kept + (scales.slice(PART * ROWS, ROWS).load(gl.SliceLayout(1, operand)),)
+    fence_async_shared()  # what TMA writes next must not overtake the loads
     gl.thread_barrier()  # until all warps have read the stage
     mbarrier.arrive(w_empty.index(stage), pred=there)
     return words, kept
@@ -448,9 +451,13 @@ def use_hopper(
     out: torch.Tensor | None = None,
 ) -> bool:
     """Whether `grouped_hopper` should compute this product, rather than `grouped_linear` or a
-    dequantization followed by cuBLAS. Not yet measured."""
-    return MIN_ROWS <= len(x) <= MAX_ROWS and supports(
-        x, weight, residual=residual, gated=gated, out=out
+    dequantization followed by cuBLAS."""
+    is_large = weight.features * weight.inputs >= MIN_WEIGHTS
+    least = MIN_ROWS if gated else 2 * MIN_ROWS - 1
+    return (
+        is_large
+        and least <= len(x) <= MAX_ROWS
+        and supports(x, weight, residual=residual, gated=gated, out=out)
     )
 
 
@@ -540,5 +547,6 @@ def _word_descriptor(weight: PackedGroups) -> TensorDescriptor:
 
 
 def _scale_descriptor(weight: PackedGroups) -> TensorDescriptor:
-    t = weight.scales
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, SCALE_BOX], scale_layout())
+    t = weight.scales  # one group alone may have any stride
+    strides = [t.shape[1], 1]
+    return TensorDescriptor(t, list(t.shape), strides, [1, SCALE_BOX], scale_layout())

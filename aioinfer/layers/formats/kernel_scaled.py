@@ -205,17 +205,18 @@ class KernelScaledWeight(ScaledWeight):
         return quantize(x, format, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
 
 
-def use_few_rows(x: torch.Tensor, weight: ScaledMatrix) -> bool:
-    """Whether `few_rows_float8` multiplies instead of `scaled_linear`: one row, on Hopper.
-
-    By the instructions that both take for a weight; not measured.
-    """
-    return len(x) == 1 and supports(x, weight)
+def use_few_rows(x: torch.Tensor, weight: ScaledMatrix, *, gated: bool = False) -> bool:
+    """Whether `few_rows_float8` multiplies instead of `scaled_linear`: one row, on Hopper, of
+    weights that it was measured to be faster with on an H200: those of gate and up, and those of
+    many inputs with a scale for each output feature."""
+    is_long = not weight.is_grouped and x.shape[1] > 8192
+    return len(x) == 1 and (gated or is_long) and supports(x, weight)
 
 
 def _multiply_few(x: torch.Tensor, weight: ScaledMatrix, **options: Any) -> torch.Tensor:
     """Returns the product of up to `MAX_ROWS` rows that are not quantized; see `scaled_linear`."""
-    product = few_rows_float8 if use_few_rows(x, weight) else scaled_linear
+    gated = options.get("gated", False)
+    product = few_rows_float8 if use_few_rows(x, weight, gated=gated) else scaled_linear
     return product(x, weight, **options)
 
 
