@@ -88,6 +88,14 @@ def _token_scales(used, scale_smem, layout: gl.constexpr):
 
 
 @gluon.jit
+def _release(used, empty):
+    """Gives a stage back to the producer. What TMA writes next must not overtake the loads of the
+    tokens' scales."""
+    fence_async_shared()
+    mbarrier.arrive(empty.index(used % empty.shape[0]))
+
+
+@gluon.jit
 def _row_scales(
     place, line, lines, index, ROWS: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
 ):  # fmt: skip
@@ -121,7 +129,6 @@ def _block_sums(
     with two sets of registers, `even` and `odd`, so that none are moved. The weight's scales are
     loaded two stages ahead.
     """
-    STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     ROWS: gl.constexpr = w_smem.shape[1]
     line = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -138,14 +145,14 @@ def _block_sums(
         right = _start(PART, used + 1, odd, x_smem, w_smem, full)
         tokens = _token_scales(used, scale_smem, layout)
         even = warpgroup_mma_wait(1, [left])
-        mbarrier.arrive(empty.index(used % STAGES))
+        _release(used, empty)
         total = _add_scaled(total, even, tokens, scale, ROWS, ROWS_PER_SCALE)
         total = warpgroup_mma_wait(1, [total])  # or the compiler adds some after the next start
         scale = _row_scales(place, line, lines, index, ROWS, ROWS_PER_SCALE)
         left = _start(PART, used + 2, even, x_smem, w_smem, full)
         tokens = _token_scales(used + 1, scale_smem, layout)
         odd = warpgroup_mma_wait(1, [right])
-        mbarrier.arrive(empty.index((used + 1) % STAGES))
+        _release(used + 1, empty)
         total = _add_scaled(total, odd, tokens, next_scale, ROWS, ROWS_PER_SCALE)
         total = warpgroup_mma_wait(1, [total])
         next_scale = _row_scales(
@@ -156,15 +163,15 @@ def _block_sums(
     if steps % 2 == 0:
         right = _start(PART, used + 1, odd, x_smem, w_smem, full)
         even = warpgroup_mma_wait(1, [left])
-        mbarrier.arrive(empty.index(used % STAGES))
+        _release(used, empty)
         total = _add_scaled(total, even, tokens, scale, ROWS, ROWS_PER_SCALE)
         tokens = _token_scales(used + 1, scale_smem, layout)
         odd = warpgroup_mma_wait(0, [right])
-        mbarrier.arrive(empty.index((used + 1) % STAGES))
+        _release(used + 1, empty)
         total = _add_scaled(total, odd, tokens, next_scale, ROWS, ROWS_PER_SCALE)
     else:
         even = warpgroup_mma_wait(0, [left])
-        mbarrier.arrive(empty.index(used % STAGES))
+        _release(used, empty)
         total = _add_scaled(total, even, tokens, scale, ROWS, ROWS_PER_SCALE)
     return total
 
