@@ -109,8 +109,10 @@ def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
 
 def test_the_norm_of_one_row_is_part_of_the_kernel(tmp_path: Path) -> None:
     weight = weight_of(24576, 4096)
-    assert fuses_norm(1, weight, torch.bfloat16)
-    kernel = compile_kernel(weight, skinny_config(weight), normed=True, gated=True)
+    config = SkinnyConfig(16, 2)
+    assert fuses_norm(1, weight, torch.bfloat16, config)
+    assert not fuses_norm(1, weight, torch.bfloat16)  # two warps would have to share x
+    kernel = compile_kernel(weight, config, normed=True, gated=True)
     assert spilled(kernel, tmp_path) <= 64
     assert count_loads(kernel.asm["ptx"])["v4.b32"] == 4 * 4 + 2 * 8  # the norm's weights like x
 
