@@ -33,8 +33,8 @@ PROGRAMS = 132
 def test_the_kernel_measured_to_be_faster_is_selected(
     grouped: bool, name: str, tokens: tuple[int | None, ...]
 ) -> None:
-    """On an H200; but gate and up at 512 rows and o with blocks at 512, where both are within 2 %, and
-    qkv with blocks at 128."""
+    """On an H200; but for gate and up, and o with blocks, at 512 rows, where both are within 2 %,
+    and for qkv with blocks at 128."""
     lines, inputs, gated = SHAPES[name]
     selected = []
     for rows in (64, 128, 256, 512, 1024, 2048, 8192):
