@@ -71,7 +71,7 @@ EXTENDED = frozenset(
     [
         "compiled/test_cascade_kernels.py",
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
-        "compiled/test_few_rows_float8.py",
+        "compiled/test_few_rows_kernels.py",
         "compiled/test_prefill_hopper.py::test_a_float8_cache",
         "compiled/test_latent_kernels.py",
         "compiled/test_exchange_kernels.py",
@@ -151,7 +151,7 @@ EXTENDED = frozenset(
 KEPT = frozenset(
     [
         "compiled/test_grouped_hopper_kernels.py::test_one_configuration",
-        "compiled/test_few_rows_float8.py::test_other_weights_and_machines_are_rejected",
+        "compiled/test_few_rows_kernels.py::test_other_weights_and_machines_are_rejected",
         "compiled/test_scaled_kernels.py::test_activations_are_quantized_in_registers",
         "functional/test_admin.py::test_only_an_admin_key_opens_them",
         "functional/test_api_page.py::test_every_endpoint_has_a_command",

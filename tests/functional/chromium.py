@@ -181,12 +181,19 @@ class Page:
         return reply["result"].get("value")
 
     async def until(self, condition: str, timeout_s: float = 30.0) -> Any:
-        """Returns the first value of an expression that is true."""
+        """Returns the first value of an expression that is true, of this page or of one that it
+        goes on to."""
         pause = "await new Promise((wake) => setTimeout(wake, 5))"
         test = f"const value = {condition}; if (value) return value"
         wait = f"(async () => {{ for (;;) {{ {test}; {pause}; }} }})()"
         try:
-            return await asyncio.wait_for(self.run(wait), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self.run(wait)
+                    except RuntimeError as error:
+                        if "navigated" not in str(error):
+                            raise
         except TimeoutError:
             raise AssertionError(
                 f"not within {timeout_s} s: {condition}; console: {self.errors}"
