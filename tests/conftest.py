@@ -124,7 +124,10 @@ EXTENDED = frozenset(
         "kernels/test_attention.py::test_sinks_that_weigh_nothing_and_all",
         "kernels/test_attention.py::test_sinks_with_windows_and_soft_caps",
         "kernels/test_cascade_attention.py",
+        "kernels/test_decoder_kernels.py::test_a_prefill_and_decodes[mistral]",
         "kernels/test_decoder_kernels.py::test_the_last_layer_for_sampled_rows",
+        "kernels/test_decoder_kernels.py::test_two_ranks_over_symmetric_memory[gemma2-2-4]",
+        "kernels/test_decoder_kernels.py::test_two_ranks_over_symmetric_memory[llama-1-64]",
         "kernels/test_expert_exchange.py",
         "kernels/test_expert_models.py",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
@@ -222,8 +225,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted, others = [], []
     for item in items:
         file = item.path.relative_to(TESTS).as_posix()
-        name = f"{file}::{item.name.partition('[')[0]}"
-        is_extended = (file in EXTENDED or name in EXTENDED) and name not in KEPT
+        names = {f"{file}::{item.name}", f"{file}::{item.name.partition('[')[0]}"}
+        is_extended = not EXTENDED.isdisjoint(names | {file}) and KEPT.isdisjoint(names)
         is_wanted = is_extended == config.getoption("--extended")
         (wanted if is_wanted else others).append(item)
     items[:] = wanted
