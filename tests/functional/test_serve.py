@@ -269,7 +269,9 @@ def test_replicas_come_and_go_under_load(deployment: Deployment) -> None:
         client.start()
     deployment.scale(3)
     deployment.wait_for_replicas(3)
-    time.sleep(2)
+    deadline = time.monotonic() + 60
+    while len(answered) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
     with_three = len(answered)
     deployment.scale(1)
     deployment.wait_for_replicas(1)
