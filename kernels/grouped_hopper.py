@@ -57,9 +57,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RUNS = gl.constexpr(4)  # runs of 64 inputs whose integers lie in the same words
 SCALE_BOX = 256  # scales of one load: those of the 192 rows of a tile, and of the next
-#: Rows for which `use_hopper` prefers this kernel, measured on an H200: gated ones, and from 65 on
-#: others, of weights of at least `MIN_WEIGHTS` integers. Of smaller ones there are too few tiles.
-MIN_ROWS, MAX_ROWS = 33, 512
+#: Rows for which `use_hopper` prefers this kernel, measured on an H200, of weights of at least
+#: `MIN_WEIGHTS` integers: smaller ones have too few tiles.
+MIN_ROWS, MIN_GATED_ROWS, MAX_ROWS = 65, 33, 512
 MIN_WEIGHTS = 20 * 2**20
 
 
@@ -453,7 +453,7 @@ def use_hopper(
     """Whether `grouped_hopper` should compute this product, rather than `grouped_linear` or a
     dequantization followed by cuBLAS."""
     is_large = weight.features * weight.inputs >= MIN_WEIGHTS
-    least = MIN_ROWS if gated else 2 * MIN_ROWS - 1
+    least = MIN_GATED_ROWS if gated else MIN_ROWS
     return (
         is_large
         and least <= len(x) <= MAX_ROWS

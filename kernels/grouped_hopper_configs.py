@@ -32,7 +32,7 @@ class GroupedHopperConfig:
 #: for the end of a tile, measured on an H200.
 UNIT_TIMES, TILE_TIME = {128: 2.15, 64: 1.6}, 2.0
 #: Microseconds that summing costs for each program that shares a tile of 128 tokens: what is read
-#: by one multiprocessor. Guessed, like the table's rows of 65 and more.
+#: by one multiprocessor. Guessed.
 SPLIT_TIME = 0.9
 MAX_SPLITS = 6
 

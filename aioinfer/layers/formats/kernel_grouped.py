@@ -1,5 +1,5 @@
-"""Weights in 4 or 8 bits in groups, computed with by our kernels (`kernels.grouped_linear`, and
-`kernels.grouped_skinny` for few rows).
+"""Weights in 4 or 8 bits in groups, computed with by our kernels: `kernels.grouped_linear`, and on
+Hopper `kernels.grouped_skinny` for few rows and `kernels.grouped_hopper` for dozens to hundreds.
 
 When it is loaded, a weight is brought into the order that the kernels read, layer by layer on the
 device, and the checkpoint's tensors are let go. Where groups are of inputs in another order
@@ -7,7 +7,7 @@ device, and the checkpoint's tensors are let go. Where groups are of inputs in a
 order: by the rows of the projection before, if the layer can have them so, else by a launch of its
 own.
 
-Many rows are bound by arithmetic: for these the weight is dequantized into memory that all layers
+More rows are bound by arithmetic: for these the weight is dequantized into memory that all layers
 share, and multiplied by cuBLAS.
 """
 
