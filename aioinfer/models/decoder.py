@@ -70,7 +70,7 @@ class CausalLM(Protocol):
 
         Args:
             folder: of the model.
-            load_format: "dummy" for random weights, else safetensors.
+            load_format: "dummy" or "dummy_skewed" for random weights, else safetensors.
             seed: of random weights.
             on_progress: called with the bytes that are done and that there are.
 
