@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -139,6 +140,12 @@ class ExpertCounter:
         is_divided = backend.expert_parallel
         self.ranks = placement.ranks if is_divided else (-1,) * len(self.experts)
         self.tokens = torch.zeros(len(self.experts), dtype=torch.int32, device=backend.device)
+
+    def on(self, device: torch.device) -> ExpertCounter:
+        """Returns a counter of the same layer on another device, at zero."""
+        made = copy(self)
+        made.tokens = torch.zeros(len(self.experts), dtype=torch.int32, device=device)
+        return made
 
 
 class PlacedExperts:
