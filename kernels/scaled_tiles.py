@@ -1,5 +1,6 @@
-"""Tiles of the float8 products of many rows on Hopper: those of the Gluon kernel
-(`scaled_hopper.py`), and where it is faster than the Triton one (`scaled_product.py`).
+"""Tiles of the float8 products of many rows on Hopper: those of the Gluon kernels
+(`scaled_hopper.py` and `block_hopper.py`), and where they are faster than the Triton one
+(`scaled_product.py`).
 
 Products of many rows take as long as their waves: tiles are computed one for each multiprocessor at
 a time, and a last wave that occupies few of them takes as long as a full one. So a time for each
@@ -15,6 +16,12 @@ from aioinfer.kernels.scaled_product import ProductConfig, product_config
 
 CONSUMER_ROWS = 64  # weight rows of a consumer warpgroup: those of one wgmma
 STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
+HALF = 64  # tokens of a wgmma where tokens are its rows
+SHARED_MEMORY = 227 * 1024  # bytes of a thread block
+MAX_STAGES = 12
+#: Whether products with scales of blocks are computed by `block_hopper`, where it is the faster
+#: one: False to compare with what was before.
+USE_BLOCK_HOPPER = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,52 @@ class HopperConfig:
         return {2: 240, 3: 160}[self.consumers]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """How the Gluon kernel for scales of blocks is compiled, whose tiles have tokens as rows.
+
+    Attributes:
+        tokens: rows of a tile: 64 or 128 for each consumer that has its own.
+        lines: weight rows of a tile; of each consumer up to 128, all in one block.
+        consumers: warpgroups that multiply, 2 or 3.
+        splits_lines: consumers divide a tile's weight rows instead of its tokens.
+        group: token tiles that are computed with a weight tile before the next weight tile.
+    """
+
+    tokens: int
+    lines: int
+    consumers: int = 2
+    splits_lines: bool = False
+    group: int = 8
+
+    @property
+    def halves(self) -> int:
+        """Sets of 64 tokens of a consumer: 1 or 2."""
+        return self.tokens // HALF // (1 if self.splits_lines else self.consumers)
+
+    @property
+    def part_lines(self) -> int:
+        """Weight rows of a consumer."""
+        return self.lines // self.consumers if self.splits_lines else self.lines
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread, as `HopperConfig.registers`."""
+        return {2: 240, 3: 160}[self.consumers]
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the registers hold the sums of two wgmmas beside the totals, so that a consumer
+        can scale one of them while the other is computed; some 32 are needed for the rest."""
+        return (self.halves + 2) * self.part_lines // 2 <= self.registers - 32
+
+    def stages(self, *, gated: bool) -> int:
+        """Stages of the ring: as many as shared memory holds beside the results, in 16 bits."""
+        results = self.tokens * self.lines * (1 if gated else 2)
+        space = SHARED_MEMORY - results - 1024  # for barriers and alignment
+        return min(MAX_STAGES, space // ((self.tokens + self.lines) * STEP))
+
+
 #: By (gated, scales of blocks): what tests and benchmarks go through.
 CONFIGS = {
     (True, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
@@ -75,6 +128,18 @@ HOPPER_TIMES = {
         HopperConfig(64, 8, consumers=2): 0.39,
     },
 }
+#: The same of `block_hopper`, and what tests and benchmarks go through. Predicted, not measured:
+#: see docs/notes/quantized-products.md.
+BLOCK_TIMES = {
+    BlockConfig(128, 128): 0.45,
+    BlockConfig(256, 128): 0.88,
+    BlockConfig(192, 128, 3): 0.68,
+    BlockConfig(128, 64): 0.28,
+    BlockConfig(64, 64, splits_lines=True): 0.25,
+    BlockConfig(64, 192, 3, splits_lines=True): 0.38,
+    BlockConfig(128, 192, 3, splits_lines=True): 0.65,
+}
+BLOCK_CONFIGS = tuple(BLOCK_TIMES)
 #: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
 #: has two programs at a time.
 PRODUCT_TIMES = {
