@@ -194,62 +194,50 @@ def _sums(
 
 @gluon.jit
 def _sums_of_halves(
-    X_BOX: gl.constexpr, W_BOX: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr, left,
-    stage, phase, steps, x_place, other_place, x_stride, w_place, groups, x_smem, w_smem, full,
-    empty, layout: gl.constexpr
+    X_BOX: gl.constexpr, W_BOX: gl.constexpr, PAIRED: gl.constexpr, left, stage, phase, steps,
+    x_place, other_place, x_stride, w_place, groups, x_smem, w_smem, full, empty,
+    layout: gl.constexpr
 ):  # fmt: skip
     """Returns the scaled sums of twice 64 tokens, each [64, LINES], the last stage and its phase;
     `left` are the products of the first stage and half, which have begun.
 
-    With OVERLAPPED the products of one half run while the other's sums are scaled. Otherwise both
-    halves take turns with one set of registers, and another consumer's products run meanwhile.
+    Both halves take turns with one set of registers, and other consumers' products run while sums
+    are scaled. (With two sets the assembler waits for every single product.)
     """
     STAGES: gl.constexpr = full.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
     LINES: gl.constexpr = w_smem.shape[1]
-    PENDING: gl.constexpr = 1 if OVERLAPPED else 0
     total = gl.zeros([TOKENS, LINES], gl.float32, layout)
     other = gl.zeros([TOKENS, LINES], gl.float32, layout)
-    odd = gl.zeros([TOKENS, LINES], gl.float32, layout)
     tokens = _load_scales(x_place, x_stride, 0)
     others = _load_scales(other_place, x_stride, 0)
     first, second = _load_pair(w_place, groups, 0, PAIRED)
     for index in range(1, steps):
-        following, next_phase = _next(stage, phase, STAGES)
-        if OVERLAPPED:
-            right = _start(X_BOX + 1, W_BOX, odd, stage, x_smem, w_smem, full)
-        even = warpgroup_mma_wait(PENDING, [left])
-        total = _add_scaled(total, even, tokens, first, second, layout, PAIRED)
-        total = warpgroup_mma_wait(PENDING, [total])  # see `_sums`
+        sums = warpgroup_mma_wait(0, [left])
+        total = _add_scaled(total, sums, tokens, first, second, layout, PAIRED)
+        total = warpgroup_mma_wait(0, [total])  # see `_sums`
+        right = _start(X_BOX + 1, W_BOX, sums, stage, x_smem, w_smem, full)
         tokens = _load_scales(x_place, x_stride, index)
         next_first, next_second = _load_pair(w_place, groups, index, PAIRED)
-        if OVERLAPPED:
-            mbarrier.wait(full.index(following), next_phase)
-            left = _start(X_BOX, W_BOX, even, following, x_smem, w_smem, full)
-        else:
-            right = _start(X_BOX + 1, W_BOX, even, stage, x_smem, w_smem, full)
-        odd = warpgroup_mma_wait(PENDING, [right])
+        following, next_phase = _next(stage, phase, STAGES)
+        sums = warpgroup_mma_wait(0, [right])
         mbarrier.arrive(empty.index(stage))
-        other = _add_scaled(other, odd, others, first, second, layout, PAIRED)
-        other = warpgroup_mma_wait(PENDING, [other])
+        other = _add_scaled(other, sums, others, first, second, layout, PAIRED)
+        other = warpgroup_mma_wait(0, [other])
+        mbarrier.wait(full.index(following), next_phase)
+        left = _start(X_BOX, W_BOX, sums, following, x_smem, w_smem, full)
         others = _load_scales(other_place, x_stride, index)
         first = next_first
         second = next_second
-        if not OVERLAPPED:
-            mbarrier.wait(full.index(following), next_phase)
-            left = _start(X_BOX, W_BOX, odd, following, x_smem, w_smem, full)
         stage = following
         phase = next_phase
-    if OVERLAPPED:
-        right = _start(X_BOX + 1, W_BOX, odd, stage, x_smem, w_smem, full)
-    even = warpgroup_mma_wait(PENDING, [left])
-    total = _add_scaled(total, even, tokens, first, second, layout, PAIRED)
-    if not OVERLAPPED:
-        total = warpgroup_mma_wait(0, [total])
-        right = _start(X_BOX + 1, W_BOX, even, stage, x_smem, w_smem, full)
-    odd = warpgroup_mma_wait(0, [right])
+    sums = warpgroup_mma_wait(0, [left])
+    total = _add_scaled(total, sums, tokens, first, second, layout, PAIRED)
+    total = warpgroup_mma_wait(0, [total])
+    right = _start(X_BOX + 1, W_BOX, sums, stage, x_smem, w_smem, full)
+    sums = warpgroup_mma_wait(0, [right])
     mbarrier.arrive(empty.index(stage))
-    other = _add_scaled(other, odd, others, first, second, layout, PAIRED)
+    other = _add_scaled(other, sums, others, first, second, layout, PAIRED)
     return total, other, stage, phase
 
 
@@ -352,7 +340,7 @@ def _consume(
         other = begun
         if HALVES == 2:
             acc, other, stage, phase = _sums_of_halves(
-                X_BOX, W_BOX, PAIRED, OVERLAPPED, begun, stage, phase, steps, x_place,
+                X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place,
                 x_scales + gl.minimum(offsets + TOKENS, rows - 1), x_stride, w_place, groups,
                 x_smem, w_smem, full, empty, layout
             )  # fmt: skip

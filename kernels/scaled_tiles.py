@@ -88,9 +88,9 @@ class BlockConfig:
 
     @property
     def overlapped(self) -> bool:
-        """Whether the registers hold the sums of two wgmmas beside the totals, so that a consumer
-        can scale one of them while the other is computed; some 32 are needed for the rest."""
-        return (self.halves + 2) * self.part_lines // 2 <= self.registers - 32
+        """Whether a consumer scales the sums of one wgmma while another is computed: with one half,
+        where the registers hold both beside the total and some 32 for the rest."""
+        return self.halves == 1 and 3 * self.part_lines // 2 <= self.registers - 32
 
     def stages(self, *, gated: bool) -> int:
         """Stages of the ring: as many as shared memory holds beside the results, in 16 bits."""
