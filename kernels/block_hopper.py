@@ -21,13 +21,21 @@ for all loads. The rest of the schedule is `gated_product`'s.
 from __future__ import annotations
 
 import torch
-from aioinfer.kernels.gated_product import LOG2_E, _load_weights, _place
+from aioinfer.kernels.gated_product import LOG2_E, _load_weights, _place, _rows_are_aligned
 from aioinfer.kernels.quantize import GROUP as BLOCK
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_hopper import _descriptor
 from aioinfer.kernels.scaled_hopper import supports as supports_hopper
 from aioinfer.kernels.scaled_linear import ScaledMatrix
-from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, HALF, STEP, BlockConfig
+from aioinfer.kernels.scaled_product import Inputs
+from aioinfer.kernels.scaled_tiles import (
+    BLOCK_CONFIGS,
+    HALF,
+    STEP,
+    BlockConfig,
+    HopperConfig,
+    hopper_config,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -137,8 +145,8 @@ def _sums(
     X_BOX: gl.constexpr, W_BOX: gl.constexpr, PAIRED: gl.constexpr, left, stage, phase, steps,
     x_place, x_stride, w_place, groups, x_smem, w_smem, full, empty, layout: gl.constexpr
 ):  # fmt: skip
-    """Returns the scaled sums of 64 tokens [64, LINES], the last stage and its phase; `left` are the
-    products of the first, which have begun.
+    """Returns the scaled sums of 64 tokens [64, LINES], the last stage and its phase; `left` are
+    the products of the first, which have begun.
 
     The products of a stage run while the sums of the stage before are scaled. Stages take turns
     with two sets of registers, `even` and `odd`, so that none are moved. Scales are loaded two
@@ -439,11 +447,38 @@ def _product_kernel(
         )  # fmt: skip
 
 
+def has_blocks(weight: ScaledMatrix) -> bool:
+    """Whether 128 rows of the weight have one scale, or those of gate and up among them one
+    each."""
+    return weight.is_grouped and (weight.is_paired or weight.rows_per_scale % BLOCK == 0)
+
+
 def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
-    """Whether `block_product` takes these: what `scaled_hopper` takes with scales of blocks, if 128
-    weight rows have one, or those of gate and up among them one each."""
-    has_blocks = weight.is_grouped and (weight.is_paired or weight.rows_per_scale % BLOCK == 0)
-    return has_blocks and x.scales.stride(0) == 1 and supports_hopper(x, weight, dtype)
+    """Whether `block_product` takes these: what `scaled_hopper` takes with scales of blocks."""
+    return has_blocks(weight) and x.scales.stride(0) == 1 and supports_hopper(x, weight, dtype)
+
+
+def select_config(
+    x: Inputs,
+    weight: ScaledMatrix,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> BlockConfig | HopperConfig | None:
+    """Returns the configuration of `block_product` or `hopper_product` where one of them takes
+    these arguments and is faster than `scaled_product`, otherwise None."""
+    if not isinstance(x, ScaledInputs) or not supports_hopper(x, weight, dtype):
+        return None
+    if not all(t is None or (t.stride(0) and _rows_are_aligned(t)) for t in (residual, out)):
+        return None
+    programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
+    lines, inputs = weight.values.shape
+    return hopper_config(
+        len(x), lines, inputs, programs, gated=gated, grouped=weight.is_grouped,
+        blocks=supports(x, weight, dtype),
+    )  # fmt: skip
 
 
 def block_product(

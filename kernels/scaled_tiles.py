@@ -42,7 +42,7 @@ class HopperConfig:
     group: int = 8
 
     @property
-    def rows(self) -> int:
+    def lines(self) -> int:
         """Weight rows of a tile."""
         return self.consumers * CONSUMER_ROWS
 
@@ -128,18 +128,16 @@ HOPPER_TIMES = {
         HopperConfig(64, 8, consumers=2): 0.39,
     },
 }
-#: The same of `block_hopper`, and what tests and benchmarks go through. Predicted, not measured:
-#: see docs/notes/quantized-products.md.
+#: The same of `block_hopper`. Predicted, not measured: see docs/notes/quantized-products.md.
 BLOCK_TIMES = {
     BlockConfig(128, 128): 0.45,
-    BlockConfig(256, 128): 0.88,
-    BlockConfig(192, 128, 3): 0.68,
     BlockConfig(128, 64): 0.28,
     BlockConfig(64, 64, splits_lines=True): 0.25,
-    BlockConfig(64, 192, 3, splits_lines=True): 0.38,
-    BlockConfig(128, 192, 3, splits_lines=True): 0.65,
+    BlockConfig(64, 192, 3, splits_lines=True): 0.40,
+    BlockConfig(128, 192, 3, splits_lines=True): 0.72,
 }
-BLOCK_CONFIGS = tuple(BLOCK_TIMES)
+#: What its tests and benchmarks go through.
+BLOCK_CONFIGS = (*BLOCK_TIMES, BlockConfig(256, 128), BlockConfig(192, 128, 3))
 #: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
 #: has two programs at a time.
 PRODUCT_TIMES = {
@@ -149,6 +147,9 @@ PRODUCT_TIMES = {
 #: Steps that a program of the Triton kernel takes to begin and end a tile, which the Gluon kernel
 #: does while it loads the next one.
 _ENDS = 0.5
+#: Microseconds a token of a tile by which programs that share its inputs (split-K) end later: what
+#: o with scales of blocks and 64 or 128 rows takes beyond its steps and a launch.
+_SUM_OF_PARTS = 0.05
 #: Up to so many rows a narrow weight's inputs are shared by several programs of the Triton kernel,
 #: or its smaller tiles occupy more multiprocessors.
 _NARROW_ROWS = 128
@@ -158,30 +159,48 @@ _FEW_ROWS = {False: 64, True: 32}
 
 @lru_cache(maxsize=8192)
 def hopper_config(
-    rows: int, lines: int, inputs: int, programs: int, *, gated: bool, grouped: bool
-) -> HopperConfig | None:
-    """Returns the Gluon kernel's fastest configuration for activations [rows, inputs] and a weight
-    of `lines` rows, or None where the Triton kernel is faster.
+    rows: int,
+    lines: int,
+    inputs: int,
+    programs: int,
+    *,
+    gated: bool,
+    grouped: bool,
+    blocks: bool = False,
+) -> BlockConfig | HopperConfig | None:
+    """Returns the configuration of the Gluon kernel that is the fastest for activations
+    [rows, inputs] and a weight of `lines` rows, or None where the Triton kernel is faster.
 
     Args:
         programs: multiprocessors.
         gated: whether the weight's rows are those of gate and up.
         grouped: whether scales are of blocks.
+        blocks: whether they are such that `block_hopper` takes them.
     """
-    times = HOPPER_TIMES[gated, grouped]
-    is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
-    if rows <= _FEW_ROWS[grouped] or (rows <= _NARROW_ROWS and is_narrow):
+    if rows <= _FEW_ROWS[grouped]:
         return None
 
-    def time(config: HopperConfig) -> float:
-        tiles = -(-lines // config.rows) * -(-rows // config.tokens)
-        return -(-tiles // programs) * inputs / STEP * times[config]
+    def time(config: BlockConfig | HopperConfig) -> float:
+        tiles = -(-lines // config.lines) * -(-rows // config.tokens)
+        step = _step_time(config, gated, grouped)
+        return -(-tiles // programs) * inputs / STEP * step
 
-    best = min(times, key=time)
+    is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
+    configs: list[BlockConfig | HopperConfig] = []
+    if rows > _NARROW_ROWS or not is_narrow:
+        configs += HOPPER_TIMES[gated, grouped]
+    if blocks and USE_BLOCK_HOPPER:
+        configs += BLOCK_TIMES
+    best = min(configs, key=time, default=None)
     other = product_config(rows, lines, inputs, grouped=grouped)
-    return (
-        best if time(best) < _product_time(other, rows, lines, inputs, programs, grouped) else None
-    )
+    other_time = _product_time(other, rows, lines, inputs, programs, grouped)
+    return best if best is not None and time(best) < other_time else None
+
+
+def _step_time(config: BlockConfig | HopperConfig, gated: bool, grouped: bool) -> float:
+    if isinstance(config, BlockConfig):
+        return BLOCK_TIMES[config]
+    return HOPPER_TIMES[gated, grouped][config]
 
 
 def _product_time(
@@ -189,18 +208,22 @@ def _product_time(
 ) -> float:
     """Returns the microseconds of the Triton kernel."""
     tiles = -(-lines // config.features) * -(-rows // config.tokens)
-    waves = -(-tiles // (programs * (1 + grouped)))
-    return waves * (inputs / STEP + _ENDS) * PRODUCT_TIMES[grouped][config.features, config.tokens]
+    waves = -(-tiles * config.splits // (programs * (1 + grouped)))
+    steps = waves * (inputs / STEP / config.splits + _ENDS)
+    time = steps * PRODUCT_TIMES[grouped][config.features, config.tokens]
+    return time + (_SUM_OF_PARTS * config.tokens if config.splits > 1 else 0)
 
 
 def hopper_rows(
-    lines: int, inputs: int, programs: int, max_rows: int, *, grouped: bool
+    lines: int, inputs: int, programs: int, max_rows: int, *, grouped: bool, blocks: bool = False
 ) -> list[int]:
     """Returns the fewest rows, in steps of 32, that select each configuration, be the weight gated
     or not."""
-    first: dict[tuple[bool, HopperConfig | None], int] = {}
+    first: dict[tuple[bool, BlockConfig | HopperConfig | None], int] = {}
     for gated in (False, True):
         for rows in range(1, max_rows, 32):
-            config = hopper_config(rows, lines, inputs, programs, gated=gated, grouped=grouped)
+            config = hopper_config(
+                rows, lines, inputs, programs, gated=gated, grouped=grouped, blocks=blocks
+            )
             first.setdefault((gated, config), rows)
     return sorted({rows for (_, config), rows in first.items() if config is not None})

@@ -53,3 +53,37 @@ def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> Comp
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+
+
+def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
+    """Returns the lines of the machine's instructions."""
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(folder / "cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -> None:
+    """Nothing is spilled, no layouts are converted, and products are not waited for one by one,
+    as the assembler does where it cannot keep sets of sums apart."""
+    kernel = compile_product(config, gated=gated, residual=not gated)
+    assert spilled(kernel, tmp_path) == 0
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert "convert_layout" not in kernel.asm["ttgir"]
+    lines = instructions(kernel, tmp_path)
+    products = sum("QGMMA" in line for line in lines)
+    waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
+    # sets of four products: before, in and after the loop
+    sets = 1 + 2 + 1 if config.overlapped or config.halves == 2 else 2
+    assert products == config.consumers * 4 * sets
+    assert waits == config.consumers * {2: 3, 4: 7}[sets]
+
+
+def test_one_instruction_for_each_sum(tmp_path: Path) -> None:
+    """Beside a few that multiply the scales of tokens and weight rows."""
+    lines = instructions(
+        compile_product(BlockConfig(128, 128), gated=True, residual=False), tmp_path
+    )
+    scaled = 64 * (2 + 2)  # for each thread: in the loop of two stages, and after it
+    assert sum(" FFMA " in line for line in lines) == 2 * scaled
