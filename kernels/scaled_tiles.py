@@ -93,7 +93,7 @@ class BlockConfig:
         return self.halves == 1 and 3 * self.part_lines // 2 <= self.registers - 32
 
     def allows(self, *, gated: bool) -> bool:
-        """Whether a consumer's results are rows of 32 bytes or more, as TMA writes them swizzled."""
+        """Whether a consumer's results are rows of 32 bytes or more, which TMA writes swizzled."""
         return not gated or self.part_lines >= 32
 
     def stages(self, *, gated: bool) -> int:
