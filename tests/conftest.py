@@ -146,7 +146,9 @@ EXTENDED = frozenset(
         "test_soak.py::test_a_short_run",
         "test_stages.py::test_two_stages_compute_what_one_model_does",
         "test_torchrun.py::test_a_script_of_two_ranks",
+        "test_torchrun.py::test_a_script_on_two_hosts",
         "test_torchrun.py::test_a_server_of_two_ranks",
+        "test_torchrun.py::test_a_server_on_two_hosts_one_of_which_is_lost",
         "test_torchrun.py::test_all_end_when_one_does",
         # with weights: make test-models ARGS=--extended
         "models/test_structured_output.py",
