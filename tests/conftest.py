@@ -115,6 +115,7 @@ EXTENDED = frozenset(
         "functional/test_recovery.py::test_repeated_crashes_end_the_server",
         "functional/test_responses.py",
         "functional/test_serve.py",
+        "functional/test_serve_cluster.py",
         "functional/test_structured_output.py",
         "functional/test_tools.py",
         "functional/test_tracing.py",
