@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.served_model import find_model
 from aioinfer.executor.torchrun import follow
 from aioinfer.startup import StartupDisplay
 
@@ -55,7 +56,8 @@ class BackgroundModel:
         return made
 
     def _launch(self, config: Config, progress: bool) -> None:
-        follow(config)  # in this thread: under torchrun, another rank than the first ends here
+        # in this thread: under torchrun, another rank than the first ends here
+        follow(config, find_model)
         self.config = config
         self._progress = progress
         self._loop = asyncio.new_event_loop()

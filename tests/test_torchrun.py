@@ -1,5 +1,5 @@
-"""Processes that torchrun starts: a server and a script of two ranks each, and what becomes of the
-others when one ends."""
+"""Processes that torchrun starts: a server and a script of two ranks each, the same over two hosts,
+which are both this machine, and what becomes of the others when one ends."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ import pytest
 
 from aioinfer.errors import ConfigError
 from aioinfer.executor.torchrun import torchrun_place
+from aioinfer.executor.torchrun_hosts import config_digest
 from tests.executor_runs import PROMPT, tiny_config, tiny_llama
+from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",
+    "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
 }  # fmt: skip
 SETTINGS = {
     "model.skip_tokenizer": True,
@@ -60,10 +64,13 @@ def meeting_places() -> set[str]:
     return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("aioinfer-")}
 
 
-def start(*arguments: Any) -> subprocess.Popen[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+ONE_HOST = ("--nproc-per-node", "2", "--master-port", "0")
+
+
+def start(*arguments: Any, options: Sequence[str] = ONE_HOST) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     return subprocess.Popen(
-        [*torchrun, "--master-port", "0", *map(str, arguments)],
+        [*torchrun, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -152,6 +159,99 @@ def test_all_end_when_one_does(server: tuple[subprocess.Popen[str], str]) -> Non
     assert psutil.wait_procs(children, timeout=20)[1] == []
 
 
+# ---------------------------------------------------------------- two hosts
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start_two_hosts(ranks: int, *arguments: Any) -> list[subprocess.Popen[str]]:
+    """Returns torchrun's processes of two hosts with so many ranks each. They share nothing but
+    the address of the first."""
+    common = ["--nnodes", "2", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    common += ["--master-port", str(free_port())]
+    return [start(*arguments, options=[*common, "--node-rank", str(number)]) for number in range(2)]
+
+
+def end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Ends what is left of torchrun's processes, ranks included."""
+    for process in processes:
+        if process.poll() is None:
+            children = psutil.Process(process.pid).children(recursive=True)
+            for each in (process, *children):
+                each.kill()
+        process.communicate()
+
+
+def test_a_script_on_two_hosts(tmp_path: Path) -> None:
+    """Stages on two hosts, each of two ranks: the tokens are those of one worker."""
+    folder = tiny_model("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
+    script = tmp_path / "script.py"
+    alone = SETTINGS | {"parallel.tensor_parallel_size": 1}
+    script.write_text(textwrap.dedent(SCRIPT).format(settings=alone, prompt=PROMPT))
+    single = subprocess.run(
+        [sys.executable, script, folder], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ).stdout.splitlines()  # fmt: skip
+    staged = SETTINGS | {"parallel.pipeline_parallel_size": 2}
+    script.write_text(textwrap.dedent(SCRIPT).format(settings=staged, prompt=PROMPT))
+    before = meeting_places()
+    processes = start_two_hosts(2, script, folder)
+    try:
+        first, second = (process.communicate(timeout=150) for process in processes)
+        assert [process.returncode for process in processes] == [0, 0], first[1] + second[1]
+    finally:
+        end(processes)
+    lines = ["begin of rank 0", "begin of rank 1", single[1], "end of rank 0"]
+    assert sorted(first[0].splitlines()) == sorted(lines)
+    assert sorted(second[0].splitlines()) == ["begin of rank 2", "begin of rank 3"]
+    assert len(json.loads(single[1])) == 9
+    assert meeting_places() == before
+
+
+def test_a_server_on_two_hosts_one_of_which_is_lost(folder: Path) -> None:
+    """A tensor-parallel group over both; when the second host ends, so does the first, soon, and
+    says which it was."""
+    given = SETTINGS | {"server.port": 0, "model.path": str(folder)}
+    settings = [f"--set={name}={json.dumps(value)}" for name, value in given.items()]
+    processes = start_two_hosts(1, "-m", "aioinfer", *settings)
+    try:
+        assert processes[0].stdout is not None
+        found = None
+        for line in processes[0].stdout:
+            if found := re.search(r"http://127.0.0.1:\d+", line):
+                break
+        assert found is not None
+        reply = complete(found[0], max_tokens=7, ignore_eos=True)
+        assert reply["choices"][0]["token_ids"] == [23, 35, 54, 42, 43, 34, 26]
+        children = [
+            child
+            for process in processes
+            for child in psutil.Process(process.pid).children(recursive=True)
+        ]
+        for child in (processes[1], *psutil.Process(processes[1].pid).children(recursive=True)):
+            child.kill()
+        lost = time.monotonic()
+        _, errors = processes[0].communicate(timeout=60)
+        assert time.monotonic() - lost < 40
+        assert processes[0].returncode != 0
+        assert "host 1 (" in errors
+        assert "worker 1 was lost, the connection" in errors
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+    finally:
+        end(processes)
+
+
+def test_hosts_with_different_configurations(folder: Path) -> None:
+    """The digest is of what ranks read: hosts may differ in the rest."""
+    one, other = tiny_config(folder), tiny_config(folder, **{"cache.num_blocks": 63})
+    assert config_digest(one) != config_digest(other)
+    served = tiny_config(folder, **{"server.port": 8123})
+    assert config_digest(one) == config_digest(served)
+
+
 def test_where_a_process_stands(folder: Path) -> None:
     config = tiny_config(folder, tensor_parallel_size=2)
     place = torchrun_place(config, TORCHRUN)
@@ -168,7 +268,7 @@ def test_where_a_process_stands(folder: Path) -> None:
     ("environ", "settings", "message"),
     [
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, {}, "tensor_parallel_size to 4"),
-        ({"WORLD_SIZE": "4"}, {}, "several hosts"),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, {}, "tensor_parallel_size to 4"),
         ({}, {"parallel.pipeline_parallel_size": 2}, "tensor_parallel_size to 1 and"),
         ({}, {"parallel.pipeline_parallel_size": 3}, "pipeline_parallel_size to 1 and"),
         ({}, {"parallel.data_parallel_size": 2}, "data_parallel_size to 1"),

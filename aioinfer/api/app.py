@@ -21,6 +21,7 @@ from aioinfer.api.loop_errors import LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.served_model import find_model
 from aioinfer.executor.torchrun import follow
 from aioinfer.startup import StartupDisplay
 
@@ -40,7 +41,7 @@ def run(config: Config) -> int:
     Under torchrun, the processes of all ranks but the first become workers, and end without
     returning. Returns the exit status. Raises what `serve` does.
     """
-    follow(config)
+    follow(config, find_model)
     with (
         LogWriter(config.logging.format),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -15,8 +15,9 @@ not to ours.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from pydantic import BaseModel, Field
@@ -48,6 +49,7 @@ class Arguments(BaseModel, extra="forbid"):
         target_utilization: of slots and KV tokens at which replicas are added or removed.
         upscale_delay_s, downscale_delay_s: for how long that has to hold before it is done.
         gateways: how many; several are on nodes of their own, at the same port.
+        gateway_address: where each listens: at `server.host`, or at the address of its node.
         cpus_per_replica, gpus_per_replica: what Ray reserves; GPUs by default as many as the
             replica's engines use, where the cluster has any.
         token: what gateways show to replicas for their reports; if missing, a digest of the
@@ -62,6 +64,7 @@ class Arguments(BaseModel, extra="forbid"):
     upscale_delay_s: float = Field(15.0, ge=0)
     downscale_delay_s: float = Field(300.0, ge=0)
     gateways: int = Field(1, ge=1)
+    gateway_address: Literal["server.host", "node"] = "server.host"
     cpus_per_replica: float = Field(1.0, ge=0)
     gpus_per_replica: float | None = Field(None, ge=0)
     token: str | None = None
@@ -97,8 +100,11 @@ class GatewayActor:
     """A gateway in an actor of Serve's."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, token: str, replicas: DeploymentHandle[Any]
+        self, config: Config, token: str, replicas: DeploymentHandle[Any], address: str
     ):
+        if address == "node":
+            server = dataclasses.replace(config.server, host=ray.util.get_node_ip_address())
+            config = dataclasses.replace(config, server=server)
         self._replicas = replicas
         self._gateway = Gateway(config, self._discover, token)
         self.url = await self._gateway.start()
@@ -155,7 +161,9 @@ def application(config: Config, arguments: Arguments) -> serve.Application:
     )(GatewayActor)
     if arguments.gateways > 1:
         gateway = gateway.options(max_replicas_per_node=1)  # all listen at the same port
-    bound: serve.Application = gateway.bind(config, token, replica.bind(config, token))
+    bound: serve.Application = gateway.bind(
+        config, token, replica.bind(config, token), arguments.gateway_address
+    )
     return bound
 
 

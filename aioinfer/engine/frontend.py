@@ -113,7 +113,7 @@ class Frontend:
             ConfigError: the configuration does not go with the model or the machine.
             EngineDeadError: a worker failed to start.
         """
-        follow(config)
+        follow(config, find_model)
         begin = time.perf_counter()
         folder = await asyncio.to_thread(find_model, config)
         resolved = time.perf_counter()

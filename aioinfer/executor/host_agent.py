@@ -39,6 +39,9 @@ class HostAgent:
         config, folder, engine: as in `WorkerSpec`.
         places: of this host's ranks.
         visible_devices, launch: as in `HostRanks`.
+
+    Attributes:
+        is_killed: whether it ended because the driver said that all is lost, or was gone.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class HostAgent:
             config, folder, engine, places, self._heartbeat, self,
             visible_devices=visible_devices, launch=launch,
         )  # fmt: skip
+        self.is_killed = False
         self._words = 0  # of a mask
         self._last_step = -1
         self._is_serving = False
@@ -146,6 +150,7 @@ class HostAgent:
         self._send("stacks", stacks=self._ranks.read_stacks())
 
     def _kill(self) -> None:
+        self.is_killed = True
         self._ranks.kill()
         self._over.set()
 

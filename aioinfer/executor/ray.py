@@ -30,6 +30,7 @@ from aioinfer.executor import ray_cluster
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.executor.remote_host import RemoteHost
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
+from aioinfer.executor.world_store import open_store
 from aioinfer.ipc.host_link import HostListener
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
@@ -72,7 +73,7 @@ class RayExecutor(WorkerExecutor):
         host_of = {rank: number for number, node in enumerate(nodes) for rank in node.ranks}
         master = ("127.0.0.1", 0)
         if len(nodes) > 1:
-            self._store, port = await asyncio.to_thread(ray_cluster.open_store, own_address)
+            self._store, port = await asyncio.to_thread(open_store, own_address)
             master = (own_address, port)
         places = place_on_hosts(
             self.groups,

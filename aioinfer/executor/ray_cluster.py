@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -289,24 +288,3 @@ def _resources_text(resources: Mapping[str, float]) -> str:
 def own_node() -> tuple[str, str]:
     """Returns the id and the address of this process's node. Needs a connection."""
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-
-def open_store(address: str) -> tuple[Any, int]:
-    """Returns a `TCPStore`, through which the ranks of several hosts find each other, and its port.
-
-    It listens at this address alone. Torch's stores know no authentication: whoever reaches the
-    port while the engine starts can disturb that, as with everything that torch sends.
-    """
-    from torch.distributed import TCPStore
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port

@@ -1,0 +1,83 @@
+"""Workers that Ray places on two GPUs of this host give what those of the `multiprocess` executor
+give, and nothing of Ray is left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+import psutil
+import ray
+
+from aioinfer import LLM, SamplingParams
+from tests.gpu.engine_settings import engine_settings
+from tests.gpu.random_models import random_model, random_prompts
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+VOCAB_SIZE = 4096
+#: Rows whose tokens the graph samples, and rows that are sampled behind it.
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=7, top_p=0.9, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=0.0, logprobs=2, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=0.0, allowed_token_ids=[5, 9, 77], max_tokens=8, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, num_hidden_layers=4,
+        max_position_embeddings=1024, eos_token_id=None,
+    )  # fmt: skip
+
+
+def generate(folder: Path, executor: str, **shape: int) -> list[list[int]]:
+    sizes = {f"parallel__{name}": size for name, size in shape.items()}
+    settings = engine_settings(parallel__executor=executor, model__skip_tokenizer=True, **sizes)
+    prompts = random_prompts((1, 5, 33, 90, 400, 17, 64, 700), VOCAB_SIZE)
+    params = [PARAMS[number % len(PARAMS)] for number in range(len(prompts))]
+    with LLM(str(folder), settings=settings, progress=False) as llm:
+        for engine in llm.frontend.engines:
+            assert "cpu" not in engine.report.device
+        outputs = [output.token_ids for output in llm.generate(prompts, params)]
+        for engine in llm.frontend.engines:
+            engine.scheduler.check_integrity()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+    ],
+    ids=["tensor", "pipeline", "data"],
+)
+def test_the_same_tokens_as_without_ray(folder: Path, shape: dict[str, Any]) -> None:
+    assert generate(folder, "ray", **shape) == generate(folder, "multiprocess", **shape)
+    assert not ray.is_initialized()
+    deadline = time.monotonic() + 30
+    while (lines := _processes_of_ray()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert lines == []
+
+
+def _processes_of_ray() -> list[str]:
+    lines = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            lines.append(" ".join(child.cmdline()))
+        except psutil.NoSuchProcess:
+            continue
+    return [line for line in lines if "ray" in line or "spawn_main" in line]
