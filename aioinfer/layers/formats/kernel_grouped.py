@@ -39,6 +39,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import KernelDenseWeight
 from aioinfer.layers.formats.grouped import GroupedWeight
 from aioinfer.layers.formats.schemes import GroupScheme
+from aioinfer.layers.kernel_choices import KernelChoices
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
@@ -153,9 +154,9 @@ class KernelGroupedWeight(GroupedWeight):
             memory = backend.scratch.view(
                 self._out, self._columns.size, backend.dtype, backend.device
             )
-            self._expanded_product = KernelDenseWeight(
-                self._sources, self._columns, replace(backend, pdl=False), memory
-            )
+            # in the L2 cache, other than weights of its shape whose kernels are timed
+            own = replace(backend, pdl=False, choices=KernelChoices())
+            self._expanded_product = KernelDenseWeight(self._sources, self._columns, own, memory)
         assert self._expanded_product.weight is not None
         dequantize(self._loaded, self._expanded_product.weight, pdl=backend.pdl)
         return self._expanded_product
