@@ -78,6 +78,7 @@ EXTENDED = frozenset(
         "compiled/test_grouped_hopper_kernels.py",
         "compiled/test_expert_kernels.py",
         "compiled/test_hopper_products.py",
+        "compiled/test_linear_candidates.py",
         "compiled/test_scaled_kernels.py",
         "test_requested_logprobs.py::test_several_ranks",
         "kernels/test_expert_kernels.py::test_a_rank_with_some_of_the_quantized_experts",

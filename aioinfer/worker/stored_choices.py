@@ -32,12 +32,13 @@ def machine_of(device: Any) -> dict[str, str]:
     import aioinfer.kernels.linear as kernels
 
     properties = torch.cuda.get_device_properties(device)
+    blas = str(torch.backends.cuda.preferred_blas_library()).lower()
     return {
         "card": properties.name,
         "multiprocessors": str(properties.multi_processor_count),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "blas": str(torch.backends.cuda.preferred_blas_library()),
+        "blas": "cublaslt" if "cublaslt" in blas else "cublas",
         "kernels": hash_sources(Path(kernels.__file__).parent),
     }
 
