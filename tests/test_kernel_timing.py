@@ -153,6 +153,14 @@ def test_out_of_time_the_rest_stays_at_the_defaults(
     assert Setting(tmp_path, ["residual", "plain"]).start(RecordedTimes(times)) == 6
 
 
+def test_a_failure_leaves_the_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    setting, watch = Setting(tmp_path), RecordedTimes({SMALL: 1.0})  # the others' are missing
+    assert setting.start(watch) == 0
+    assert "all products take their defaults" in caplog.text
+    assert setting.found() == [SMALL] * 4 + [CUBLAS]
+    assert watch.is_closed
+
+
 def test_one_row_is_left_out_where_it_was_never_computed(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [])
     product = Product("gated", "dense", 64, 32, "bfloat16")

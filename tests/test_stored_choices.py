@@ -12,7 +12,8 @@ import pytest
 from aioinfer.worker.stored_choices import StoredChoices, Texts, hash_sources
 
 MACHINE = {"card": "NVIDIA H200", "multiprocessors": "132", "triton": "3.6.0", "kernels": "ab"}
-MEASURED: Texts = {"dense plain 8x8 bfloat16": {2: "cublas", 4: "skinny_linear features=4"}}
+PRODUCT = "dense plain 8x8 bfloat16"
+MEASURED: Texts = {PRODUCT: {2: "cublas", 4: "skinny_linear features=4"}}
 
 
 def test_what_is_added_is_read_again(tmp_path: Path) -> None:
@@ -24,13 +25,31 @@ def test_what_is_added_is_read_again(tmp_path: Path) -> None:
 
 
 def test_models_share_the_file(tmp_path: Path) -> None:
-    stored = StoredChoices(tmp_path, MACHINE)
-    stored.add(MEASURED)
-    stored.add({"dense plain 8x8 bfloat16": {1: "a", 2: "b"}, "dense gated 4x8 bfloat16": {1: "c"}})
-    assert stored.read() == {
-        "dense plain 8x8 bfloat16": {1: "a", 2: "b", 4: "skinny_linear features=4"},
+    first = StoredChoices(tmp_path, MACHINE)
+    assert first.add(MEASURED) == MEASURED
+    other: Texts = {PRODUCT: {1: "a"}, "dense gated 4x8 bfloat16": {1: "c"}}
+    assert StoredChoices(tmp_path, MACHINE).add(other) == other
+    assert first.read() == {
+        PRODUCT: {1: "a", 2: "cublas", 4: "skinny_linear features=4"},
         "dense gated 4x8 bfloat16": {1: "c"},
     }
+
+
+def test_what_was_read_is_replaced(tmp_path: Path) -> None:
+    """A stored candidate that no longer exists is timed again."""
+    StoredChoices(tmp_path, MACHINE).add(MEASURED)
+    stored = StoredChoices(tmp_path, MACHINE)
+    stored.read()
+    assert stored.add({PRODUCT: {2: "new"}}) == {PRODUCT: {2: "new"}}
+    assert stored.read()[PRODUCT] == {2: "new", 4: "skinny_linear features=4"}
+
+
+def test_of_two_that_start_together_the_first_decides(tmp_path: Path) -> None:
+    first, second = (StoredChoices(tmp_path, MACHINE) for _ in range(2))
+    assert first.read() == second.read() == {}
+    first.add({PRODUCT: {2: "cublas"}})
+    assert second.add({PRODUCT: {2: "other", 4: "new"}}) == {PRODUCT: {2: "cublas", 4: "new"}}
+    assert first.read() == {PRODUCT: {2: "cublas", 4: "new"}}
 
 
 @pytest.mark.parametrize("field", MACHINE)

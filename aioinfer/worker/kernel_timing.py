@@ -165,15 +165,10 @@ class KernelTiming:
         many choices were measured."""
         began = clock()
         open_cases = [case for case in self._cases if case.settled is None]
-        measured: Texts = {}
-        if self._group.rank == 0:
-            timed = time_cases(open_cases, self._stopwatch.measure, clock, BUDGET_S)
-            measured = _as_texts((open_cases[place], chosen) for place, chosen in timed.items())
+        measured = self._measure(open_cases, clock) if self._group.rank == 0 else {}
         measured = self._from_first_rank(measured)
         self._enter(measured)
         self._stopwatch.close()
-        if measured and self._group.rank == 0:
-            self._stored.add(measured)
         count = sum(map(len, measured.values()))
         _log.info(
             "kernels of %d products: %d choices settled before, %d of %d timed in %.2f s (%s)",
@@ -181,6 +176,17 @@ class KernelTiming:
             len(open_cases), clock() - began, self._stored.path,
         )  # fmt: skip
         return count
+
+    def _measure(self, cases: Sequence[Case], clock: Callable[[], float]) -> Texts:
+        """Returns what was measured and stored; nothing if something fails, which must not keep the
+        server from starting."""
+        try:
+            timed = time_cases(cases, self._stopwatch.measure, clock, BUDGET_S)
+        except Exception:
+            _log.exception("kernels cannot be timed: all products take their defaults")
+            return {}
+        measured = _as_texts((cases[place], chosen) for place, chosen in timed.items())
+        return self._stored.add(measured) if measured else {}
 
     def _enter(self, measured: Texts) -> None:
         """Enters the choices of all cases: what was settled or measured, and the default of what

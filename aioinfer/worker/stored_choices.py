@@ -68,10 +68,15 @@ class StoredChoices:
         text = json.dumps(self._machine, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.path = folder / f"aioinfer-kernels-{name}.json"
+        self._seen: Texts = {}
 
     def read(self) -> Texts:
-        """Returns what was stored; nothing if there is no file, or it is damaged or of another
+        """Returns what is stored; nothing if there is no file, or it is damaged or of another
         machine."""
+        self._seen = self._load()
+        return self._seen
+
+    def _load(self) -> Texts:
         try:
             content = json.loads(self.path.read_bytes())
             if content["machine"] != self._machine:
@@ -86,21 +91,29 @@ class StoredChoices:
             _log.warning("%s cannot be read, kernels are timed anew: %s", self.path, error)
             return {}
 
-    def add(self, measured: Texts) -> None:
-        """Adds choices to those that are stored. A folder that cannot be written to is reported in
-        the log: the next start times them again.
+    def add(self, measured: Texts) -> Texts:
+        """Stores choices, and returns them: those of another process where it has stored some since
+        `read`, so that engines that start together compute alike. A folder that cannot be written
+        to is reported in the log: the next start times them again.
 
-        Of processes that write at the same time, the last one's additions may be all that is kept.
+        Of processes that write at the same moment, the last one's additions may be all that is
+        kept.
         """
-        stored = self.read()
+        stored = self._load()
         for product, by_rows in measured.items():
-            stored[product] = dict(sorted((stored.get(product, {}) | by_rows).items()))
+            now, seen = stored.get(product, {}), self._seen.get(product, {})
+            others = {rows: text for rows, text in now.items() if text != seen.get(rows)}
+            stored[product] = dict(sorted((now | by_rows | others).items()))
         content = {"machine": self._machine, "choices": stored}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _replace(self.path, json.dumps(content, indent=1).encode())
         except OSError as error:
             _log.warning("the fastest kernels cannot be stored: %s", error)
+        return {
+            product: {rows: stored[product][rows] for rows in by_rows}
+            for product, by_rows in measured.items()
+        }
 
 
 def _replace(path: Path, content: bytes) -> None:
