@@ -158,7 +158,14 @@ class KernelTiming:
             launched = case.candidates if case.settled is None else (case.settled,)
             for candidate in launched:
                 if candidate.config is not None:
-                    self._stopwatch.launch(case.choices, case.rows, candidate)
+                    self._launch(case, candidate)
+
+    def _launch(self, case: Case, candidate: Candidate) -> None:
+        """Launches a candidate; one that cannot be is found to be so again when it is timed."""
+        try:
+            self._stopwatch.launch(case.choices, case.rows, candidate)
+        except Exception:
+            _log.exception("%s: %s cannot be compiled", case.choices.product, candidate)
 
     def run(self, clock: Callable[[], float] = time.perf_counter) -> int:
         """Times what is not settled, enters the fastest candidates and stores them. Returns how

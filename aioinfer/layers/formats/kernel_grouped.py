@@ -156,7 +156,7 @@ class KernelGroupedWeight(GroupedWeight):
             return f"this rank's inputs are not whole groups of {size}"
         return None
 
-    # ---------------------------------------------------------------- products
+    # ---------------------------------------------------------------- what is multiplied
 
     @property
     def _loaded(self) -> PackedGroups:
