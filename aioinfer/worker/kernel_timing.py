@@ -317,7 +317,7 @@ class Stopwatch:
         choices.forced = candidate
         try:
             for weight in weights:
-                _compute(choices, weight, x, total)
+                compute(choices, weight, x, total)
         finally:
             choices.forced = None
 
@@ -331,10 +331,12 @@ class Stopwatch:
         return self._operands[choices]
 
 
-def _compute(
+def compute(
     choices: ProductChoices, weight: TimedWeight, x: torch.Tensor, total: torch.Tensor
 ) -> Any:
-    """Computes a product as the layers do; see `kernel_choices.Operation`."""
+    """Computes a product of x [T, inputs] as the layers do; see `kernel_choices.Operation`. What is
+    written to, or added to, is `total` [T, outputs], whose first row serves as a bias. Returns the
+    product, or None if it was added."""
     match choices.product.operation:
         case "plain":
             return weight.multiply(x)
