@@ -131,6 +131,7 @@ EXTENDED = frozenset(
         "kernels/test_decoder_kernels.py::test_two_ranks_over_symmetric_memory[llama-1-64]",
         "kernels/test_expert_exchange.py",
         "kernels/test_expert_models.py",
+        "kernels/test_dense_candidates.py::test_candidates_compute_the_same[1]",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "kernels/test_latent_attention.py",
         "kernels/test_scaled_models.py::test_latent_attention",

@@ -4,7 +4,8 @@ The products are those that the warm-up steps have computed (`Backend.choices`).
 up to `MAX_ROWS` each weight format names its candidates; all are compiled with the other kernels,
 timed in CUDA graphs over the weights of several layers, and the fastest is entered, before the
 steps themselves are captured. What was found is stored (`stored_choices`), so the next start
-compiles and times none but the chosen ones.
+compiles the chosen ones and times none. cuBLAS stands for cublasLt here, through which decode
+graphs multiply; steps with prompts of so few tokens, which go through cuBLAS, take the same choices.
 
 Of tensor-parallel ranks the first one decides for all. Nothing forces them to agree, since each
 rank's part of a sum may be computed by any kernel; but a start that reads what is stored then
