@@ -5,7 +5,8 @@ up to `MAX_ROWS` each weight format names its candidates; all are compiled with 
 timed in CUDA graphs over the weights of several layers, and the fastest is entered, before the
 steps themselves are captured. What was found is stored (`stored_choices`), so the next start
 compiles the chosen ones and times none. cuBLAS stands for cublasLt here, through which decode
-graphs multiply; steps with prompts of so few tokens, which go through cuBLAS, take the same choices.
+graphs multiply; steps with prompts of so few tokens, which go through cuBLAS itself, take the same
+choices.
 
 Of tensor-parallel ranks the first one decides for all. Nothing forces them to agree, since each
 rank's part of a sum may be computed by any kernel; but a start that reads what is stored then
