@@ -335,6 +335,15 @@ class ParallelConfig:
         "a graph cannot hold.",
         True,
     )
+    time_kernels: bool = key(
+        "When a model first starts on a GPU of compute capability 9 or later, time which kernels "
+        "multiply its weights the fastest, for each shape and number of rows (up to 2 s); what was "
+        "found is kept beside Triton's compiled kernels and read by later starts. Kernels round "
+        "differently, so two servers whose files differ may sample different tokens; with the same "
+        "file, or with `false`, which takes what was the fastest for other models, they compute "
+        "alike.",
+        True,
+    )
     cpu_threads: int | None = key(
         "Compute threads of a CPU worker. Default: the machine's cores, divided among all workers.",
         None,

@@ -66,6 +66,27 @@ def linear_config(
     return LinearConfig(1, step, 8 if step == 4096 else 4)
 
 
+def other_configs(
+    rows: int, features: int, inputs: int, *, normed: bool, gated: bool, itemsize: int = 2
+) -> list[LinearConfig]:
+    """Returns configurations that may be faster than `linear_config`'s with other shapes or on
+    other cards; arguments as there. They are few, since each takes a compilation."""
+    if rows > MAX_ROWS // 2 or (rows > 1 and (gated or itemsize > 2)):
+        return []
+    if rows > 1:
+        configs = [LinearConfig(16, 512, 2, 4), LinearConfig(32, 256, 4, 4)]
+    elif gated:
+        step = min(4096, triton.next_power_of_2(inputs))
+        configs = [LinearConfig(1, step, 4), LinearConfig(2, step, 8)]
+    else:
+        step = min(4096, triton.next_power_of_2(inputs))
+        configs = [LinearConfig(4, step, 8), LinearConfig(1, step, 8 if step == 4096 else 4)]
+        if not normed:
+            configs.append(LinearConfig(4, min(2048, step), 4))
+    default = linear_config(rows, features, inputs, normed=normed, gated=gated, itemsize=itemsize)
+    return [config for config in configs if config != default]
+
+
 @triton.jit
 def _finish(
     total,

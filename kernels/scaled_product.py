@@ -327,13 +327,15 @@ def _check(values: torch.Tensor, weight: ScaledMatrix, scaling: int, gated: bool
         raise ValueError(f"a gated weight must have 2 * N rows, N a multiple of 8, not {lines}")
 
 
-def use_cublas(x: Inputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
+def use_cublas(
+    x: Inputs, weight: ScaledMatrix, dtype: torch.dtype, min_rows: int = CUBLAS_ROWS
+) -> bool:
     """Whether `cublas_product` takes these, and is meant to: on Hopper and later, float8 with a
-    scale for each token and each output feature, bf16 out, `CUBLAS_ROWS` rows or more."""
+    scale for each token and each output feature, bf16 out, `min_rows` rows or more."""
     return (
         isinstance(x, ScaledInputs)
         and x.values.is_cuda
-        and len(x) >= CUBLAS_ROWS
+        and len(x) >= min_rows
         and x.values.dtype == torch.float8_e4m3fn
         and dtype == torch.bfloat16
         and x.scales.shape[1] == 1

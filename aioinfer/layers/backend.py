@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioinfer.ipc.expert_placement import ExpertPlacement
+from aioinfer.layers.kernel_choices import KernelChoices
 from aioinfer.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Backend:
             kernels. The worker sets it when it knows how many tokens a step may have.
         stage, num_stages: which part of the layers the rank has, and of how many.
         scratch: what quantized weights are dequantized into for products of many rows.
+        choices: which kernels compute the products, as far as it was measured.
     """
 
     device: torch.device
@@ -71,6 +73,7 @@ class Backend:
     stage: int = 0
     num_stages: int = 1
     scratch: Scratch = field(default_factory=Scratch)
+    choices: KernelChoices = field(default_factory=KernelChoices)
 
     @property
     def is_last_stage(self) -> bool:

@@ -49,6 +49,7 @@ from aioinfer.worker.trial_plans import EVERYTHING, trial_admission, trial_plan
 if TYPE_CHECKING:
     from aioinfer.worker.compilation import CompilationWatch
     from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
+    from aioinfer.worker.kernel_timing import KernelTiming
 
     Pending = PendingResult | PendingGpuResult
 
@@ -101,6 +102,7 @@ class Worker:
         device: what it computes on.
         block_size: tokens a KV block.
         graph_bytes: GPU memory that CUDA graphs took.
+        timed_choices: kernels that `warm_up` chose by timing, and did not read from a file.
         compilations: kernels that were compiled after `warm_up`, on a GPU.
         vocab_size: of the model's logits, once it is loaded.
     """
@@ -131,6 +133,7 @@ class Worker:
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
         self.graph_bytes = 0
+        self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
         self.block_size = config.cache.block_size or (
             CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE
@@ -285,7 +288,8 @@ class Worker:
         """Runs a prefill and a decode step, so that the first request is not slower; leaves no
         trace of them.
 
-        On a GPU all kernels are compiled first, and at last CUDA graphs are captured.
+        On a GPU all kernels are compiled first, then those of products are timed, and at last CUDA
+        graphs are captured.
         """
         runner = self._runner
         if isinstance(runner, ModelRunner):
@@ -296,17 +300,30 @@ class Worker:
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
+        timing = self._make_kernel_timing()
         with compile_only():
             self._run_warm_up_steps()
             self._run_prompt_rows()
             runner.warm_up()
+            if timing is not None:
+                timing.prepare()
         self._run_warm_up_steps()
         self._run_prompt_rows()
+        if timing is not None:
+            self.timed_choices = timing.run()
         self._calibrate()
         runner.capture()
         runner.expert_report.begin()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
+
+    def _make_kernel_timing(self) -> KernelTiming | None:
+        """Returns the choice of kernels for products; None where they stay at their defaults."""
+        if not self._config.parallel.time_kernels or not self._backend.pdl:
+            return None
+        from aioinfer.worker.kernel_timing import KernelTiming
+
+        return KernelTiming.of(self._backend)
 
     def _run_warm_up_steps(self) -> None:
         """Executes a prefill and a decode step in which requests use all of the sampler, with and

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from aioinfer.layers.kernel_choices import Candidate, Operation
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards
 
@@ -97,4 +98,14 @@ class WeightFormat(Protocol):
 
     def add_product(self, x: Any, total: torch.Tensor) -> None:
         """Adds x W^T to `total` [T, out], in place, for x [T, in]."""
+        ...
+
+
+class TimedWeight(WeightFormat, Protocol):
+    """A weight that several kernels can multiply. It registers its products with
+    `Backend.choices` when it first computes them, and takes what is chosen there."""
+
+    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
+        """Returns the ways to compute a product of so many rows, without repetition, the default
+        first; none where the operation has no such products."""
         ...

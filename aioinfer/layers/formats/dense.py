@@ -9,20 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.kernel_choices import (
+    GATED,
+    SKINNY,
+    Candidate,
+    Operation,
+    Product,
+    ProductChoices,
+)
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
+
+if TYPE_CHECKING:
+    from aioinfer.layers.formats.dense_candidates import DenseCandidates
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and those serve prefill as well.
 _PACKED_ROWS = 8
 #: Up to so many rows our own products beat cuBLAS where nothing but a residual sum goes with them
-#: (docs/notes/products.md).
+#: (docs/notes/products.md): where nothing was timed (`dense_candidates`).
 SKINNY_ROWS = 8
 
 
@@ -141,7 +153,7 @@ class DenseWeight:
 
 
 class KernelDenseWeight(DenseWeight):
-    """A weight computed with by our kernels and cuBLAS."""
+    """A weight computed with by our kernels and cuBLAS; a `TimedWeight`."""
 
     def __init__(
         self,
@@ -152,15 +164,17 @@ class KernelDenseWeight(DenseWeight):
     ):
         super().__init__(sources, columns, backend, weight)
         from aioinfer.kernels.activation import gated_activation
-        from aioinfer.kernels.gated_product import gated_product, supports, use_fused
+        from aioinfer.kernels.gated_product import gated_product, supports
         from aioinfer.kernels.linear import skinny_linear
 
         self._pdl = backend.pdl
         self._skinny_linear, self._gated_activation = skinny_linear, gated_activation
-        self._gated_product, self._use_gated_product = gated_product, use_fused
+        self._gated_product = gated_product
         assert self.weight is not None
         like_inputs = self.weight.new_empty(1, columns.size)
         self._has_gated_product = supports(like_inputs, self.weight)
+        self._all_choices = backend.choices
+        self._choices: dict[Operation, ProductChoices] = {}
 
     @property
     def _loaded(self) -> torch.Tensor:
@@ -170,13 +184,42 @@ class KernelDenseWeight(DenseWeight):
     def finalize(self) -> None:
         """Leaves the weight as it is."""
 
+    # ---------------------------------------------------------------- which kernel
+
+    @cached_property
+    def _candidates(self) -> DenseCandidates:
+        from aioinfer.layers.formats.dense_candidates import DenseCandidates
+
+        return DenseCandidates(self._loaded, SKINNY_ROWS)
+
+    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
+        """See `TimedWeight.candidates`."""
+        return self._candidates.of(operation, rows)
+
+    def _select(self, operation: Operation, rows: int, norm: RMSNorm | None = None) -> Candidate:
+        """Returns what computes a product; `norm`: that is fused into it."""
+        choices = self._choices.get(operation)
+        if choices is None:
+            (out, inputs), dtype = self._loaded.shape, str(self._loaded.dtype)
+            product = Product(operation, "dense", out, inputs, dtype.removeprefix("torch."))
+            choices = self._all_choices.register(product, self, norm)
+            self._choices[operation] = choices
+        return choices.find(rows) or self._candidates.default(operation, rows)
+
+    # ---------------------------------------------------------------- products
+
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `WeightFormat.multiply`."""
         weight = self._loaded
-        if bias is None and (len(x) == 1 or (out is not None and len(x) <= SKINNY_ROWS)):
-            return self._skinny_linear(x, weight, out=out, pdl=self._pdl)
+        operation: Operation = "plain" if out is None else "partial"
+        selected = self._select(operation if bias is None else "biased", len(x))
+        if selected.kernel == SKINNY:
+            added = None if bias is None else bias.expand(len(x), -1)
+            return self._skinny_linear(
+                x, weight, residual=added, out=out, pdl=self._pdl, config=selected.config
+            )
         if out is None:
             return F.linear(x, weight, bias)
         product = torch.mm(x, weight.t(), out=out)
@@ -190,21 +233,31 @@ class KernelDenseWeight(DenseWeight):
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
-        if len(x) > SKINNY_ROWS:
+        if len(x) > 1:
             return self.multiply(norm(x), out=out)
+        config = self._select("normed", 1, norm).config
         return self._skinny_linear(
-            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
-        )
+            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl,
+            config=config,
+        )  # fmt: skip
 
     def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
         weight = self._loaded
-        if len(x) == 1:
-            given = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
-            return self._skinny_linear(x, weight, gated=True, pdl=self._pdl, **given)
+        if len(x) == 1 and norm is not None:
+            config = self._select("normed gated", 1, norm).config
+            return self._skinny_linear(
+                x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl,
+                config=config,
+            )  # fmt: skip
+        selected = self._select("gated", len(x))
         normed = x if norm is None else norm(x)
-        if self._has_gated_product and self._use_gated_product(len(x), weight):
-            return self._gated_product(normed, weight, pdl=self._pdl)
+        if selected.kernel == SKINNY:
+            return self._skinny_linear(
+                normed, weight, gated=True, pdl=self._pdl, config=selected.config
+            )
+        if selected.kernel == GATED:
+            return self._gated_product(normed, weight, pdl=self._pdl, config=selected.config)
         return self._gated_activation(F.linear(normed, weight), pdl=self._pdl)
 
     def warm_up_gated(self) -> None:
@@ -218,8 +271,11 @@ class KernelDenseWeight(DenseWeight):
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
         """See `WeightFormat.add_product`."""
-        if len(x) <= SKINNY_ROWS:
-            self._skinny_linear(x, self._loaded, residual=total, out=total, pdl=self._pdl)
+        selected = self._select("residual", len(x))
+        if selected.kernel == SKINNY:
+            self._skinny_linear(
+                x, self._loaded, residual=total, out=total, pdl=self._pdl, config=selected.config
+            )
         else:
             total.addmm_(x, self._loaded.t())
 

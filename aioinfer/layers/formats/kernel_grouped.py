@@ -14,18 +14,23 @@ share, and multiplied by cuBLAS.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from aioinfer.kernels.grouped_hopper import MAX_ROWS, grouped_hopper, use_hopper
+from aioinfer.kernels.grouped_hopper import supports as hopper_supports
+from aioinfer.kernels.grouped_hopper_configs import grouped_hopper_config
 from aioinfer.kernels.grouped_linear import (
     MAX_FUSED_ROWS,
+    grouped_config,
     grouped_linear,
     use_fused,
 )
-from aioinfer.kernels.grouped_skinny import fuses_norm, skinny_grouped_linear
+from aioinfer.kernels.grouped_skinny import MAX_ROWS as MAX_SKINNY_ROWS
+from aioinfer.kernels.grouped_skinny import fuses_norm, skinny_config, skinny_grouped_linear
 from aioinfer.kernels.grouped_skinny import supports as skinny_supports
 from aioinfer.kernels.grouped_weight import (
     PackedGroups,
@@ -37,10 +42,28 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import KernelDenseWeight
 from aioinfer.layers.formats.grouped import GroupedWeight
 from aioinfer.layers.formats.schemes import GroupScheme
+from aioinfer.layers.kernel_choices import (
+    Candidate,
+    KernelChoices,
+    Operation,
+    Product,
+    ProductChoices,
+)
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
 _log = logging.getLogger(__name__)
+
+_SKINNY, _HOPPER, _FUSED = "grouped_skinny", "grouped_hopper", "grouped_linear"
+_KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    _SKINNY: skinny_grouped_linear,
+    _HOPPER: grouped_hopper,
+    _FUSED: grouped_linear,
+}
+#: The weight is dequantized, and multiplied by cuBLAS.
+_DEQUANTIZED = Candidate("dequantized")
+#: Fewer rows never take as long as writing and reading the dequantized weight.
+_MIN_DEQUANTIZED_ROWS = 64
 
 
 def use_skinny(x: torch.Tensor, weight: PackedGroups) -> bool:
@@ -49,7 +72,7 @@ def use_skinny(x: torch.Tensor, weight: PackedGroups) -> bool:
 
 
 class KernelGroupedWeight(GroupedWeight):
-    """A weight of 4-bit or 8-bit integers that stays as small as it is.
+    """A weight of 4-bit or 8-bit integers that stays as small as it is: a `TimedWeight`.
 
     What the kernels cannot read is dequantized when it is loaded, which the log says.
     """
@@ -64,6 +87,7 @@ class KernelGroupedWeight(GroupedWeight):
         self._inputs_are_ordered = False
         #: over the memory that all layers share
         self._expanded_product: KernelDenseWeight | None = None
+        self._choices: dict[Operation, ProductChoices] = {}
         backend.scratch.reserve(self._out * columns.size)
 
     # ---------------------------------------------------------------- loading
@@ -131,7 +155,7 @@ class KernelGroupedWeight(GroupedWeight):
             return f"this rank's inputs are not whole groups of {size}"
         return None
 
-    # ---------------------------------------------------------------- products
+    # ---------------------------------------------------------------- what is multiplied
 
     @property
     def _loaded(self) -> PackedGroups:
@@ -151,15 +175,86 @@ class KernelGroupedWeight(GroupedWeight):
             memory = backend.scratch.view(
                 self._out, self._columns.size, backend.dtype, backend.device
             )
-            self._expanded_product = KernelDenseWeight(
-                self._sources, self._columns, replace(backend, pdl=False), memory
-            )
+            # in the L2 cache, other than weights of its shape whose kernels are timed
+            own = replace(backend, pdl=False, choices=KernelChoices())
+            self._expanded_product = KernelDenseWeight(self._sources, self._columns, own, memory)
         assert self._expanded_product.weight is not None
         dequantize(self._loaded, self._expanded_product.weight, pdl=backend.pdl)
         return self._expanded_product
 
+    # ---------------------------------------------------------------- which kernel
+
+    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
+        """See `TimedWeight.candidates`."""
+        backend = self._backend
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=backend.dtype, device=backend.device)
+
+        out = empty(rows, self._out) if operation in ("partial", "residual") else None
+        residual = out if operation == "residual" else None
+        if operation == "biased":
+            residual = empty(self._out).expand(rows, -1)
+        options = {"residual": residual, "gated": operation == "gated", "out": out}
+        x = empty(rows, self._columns.size)
+        default = self._default(x, **options)
+        return [default, *(other for other in self._all(x, **options) if other != default)]
+
+    def _all(self, x: torch.Tensor, **options: Any) -> Iterator[Candidate]:
+        """Yields all candidates, each in the configuration that it is the fastest in by its own
+        estimate; arguments as in `grouped_linear`."""
+        rows, weight = len(x), self._loaded
+        if skinny_supports(x, weight):
+            yield Candidate(_SKINNY, skinny_config(weight))
+        if MAX_SKINNY_ROWS < rows <= MAX_ROWS and hopper_supports(x, weight, **options):
+            yield self._hopper(rows, options["gated"])
+        if rows <= MAX_FUSED_ROWS:
+            yield Candidate(_FUSED, grouped_config(rows, weight, x.element_size()))
+        if rows > _MIN_DEQUANTIZED_ROWS:
+            yield _DEQUANTIZED
+
+    def _default(self, x: torch.Tensor, **options: Any) -> Candidate:
+        """Returns what computes a product where nothing was timed; arguments as in
+        `grouped_linear`."""
+        weight = self._loaded
+        if use_skinny(x, weight):
+            return Candidate(_SKINNY, skinny_config(weight))
+        if use_hopper(x, weight, **options):
+            return self._hopper(len(x), options["gated"])
+        if use_fused(len(x)):
+            return Candidate(_FUSED, grouped_config(len(x), weight, x.element_size()))
+        return _DEQUANTIZED
+
+    def _hopper(self, rows: int, gated: bool) -> Candidate:
+        properties = torch.cuda.get_device_properties(self._backend.device)
+        programs = properties.multi_processor_count
+        config = grouped_hopper_config(rows, self._loaded, programs, gated=gated)
+        return Candidate(_HOPPER, config)
+
+    def _select(self, operation: Operation, x: torch.Tensor, **options: Any) -> Candidate:
+        """Returns what computes a product; options as in `grouped_linear`."""
+        choices = self._choices.get(operation)
+        if choices is None:
+            size, bits = self._scheme.group_size, self._scheme.bits
+            format = f"{bits} bits in groups of {size}{' with zeros' * self._loaded.has_zeros}"
+            dtype = str(self._backend.dtype).removeprefix("torch.")
+            product = Product(operation, format, self._out, self._columns.size, dtype)
+            choices = self._backend.choices.register(product, self)
+            self._choices[operation] = choices
+        chosen, weight = choices.find(len(x)), self._loaded
+        if (
+            chosen is None
+            or (chosen.kernel == _SKINNY and not skinny_supports(x, weight))
+            or (chosen.kernel == _HOPPER and not hopper_supports(x, weight, **options))
+        ):
+            return self._default(x, **options)
+        return chosen
+
+    # ---------------------------------------------------------------- products
+
     def _product_of_integers(
         self,
+        operation: Operation,
         x: torch.Tensor,
         *,
         residual: torch.Tensor | None = None,
@@ -168,15 +263,13 @@ class KernelGroupedWeight(GroupedWeight):
     ) -> torch.Tensor | None:
         """Returns the product by a kernel that reads the integers, or None where a dequantized
         weight is faster."""
-        weight, pdl = self._loaded, self._backend.pdl
-        if use_skinny(x, weight):
-            given = {"residual": residual, "gated": gated, "out": out, "pdl": pdl}
-            return skinny_grouped_linear(x, weight, **given)
-        if use_hopper(x, weight, residual=residual, gated=gated, out=out):
-            return grouped_hopper(x, weight, residual=residual, gated=gated, out=out, pdl=pdl)
-        if use_fused(len(x)):
-            return grouped_linear(x, weight, residual=residual, gated=gated, out=out, pdl=pdl)
-        return None
+        options = {"residual": residual, "gated": gated, "out": out}
+        selected = self._select(operation, x, **options)
+        if selected == _DEQUANTIZED:
+            return None
+        kernel = _KERNELS[selected.kernel]
+        pdl = self._backend.pdl
+        return kernel(x, self._loaded, **options, pdl=pdl, config=selected.config)
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -186,7 +279,10 @@ class KernelGroupedWeight(GroupedWeight):
             return super().multiply(x, bias, out)
         x = self._ordered(x)
         added = None if bias is None else bias.expand(len(x), -1)
-        product = self._product_of_integers(x, residual=added, out=out)
+        operation: Operation = "plain" if out is None else "partial"
+        if bias is not None:
+            operation = "biased"
+        product = self._product_of_integers(operation, x, residual=added, out=out)
         return self._expanded().multiply(x, bias, out) if product is None else product
 
     def fuses_norm(self, rows: int) -> bool:
@@ -222,7 +318,7 @@ class KernelGroupedWeight(GroupedWeight):
             given = {"norm_weight": norm.weight, "eps": norm.eps, "pdl": self._backend.pdl}
             return skinny_grouped_linear(x, self._loaded, gated=True, **given)
         x = self._ordered(x if norm is None else norm(x))
-        product = self._product_of_integers(x, gated=True)
+        product = self._product_of_integers("gated", x, gated=True)
         return self._expanded().multiply_gated(x) if product is None else product
 
     def warm_up_gated(self) -> None:
@@ -241,5 +337,5 @@ class KernelGroupedWeight(GroupedWeight):
             super().add_product(x, total)
             return
         x = self._ordered(x)
-        if self._product_of_integers(x, residual=total, out=total) is None:
+        if self._product_of_integers("residual", x, residual=total, out=total) is None:
             self._expanded().add_product(x, total)

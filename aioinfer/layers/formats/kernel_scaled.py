@@ -8,13 +8,14 @@ norm could quantize as well is a matter of `ResidualStream.normed`: `multiply` t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.block_hopper import block_product, has_blocks, select_config
+from aioinfer.kernels.block_hopper import supports as block_supports
 from aioinfer.kernels.few_rows_float8 import few_rows_float8, supports
 from aioinfer.kernels.linear import MAX_ROWS
 from aioinfer.kernels.quantize import (
@@ -25,6 +26,7 @@ from aioinfer.kernels.quantize import (
     quantize,
 )
 from aioinfer.kernels.scaled_hopper import hopper_product
+from aioinfer.kernels.scaled_hopper import supports as hopper_supports
 from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
 from aioinfer.kernels.scaled_product import (
     ALIGNMENT,
@@ -32,24 +34,34 @@ from aioinfer.kernels.scaled_product import (
     CUBLAS_ROWS,
     MAX_PROGRAMS,
     cublas_product,
+    product_config,
     scaled_product,
     use_cublas,
 )
-from aioinfer.kernels.scaled_tiles import BlockConfig, hopper_rows
+from aioinfer.kernels.scaled_tiles import BLOCK_TIMES, HOPPER_TIMES, BlockConfig, hopper_rows
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
 from aioinfer.layers.formats.schemes import ScaledScheme
+from aioinfer.layers.kernel_choices import (
+    CUBLAS,
+    Candidate,
+    Operation,
+    Product,
+    ProductChoices,
+)
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import Shard, Source
 
 #: Tiles that only more rows than these select are compiled when they are first used.
 WARM_UP_ROWS = 4096
 
+_HOPPER, _PRODUCT = "scaled_hopper", "scaled_product"
+
 Inputs: TypeAlias = "torch.Tensor | ScaledInputs"
 
 
 class KernelScaledWeight(ScaledWeight):
-    """A weight of one byte on a GPU.
+    """A weight of one byte on a GPU: a `TimedWeight`.
 
     Scales of blocks are kept for the longest run of rows in which they are the same: 128 where
     blocks are whole, 8 where rows of gate and up are interleaved (1/256 of the weight's bytes), 1
@@ -64,6 +76,8 @@ class KernelScaledWeight(ScaledWeight):
         self._dtype = backend.dtype
         self._format: InputFormat | None = None
         self._loaded: ScaledMatrix | None = None
+        self._all_choices, self._device = backend.choices, backend.device
+        self._choices: dict[Operation, ProductChoices] = {}
 
     @staticmethod
     def supports(columns: Shard, backend: Backend, scheme: ScaledScheme) -> bool:
@@ -124,14 +138,96 @@ class KernelScaledWeight(ScaledWeight):
             blocks=has_blocks(self.matrix),
         )  # fmt: skip
 
+    # ---------------------------------------------------------------- which kernel
+
+    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
+        """See `TimedWeight.candidates`: those of inputs that are quantized."""
+        out, inputs = self.matrix.values.shape
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+        x = self._quantized(empty(rows, inputs))
+        if isinstance(x, torch.Tensor):
+            return ()
+        total = empty(rows, out) if operation in ("partial", "residual") else None
+        residual = total if operation == "residual" else None
+        if operation == "biased":
+            residual = empty(out).expand(rows, -1)
+        options = {"residual": residual, "gated": operation == "gated", "out": total}
+        default = self._default(x, **options)
+        return [default, *(other for other in self._all(x, **options) if other != default)]
+
+    def _all(self, x: ScaledInputs, **options: Any) -> Iterator[Candidate]:
+        """Yields all candidates; options as in `scaled_product`."""
+        is_plain = options["residual"] is None and not options["gated"]
+        if is_plain and use_cublas(x, self.matrix, self._dtype, min_rows=2):
+            yield CUBLAS
+        yield self._triton(x)
+        if self._is_for_hopper(x, options["residual"], options["out"]):
+            for config in HOPPER_TIMES[options["gated"], self.matrix.is_grouped]:
+                yield Candidate(_HOPPER, config)
+            if block_supports(x, self.matrix, self._dtype):
+                for tiles in BLOCK_TIMES:
+                    if tiles.allows(gated=options["gated"]):
+                        yield Candidate(_HOPPER, tiles)
+
+    def _default(self, x: Inputs, **options: Any) -> Candidate:
+        """Returns what computes a product where nothing was timed; options as in
+        `scaled_product`."""
+        is_plain = options["residual"] is None and not options["gated"]
+        if is_plain and use_cublas(x, self.matrix, self._dtype):
+            return CUBLAS
+        config = select_config(x, self.matrix, self._dtype, **options)
+        return self._triton(x) if config is None else Candidate(_HOPPER, config)
+
+    def _triton(self, x: Inputs) -> Candidate:
+        """Returns `scaled_product` in the configuration that its tables have for x."""
+        config = None
+        if isinstance(x, ScaledInputs):
+            lines, inputs = self.matrix.values.shape
+            config = product_config(len(x), lines, inputs, grouped=self.matrix.is_grouped)
+        return Candidate(_PRODUCT, config)
+
+    def _is_for_hopper(self, x: Inputs, *results: torch.Tensor | None) -> bool:
+        """Whether `hopper_product` takes x, and a residual and a result if they are given."""
+        return (
+            isinstance(x, ScaledInputs)
+            and hopper_supports(x, self.matrix, self._dtype)
+            and all(
+                each is None or (each.stride(0) > 0 and each.data_ptr() % 16 == 0)
+                for each in results
+            )
+        )
+
+    def _select(self, operation: Operation, x: Inputs, **options: Any) -> Candidate:
+        """Returns what computes a product; options as in `scaled_product`."""
+        if not isinstance(x, ScaledInputs):
+            return self._default(x, **options)
+        choices = self._choices.get(operation)
+        if choices is None:
+            (out, inputs), dtype = self.matrix.values.shape, str(self._dtype)
+            scales = "blocks" if self.matrix.is_grouped else "channels"
+            format = f"{self._scheme.kind} {scales}"
+            product = Product(operation, format, out, inputs, dtype.removeprefix("torch."))
+            choices = self._choices[operation] = self._all_choices.register(product, self)
+        chosen = choices.find(len(x))
+        if chosen is None or (
+            chosen.kernel == _HOPPER
+            and not self._is_for_hopper(x, options["residual"], options["out"])
+        ):
+            return self._default(x, **options)
+        return chosen
+
     # ---------------------------------------------------------------- products
 
     def multiply(
         self, x: Inputs, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `WeightFormat.multiply`."""
-        residual = None if bias is None else bias.expand(len(x), -1)
-        return self._multiply(x, residual, out)
+        if bias is not None:
+            return self._multiply("biased", x, bias.expand(len(x), -1), out)
+        return self._multiply("plain" if out is None else "partial", x, None, out)
 
     def fuses_norm(self, rows: int) -> bool:
         """See `WeightFormat.fuses_norm`. For many rows one launch norms and quantizes."""
@@ -145,7 +241,7 @@ class KernelScaledWeight(ScaledWeight):
             return _multiply_few(
                 x, self.matrix, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
             )
-        return self._multiply(self._normed(x, norm), None, out)
+        return self.multiply(self._normed(x, norm), out=out)
 
     def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
@@ -155,28 +251,31 @@ class KernelScaledWeight(ScaledWeight):
         inputs = self._quantized(x) if norm is None else self._normed(x, norm)
         if isinstance(inputs, torch.Tensor) and len(x) <= MAX_ROWS:
             return _multiply_few(inputs, self.matrix, gated=True, pdl=self._pdl)
-        return self._tiled_product(inputs, gated=True)
+        return self._tiled_product("gated", inputs, gated=True)
 
     def warm_up_gated(self) -> None:
         """Does nothing: `warm_up_rows` has all configurations."""
 
     def add_product(self, x: Inputs, total: torch.Tensor) -> None:
         """See `WeightFormat.add_product`."""
-        self._multiply(x, total, total)
+        self._multiply("residual", x, total, total)
 
     def _multiply(
-        self, x: Inputs, residual: torch.Tensor | None, out: torch.Tensor | None
+        self,
+        operation: Operation,
+        x: Inputs,
+        residual: torch.Tensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns x W^T + residual [T, out]."""
         inputs = self._quantized(x)
         if isinstance(inputs, torch.Tensor) and len(inputs) <= MAX_ROWS:
             return _multiply_few(inputs, self.matrix, residual=residual, out=out, pdl=self._pdl)
-        if residual is None and use_cublas(inputs, self.matrix, self._dtype):
-            return cublas_product(inputs, self.matrix, out)
-        return self._tiled_product(inputs, residual, out)
+        return self._tiled_product(operation, inputs, residual, out)
 
     def _tiled_product(
         self,
+        operation: Operation,
         x: Inputs,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -185,12 +284,14 @@ class KernelScaledWeight(ScaledWeight):
     ) -> torch.Tensor:
         """Returns the product of many rows, by the kernel that is the faster one."""
         options = {"residual": residual, "out": out, "gated": gated}
-        config = select_config(x, self.matrix, self._dtype, **options)
-        options["pdl"] = self._pdl
-        if isinstance(config, BlockConfig):
-            return block_product(x, self.matrix, self._dtype, **options, config=config)
-        if config is not None:
-            return hopper_product(x, self.matrix, self._dtype, **options, config=config)
+        selected = self._select(operation, x, **options)
+        if selected == CUBLAS and isinstance(x, ScaledInputs):
+            return cublas_product(x, self.matrix, out)
+        options |= {"pdl": self._pdl, "config": selected.config}
+        if selected.kernel == _HOPPER and isinstance(x, ScaledInputs):
+            by_blocks = isinstance(selected.config, BlockConfig)
+            product = block_product if by_blocks else hopper_product
+            return product(x, self.matrix, self._dtype, **options)
         return scaled_product(x, self.matrix, self._dtype, **options)
 
     def _quantized(self, x: Inputs) -> Inputs:

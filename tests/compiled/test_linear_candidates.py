@@ -1,0 +1,54 @@
+"""The configurations of few-row products that are timed at a start, as compiled for Hopper without
+a GPU: they fit into shared memory, and none spills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from aioinfer.kernels.linear import (
+    LinearConfig,
+    _tensor_kernel,
+    _vector_kernel,
+    linear_config,
+    other_configs,
+)
+
+from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, names_to_types, spilled
+
+#: Rows, output features, inputs, whether normed and gated: products of Qwen3-8B.
+PRODUCTS = [
+    (1, 6144, 4096, True, False),
+    (1, 12288, 4096, True, True),
+    (1, 4096, 12288, False, False),
+    (8, 6144, 4096, False, False),
+    (8, 4096, 12288, False, False),
+    (16, 6144, 4096, False, False),
+]
+TYPES = names_to_types({"*bf16": ("x", "weight", "norm", "residual", "out"), "fp32": ("eps",)})
+
+
+@pytest.mark.parametrize(("rows", "features", "inputs", "normed", "gated"), PRODUCTS)
+def test_they_fit(
+    rows: int, features: int, inputs: int, normed: bool, gated: bool, tmp_path: Path
+) -> None:
+    shape = {"normed": normed, "gated": gated}
+    configs = other_configs(rows, features, inputs, **shape)
+    assert configs or rows > 8
+    for config in (linear_config(rows, features, inputs, **shape), *configs):
+        assert isinstance(config, LinearConfig)
+        fixed = {
+            "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
+            "HAS_RESIDUAL": not normed, "GATED": gated, "RUN": 8, "PDL": True,
+        }  # fmt: skip
+        if rows == 1:
+            fixed |= {"HAS_NORM": normed, "EARLY_TRIGGER": False}
+        else:
+            fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16}
+        kernel = _vector_kernel if rows == 1 else _tensor_kernel
+        compiled = compile_kernel(kernel, TYPES, fixed, config)
+        assert compiled.metadata.shared <= SHARED_MEMORY
+        assert spilled(compiled, tmp_path) == 0

@@ -1,0 +1,86 @@
+"""Every kernel that may be chosen for a dense weight computes the same product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from aioinfer.kernels.gated_product import interleave
+from aioinfer.kernels.linear import skinny_linear
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.dense import KernelDenseWeight
+from aioinfer.layers.kernel_choices import CUBLAS, SKINNY, Operation
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.shards import Shard, Source
+
+OUT, INPUTS = 48, 96
+
+
+def make_weight(backend: Backend) -> KernelDenseWeight:
+    weight = interleave(torch.randn(OUT, INPUTS))
+    source = Source("weight", Shard.whole(OUT))
+    return KernelDenseWeight([source], Shard.whole(INPUTS), backend, weight)
+
+
+@pytest.fixture
+def backend() -> Backend:
+    cpu = torch.device("cpu")
+    return Backend(cpu, torch.float32, ParallelGroup.single(), has_kernels=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_candidates_compute_the_same(rows: int, backend: Backend) -> None:
+    torch.manual_seed(rows)
+    weight, norm = make_weight(backend), RMSNorm("norm", INPUTS, 1e-6, backend)
+    x, added = torch.randn(rows, INPUTS), torch.randn(rows, OUT)
+
+    def add() -> torch.Tensor:
+        total = added.clone()
+        weight.add_product(x, total)
+        return total
+
+    products: dict[Operation, Callable[[], torch.Tensor]] = {
+        "plain": lambda: weight.multiply(x),
+        "partial": lambda: weight.multiply(x, out=torch.empty_like(added)),
+        "biased": lambda: weight.multiply(x, added[0]),
+        "residual": add,
+        "gated": lambda: weight.multiply_gated(x),
+        "normed": lambda: weight.multiply_normed(x, norm),
+        "normed gated": lambda: weight.multiply_gated(x, norm),
+    }
+    for operation, compute in products.items():
+        default = compute()
+        candidates = weight.candidates(operation, rows)
+        assert len({str(candidate) for candidate in candidates}) == len(candidates)
+        choices = {each.product.operation: each for each in backend.choices.products.values()}
+        for candidate in candidates:
+            choices[operation].forced = candidate
+            torch.testing.assert_close(compute(), default, rtol=1e-4, atol=1e-4)
+            choices[operation].forced = None
+
+
+def test_what_is_chosen_computes(backend: Backend) -> None:
+    """A choice holds for both weights of a shape, and for the rows that it was made for."""
+    weights = make_weight(backend), make_weight(backend)
+    x = torch.randn(3, INPUTS)
+    exact = [weight.multiply(x) for weight in weights]
+    (choices,) = backend.choices.products.values()
+    assert choices.weights == list(weights)
+    assert weights[0].candidates("plain", 3)[0] == CUBLAS
+    skinny = next(each for each in weights[0].candidates("plain", 3) if each.kernel == SKINNY)
+    choices.choose({2: CUBLAS, 4: skinny})
+    configs = []
+
+    def note(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
+        configs.append(options["config"])
+        return skinny_linear(*operands, **options)
+
+    for weight, expected in zip(weights, exact, strict=True):
+        weight._skinny_linear = note
+        torch.testing.assert_close(weight.multiply(x), expected, rtol=1e-4, atol=1e-4)
+        weight.multiply(torch.randn(5, INPUTS))
+    assert configs == [skinny.config] * 2
