@@ -19,7 +19,7 @@ from tests.compiled.hopper import compile_kernel, spilled
 TYPES = {
     "x": "*bf16", "pairs": "*bf16", "out": "*bf16", "residual": "*bf16", "experts": "*i32",
     "weights": "*fp32", "firsts": "*i32", "addresses": "*i64", "epochs": "*i32", "ticket": "*i32",
-    "counts": "*i32", "buckets": "*i32",
+    "counts": "*i32", "buckets": "*i32", "few": "*i32", "many": "*i32", "added": "*bf16",
 }  # fmt: skip
 ACQUIRE, RELEASE = r"ld\.global\.sys\.acquire", r"atom\.global\.sys\.release"
 STORE, LOAD = r"st\.global\.v4", r"ld\.global\.v4"
@@ -30,9 +30,14 @@ ROW = {"WIDTH": 2048, "BLOCK": 2048, "TOP_K": 8}
     ("name", "constants", "patterns"),
     [
         ("send", {**ROW, "K_PAD": 8}, [STORE, LOAD, RELEASE]),
-        ("receive", {"TOKENS": 64, "TOP_K": 8, "K_PAD": 8}, [ACQUIRE]),
+        (
+            "receive",
+            {"TOKENS": 64, "TOP_K": 8, "K_PAD": 8, "PLACES": 64, "PLACES_PAD": 64},
+            [ACQUIRE],
+        ),
         ("return", {**ROW, "PLACES": 64, "PLACES_PAD": 64}, [STORE, LOAD, RELEASE]),
-        ("add", {**ROW, "K_PAD": 8}, [LOAD, STORE, ACQUIRE]),
+        ("add", {**ROW, "K_PAD": 8, "HAS_ADDED": False}, [LOAD, STORE, ACQUIRE]),
+        ("add", {**ROW, "K_PAD": 8, "HAS_ADDED": True}, [LOAD, STORE, ACQUIRE]),
     ],
 )
 def test_kernels(name: str, constants: dict[str, int], patterns: list[str], tmp_path: Path) -> None:

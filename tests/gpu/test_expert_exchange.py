@@ -20,7 +20,7 @@ ROUNDS = 200
 
 
 def check_exchange(rank: int, size: int, folder: Path) -> None:
-    from aioinfer.kernels.expert_exchange import ExchangeLayout, ExpertExchange
+    from aioinfer.kernels.expert_exchange import NO_LIMIT, ExchangeLayout, ExpertExchange
     from aioinfer.kernels.expert_linear import expert_product, experts_reference
     from aioinfer.kernels.expert_routing import RoutedTokens
 
@@ -32,13 +32,18 @@ def check_exchange(rank: int, size: int, folder: Path) -> None:
     memory = group.symmetric_buffer(layout.nbytes)
     by_rank = [PLACES * (n + 1) // size - PLACES * n // size for n in range(size)]
     by_rank[0], by_rank[-1] = by_rank[0] - 2, by_rank[-1] + 2
-    exchange = ExpertExchange(memory, layout, by_rank, TOP_K, HIDDEN, torch.bfloat16)
+    exchange = ExpertExchange(memory, layout, max(by_rank), TOP_K, HIDDEN, torch.bfloat16)
+    firsts, count = exchange.first_places(by_rank), by_rank[rank]
     torch.manual_seed(0)  # the same weights on every rank
     gate_up = torch.randn(PLACES, 2 * CHANNELS, HIDDEN, device=device) / HIDDEN**0.5
     down = torch.randn(PLACES, HIDDEN, CHANNELS, device=device) / CHANNELS**0.5
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
     first = sum(by_rank[:rank])
     mine = slice(first, first + by_rank[rank])
+    gated, pairs = (
+        torch.full((exchange.max_pairs, n), torch.nan, device=device, dtype=torch.bfloat16)
+        for n in (CHANNELS, HIDDEN)
+    )
     torch.manual_seed(rank + 1)
     rng = random.Random(rank)
     for _ in range(ROUNDS):
@@ -46,10 +51,13 @@ def check_exchange(rank: int, size: int, folder: Path) -> None:
         x = torch.randn(tokens, HIDDEN, device=device).bfloat16()
         chosen = torch.rand(tokens, PLACES, device=device).argsort(1)[:, :TOP_K].int()
         routed = RoutedTokens(torch.rand(tokens, TOP_K, device=device), chosen.contiguous())
-        came = exchange.send(x, routed)
-        gated = expert_product(exchange.rows, gate_up[mine], came, gated=True)
-        pairs = expert_product(gated, down[mine], came, gated=False)
-        out = exchange.combine(pairs, routed, x, torch.full_like(x, torch.nan))
+        came = exchange.send(x, routed, firsts, count, rng.choice([-1, 200, NO_LIMIT]))
+        for part in (came.few, came.many):
+            expert_product(exchange.rows, gate_up[mine], part, gated=True, out=gated)
+        for part in (came.few, came.many):
+            expert_product(gated, down[mine], part, gated=False, out=pairs)
+        out = torch.full_like(x, torch.nan)
+        exchange.combine(pairs, routed, firsts, count, x, out)
         if tokens:
             expected = x.double() + experts_reference(
                 x.double(), gate_up, down, routed.weights.double(), chosen.long()
