@@ -248,6 +248,12 @@ def _add_kernel(
         tl.store(epochs, epoch)
 
 
+def _row_of(hidden: int) -> dict[str, int]:
+    """Returns what a kernel whose programs take whole rows is compiled for."""
+    block = triton.next_power_of_2(hidden)
+    return {"WIDTH": hidden, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
+
+
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """The tokens that have come, as the products take them with `ExpertExchange.rows` as their x:
@@ -361,7 +367,7 @@ class ExpertExchange:
         _send_kernel[(max(1, tokens),)](
             x, routed.experts, routed.weights, firsts, peers.addresses, self._epoch,
             self._tickets, tokens, layout.sent, layout.places, layout.weights, layout.rows,
-            layout.max_tokens, WIDTH=hidden, BLOCK=triton.next_power_of_2(hidden), **ranks, **pairs,
+            layout.max_tokens, **ranks, **pairs, **_row_of(hidden),
         )  # fmt: skip
         programs = min(triton.cdiv(layout.max_tokens, RECEIVED_TOKENS), RECEIVING_PROGRAMS)
         _receive_kernel[(programs, peers.size)](
@@ -401,7 +407,7 @@ class ExpertExchange:
         layout, peers, top_k = self._layout, self._peers, self.top_k
         tokens, hidden = out.shape
         ranks = {"RANK": peers.rank, "SIZE": peers.size}
-        row = {"WIDTH": hidden, "BLOCK": triton.next_power_of_2(hidden), "TOP_K": top_k}
+        row = {"TOP_K": top_k, **_row_of(hidden)}
         programs = min(RETURNING_PROGRAMS, layout.max_tokens)
         _return_kernel[(programs,)](
             pairs, self._counts, peers.addresses, self._epoch, self._tickets[2:], layout.sent,
