@@ -104,14 +104,15 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         selects, none included; launches that are run would be exchanges."""
         backend, experts = self._backend, self._rule.num_experts
         whole = torch.zeros(2, hidden_size, dtype=backend.dtype, device=backend.device)
-        for tokens in (0, 1, 2, FEW_TOKENS + 1, 65, 257, 16 * MAX_SHARED_TILES + 1):
+        for tokens in (FEW_TOKENS + 1, 65, 257, 16 * MAX_SHARED_TILES + 1):
+            # few tokens may be launched with the configuration of many
+            config = routing_config(tokens, experts, backend.dtype.itemsize)
+            self._route(whole, buckets=False, config=config)
+        averages = (*(bound for bound, *_ in _EXPECTED), float("inf"))
+        for tokens, average in ((0, 0.0), (1, 0.0), *((2, average) for average in averages)):
             x = whole[:tokens]
-            if tokens > len(x):  # few tokens may be launched with the configuration of many
-                config = routing_config(tokens, experts, backend.dtype.itemsize)
-                routed = self._route(x, buckets=False, config=config)
-            else:
-                routed = self._routed(x, None)
-            self._exchange_tokens(ResidualStream(x.clone(), backend), x, routed, expected=tokens)
+            stream = ResidualStream(x.clone(), backend)
+            self._exchange_tokens(stream, x, self._routed(x, None), average)
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream, which may have none."""
@@ -125,7 +126,8 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         # norm and routing are not launched for no tokens
         x = stream.normed(self._norm) if len(stream) else stream.hidden
         slots = mapping if mapping is not None and len(mapping) == len(x) else None
-        self._exchange_tokens(stream, x, self._routed(x, slots), expected=len(x))
+        average = self._average_rows(len(x))
+        self._exchange_tokens(stream, x, self._routed(x, slots), average)
 
     def _routed(self, x: torch.Tensor, slots: torch.Tensor | None) -> RoutedTokens:
         """Returns the places of the tokens' experts, of all ranks."""
@@ -135,17 +137,16 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         return RoutedTokens(none, none.int())
 
     def _exchange_tokens(
-        self, stream: ResidualStream, x: torch.Tensor, routed: RoutedTokens, *, expected: int
+        self, stream: ResidualStream, x: torch.Tensor, routed: RoutedTokens, average: float
     ) -> None:
         """Adds the weighted sum of the experts' outputs for x [T, hidden_size] to the stream.
 
         Args:
-            expected: about so many tokens each rank may have.
+            average: rows of a place, if every rank has as many tokens as this one.
         """
         assert self._buffers is not None, "connect was not called"
         exchange, stacked = self._buffers.exchange, self.stacked
         firsts, places = self._firsts, self.num_places
-        average = self._average_rows(expected)
         arrived = exchange.send(x, routed, firsts, places, self._max_few(average))
         added = self._shared(x) if self._shared is not None and len(x) else None
         for weight, rows, out, is_first in (
