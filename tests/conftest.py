@@ -134,6 +134,7 @@ EXTENDED = frozenset(
         "kernels/test_latent_attention.py",
         "kernels/test_scaled_models.py::test_latent_attention",
         "test_bench_gpu.py::test_http",
+        "test_bench_gpu.py::test_tokens_of_experts",
         "test_bench_large_bodies.py::test_a_short_run",
         "test_gguf.py::test_smollm2_is_as_transformers_reads_it",
         "test_grouped.py::test_two_ranks",

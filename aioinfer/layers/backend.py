@@ -49,6 +49,7 @@ class Backend:
         expert_placement: which experts each rank has in both cases.
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
+        is_hopper: whether the kernels made for Hopper alone can run.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
@@ -64,6 +65,7 @@ class Backend:
     expert_group: ParallelGroup | None = None
     expert_placement: ExpertPlacement = field(default_factory=ExpertPlacement)
     pdl: bool = False
+    is_hopper: bool = False
     cascade: bool = False
     all_reduce: AllReduce | None = None
     stage: int = 0
@@ -96,5 +98,6 @@ class Backend:
         backend.stage, backend.num_stages = stage, num_stages
         if device.type != "cpu":
             backend.has_kernels = True
-            backend.pdl = torch.cuda.get_device_capability(device)[0] >= 9
+            major, _ = torch.cuda.get_device_capability(device)
+            backend.pdl, backend.is_hopper = major >= 9, major == 9
         return backend

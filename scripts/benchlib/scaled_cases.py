@@ -296,16 +296,16 @@ def nbytes(weight: ScaledMatrix, x: torch.Tensor, features: int) -> float:
 
 
 def quantize_cases() -> Iterator[Case]:
-    """Activations quantized after a norm, after the gate, and alone."""
+    """Activations quantized after a norm, and alone."""
     for rows in (32, 256, 8192):
         for kind, (dtype, grouped) in KINDS.items():
             format = InputFormat(dtype, grouped)
-            for before, width in (("norm", 4096), ("gate", 12288), ("", 12288)):
-                x = random_tensor(rows, width * (1 + (before == "gate")))
+            for before, width in (("norm", 4096), ("", 12288)):
+                x = random_tensor(rows, width)
                 given = {"norm_weight": random_tensor(width)} if before == "norm" else {}
 
-                def run(x=x, given=given, before=before, format=format) -> ScaledInputs:  # type: ignore[no-untyped-def]
-                    return quantize(x, format, gated=before == "gate", **given)
+                def run(x=x, given=given, format=format) -> ScaledInputs:  # type: ignore[no-untyped-def]
+                    return quantize(x, format, **given)
 
                 title = f"quantize {width} x{rows}"
                 size = x.nbytes + rows * width

@@ -115,14 +115,16 @@ def cublas(case: ScaledCase) -> Pair:
 def quantized(
     rows: int, width: int, format: InputFormat, dtype: torch.dtype, device: str, *, before: str = ""
 ) -> tuple[ScaledInputs, ScaledInputs]:
-    """Runs `quantize` after "norm", "gate" or nothing; returns the result and the reference."""
-    x = normal(rows, width * (1 + (before == "gate")), dtype=dtype, device=device)
+    """Runs `quantize` after "norm" or nothing; returns the result and the reference."""
+    x = normal(rows, width, dtype=dtype, device=device)
     x *= torch.arange(1, rows + 1, device=device)[:, None] / rows
     if rows > 2:
         x[2] = 0
     norm = normal(width, dtype=dtype, device=device) if before == "norm" else None
-    options = {"norm_weight": norm, "gated": before == "gate"}
-    return quantize(x, format, **options), quantize_reference(x, format, **options)
+    return (
+        quantize(x, format, norm_weight=norm),
+        quantize_reference(x, format, norm_weight=norm),
+    )
 
 
 def quantization_error(ours: ScaledInputs, theirs: ScaledInputs) -> float:

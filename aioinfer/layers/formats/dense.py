@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ import torch.nn.functional as F
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
-
-if TYPE_CHECKING:
-    from aioinfer.kernels.quantize import InputFormat
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and those serve prefill as well.
@@ -106,10 +103,6 @@ class DenseWeight:
         if self._packed is not None:
             self.weight = None
 
-    def input_format(self, rows: int) -> InputFormat | None:
-        """See `WeightFormat.input_format`."""
-        return None
-
     def warm_up_rows(self) -> Sequence[int]:
         """See `WeightFormat.warm_up_rows`."""
         return ()
@@ -135,9 +128,7 @@ class DenseWeight:
         """See `WeightFormat.multiply_normed`."""
         return self.multiply(norm(x), out=out)
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Any:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Not here: rows are interleaved for kernels alone."""
         raise NotImplementedError
 
@@ -205,9 +196,7 @@ class KernelDenseWeight(DenseWeight):
             x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
         )
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Any:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
         weight = self._loaded
         if len(x) == 1:

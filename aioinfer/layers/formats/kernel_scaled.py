@@ -104,7 +104,7 @@ class KernelScaledWeight(ScaledWeight):
         return self._loaded
 
     def input_format(self, rows: int) -> InputFormat | None:
-        """See `WeightFormat.input_format`."""
+        """Returns how activations of so many rows are quantized, or None for as they are."""
         return self._format if rows > 1 else None
 
     def warm_up_rows(self) -> Sequence[int]:
@@ -144,9 +144,7 @@ class KernelScaledWeight(ScaledWeight):
             )
         return self._multiply(self._normed(x, norm), None, out)
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Inputs:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
         if len(x) == 1 and norm is not None:
             options = {"norm_weight": norm.weight, "eps": norm.eps}
