@@ -36,6 +36,7 @@ from aioinfer.kernels.streamed_tiles import (
     StreamConfig,
     Tiling,
     stream_config,
+    tiling,
     workspace_size,
 )
 from triton.experimental import gluon
@@ -51,8 +52,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: Of a thread of the producer's warpgroup.
-PRODUCER_REGISTERS = 24
 #: Weight tiles of which a workspace can count the parts: half a million rows of 64.
 MAX_COUNTERS = 8192
 
@@ -72,10 +71,12 @@ class StreamWorkspace:
     counters: torch.Tensor
 
     @classmethod
-    def create(cls, device: torch.device) -> StreamWorkspace:
-        """Returns a workspace for every configuration that `stream_config` selects there."""
+    def create(cls, device: torch.device, max_rows: int = MAX_ROWS) -> StreamWorkspace:
+        """Returns a workspace for every configuration for so many tokens: of an H200, 17 MB for 64
+        and 35 MB for 128."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        partials = torch.empty(workspace_size(processors), dtype=torch.float32, device=device)
+        size = workspace_size(processors, max_rows)
+        partials = torch.empty(size, dtype=torch.float32, device=device)
         counters = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
         return cls(partials, counters)
 
@@ -115,8 +116,7 @@ def _next_unit(tile, k, steps):
 
 @gluon.jit
 def _produce(
-    PDL: gl.constexpr, EARLY_TRIGGER: gl.constexpr, x, weight, x_smem, w_smem, full, empty, steps,
-    span, longer
+    PDL: gl.constexpr, x, weight, x_smem, w_smem, full, empty, steps, span, longer
 ):  # fmt: skip
     """Loads the units of the program's span. With PDL, the first weights are loaded before waiting
     for the preceding kernel, which writes x.
@@ -139,13 +139,9 @@ def _produce(
         tile, k = _next_unit(tile, k, steps)
     if PDL:
         gdc_wait()
-        if EARLY_TRIGGER:
-            gdc_launch_dependents()
     x_k = begin % steps
     for stage in range(early):
-        tma.async_copy_global_to_shared(
-            x, [0, x_k * STEP], full.index(stage), x_smem.index(stage)
-        )  # fmt: skip
+        tma.async_copy_global_to_shared(x, [0, x_k * STEP], full.index(stage), x_smem.index(stage))
         _, x_k = _next_unit(0, x_k, steps)
     for loaded in range(early, count):
         stage = loaded % STAGES
@@ -154,13 +150,13 @@ def _produce(
         _load_weights(weight, w_smem, full, stage, tile, k)
         tma.async_copy_global_to_shared(x, [0, k * STEP], full.index(stage), x_smem.index(stage))
         tile, k = _next_unit(tile, k, steps)
-    if PDL and not EARLY_TRIGGER:
+    if PDL:
         gdc_launch_dependents()
 
 
 @gluon.jit
 def _sums(PART: gl.constexpr, used, count, x_smem, w_smem, full, empty, layout: gl.constexpr):
-    """Returns the sums of a tile [ROWS, TOKENS] over `count` stages, of which `used` came before."""
+    """Returns the sums of a tile [ROWS, TOKENS] over `count` stages, behind `used` others."""
     STAGES: gl.constexpr = x_smem.shape[0]
     PARTS: gl.constexpr = w_smem.shape[0] // STAGES
     ROWS: gl.constexpr = w_smem.shape[1]
@@ -325,7 +321,6 @@ def _streamed_kernel(
     span, longer,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
-    EARLY_TRIGGER: gl.constexpr,
 ):  # fmt: skip
     x_smem = gl.allocate_shared_memory(
         x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
@@ -356,7 +351,7 @@ def _streamed_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, GATED, HAS_BIAS, HAS_RESIDUAL, SCALED) + rest),
-                (_produce, (PDL, EARLY_TRIGGER, x, weight) + ring),
+                (_produce, (PDL, x, weight) + ring),
             ],
             [1],
             [24],
@@ -366,18 +361,24 @@ def _streamed_kernel(
             [
                 (_consume, (0, GATED, HAS_BIAS, HAS_RESIDUAL, SCALED) + rest),
                 (_consume, (1, GATED, HAS_BIAS, HAS_RESIDUAL, SCALED) + rest),
-                (_produce, (PDL, EARLY_TRIGGER, x, weight) + ring),
+                (_produce, (PDL, x, weight) + ring),
             ],
             [4, 1],
             [REGISTERS, 24],
         )
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> bool:
     """Whether this kernel can compute x [T, K] times weight [N, K]: on Hopper, T <= 128, in bf16 or
     fp16, K a multiple of 64, N of 8.
 
-    TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
+    TMA needs the rows of x, out and residual to be contiguous and to begin at multiples of 16
+    bytes.
     """
     return (
         x.is_cuda
@@ -391,6 +392,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.is_contiguous()
         and _rows_are_aligned(x)
         and _rows_are_aligned(weight)
+        and all(t is None or _is_like(t, x) for t in (out, residual))
     )
 
 
@@ -432,26 +434,26 @@ def streamed_product(
     features = check_linear(
         x, (lines, weight.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(weight,)
     )
-    if not supports(x, weight) or (gated and residual is not None):
+    if not supports(x, weight, out, residual) or (gated and residual is not None):
         raise ValueError(f"no kernel for x {tuple(x.shape)} and weight {tuple(weight.shape)}")
+    if any(t is not None and t.shape != (rows, features) for t in (out, residual)):
+        raise ValueError(f"out and residual must be [{rows}, {features}]")
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
-    for written in (out, out if residual is None else residual):
-        if written.shape != (rows, features) or not _is_writable(written, x):
-            raise ValueError(
-                f"out and residual must be [{rows}, {features}] of {x.dtype} with aligned rows, "
-                f"not {tuple(written.shape)} of {written.dtype}"
-            )
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     steps = inputs * x.element_size() // STEP_BYTES
     config = config or stream_config(rows, lines, steps, processors)
+    tiles = tiling(config, lines, steps, processors)
+    if tiles.exchanged_numbers(config) > workspace.partials.numel():
+        raise ValueError(f"the workspace is too small for {config}")
     _launch(
-        x, weight, workspace, tiling(config, lines, steps, processors), config, out=out,
+        x, weight, workspace, tiles, config, out=out,
         residual=residual, bias=bias, scales=None, gated=gated, pdl=pdl
     )  # fmt: skip
     return out
 
 
-def _is_writable(t: torch.Tensor, x: torch.Tensor) -> bool:
+def _is_like(t: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether TMA can read or write rows of x's dtype there."""
     return t.dtype == x.dtype and t.stride(0) > 0 and _rows_are_aligned(t)
 
 
@@ -494,7 +496,7 @@ def constants(
     return {
         "STAGES": config.stages, "CONSUMERS": config.consumers, "GATED": gated,
         "HAS_BIAS": biased, "HAS_RESIDUAL": added, "SCALED": scaled,
-        "REGISTERS": config.consumer_registers, "PDL": pdl, "EARLY_TRIGGER": False,
+        "REGISTERS": config.consumer_registers, "PDL": pdl,
     }  # fmt: skip
 
 

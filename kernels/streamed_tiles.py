@@ -13,20 +13,33 @@ from functools import lru_cache
 
 CONSUMER_ROWS = 64  # weight rows of one wgmma
 STEP_BYTES = 128  # of a unit's inputs: the widest swizzle of TMA and wgmma
-MAX_ROWS = 128
+#: Columns of a tile.
+TOKENS = (8, 16, 32, 64, 128)
+MAX_ROWS = TOKENS[-1]
+#: Rows of x for which the streamed product is used, by whether it has a gate; (0, 0) for none. More
+#: rows are left to cuBLASLt and `gated_product` until they have been measured.
+USED_ROWS = {False: (2, 64), True: (2, 47)}
+#: Smaller weights are read faster than programs exchange their sums.
+MIN_WEIGHT = 4 * 2**20
 #: Bytes of shared memory: of a thread block, and of a multiprocessor, which keeps 1 KiB a block.
 SHARED_MEMORY, ALL_SHARED_MEMORY = 227 * 1024, 228 * 1024
+#: Bytes of weights in a ring, at least: 32 a nanosecond for 1 us, and as many being multiplied.
+_MIN_LOADS = 64 * 1024
+#: Registers of a consumer's thread that hold sums, at most, by the consumers of a multiprocessor.
+_MAX_SUMS = {2: 128, 4: 32}
 #: For barriers and alignment.
 _RESERVED = 1024
 #: Bytes of a ring: more is never under way (32 bytes a nanosecond, and less than 2 us).
 _RING = 192 * 1024
+#: Tiles of which a program may have a part: one that it begins, one that another began.
+_PLACES = 2
 #: Programs that share a tile, at most: the last one adds the sums of all.
 _MAX_PARTS = 12
 #: Units of a program, at least.
 _MIN_SPAN = 4
-#: Bytes a microsecond of an H200's memory, and of its L2 cache, all multiprocessors together and
-#: one alone. Guesses but for the first.
-_MEMORY_RATE, _CACHE_RATE, _PROGRAM_RATE = 4.2e6, 5.5e6, 6e4
+#: Bytes a microsecond of an H200's memory; of its L2 cache (as `gated_product` reads it with 128
+#: rows of Qwen3-8B, 335 MB in 51.7 us: at least); and of one multiprocessor, a guess.
+_MEMORY_RATE, _CACHE_RATE, _PROGRAM_RATE = 4.2e6, 6.5e6, 8e4
 #: Microseconds that exchanging sums takes however few they are.
 _EXCHANGE = 1.5
 
@@ -118,12 +131,16 @@ class Tiling:
             found.append((tile, first - tile * self.steps, last - first))
         return found
 
+    def exchanged_numbers(self, config: StreamConfig) -> int:
+        """Returns the float32 numbers in which programs exchange their sums."""
+        return _PLACES * self.programs * config.tile_rows * config.tokens
+
     @property
     def max_parts(self) -> int:
         """Programs that share a tile, at most."""
-        return 1 if self.steps % max(1, self.span) == self.longer == 0 and (
-            self.span % self.steps == 0
-        ) else 2 + max(0, self.steps - 2) // max(1, self.span)
+        if self.longer == 0 and self.span % self.steps == 0:
+            return 1
+        return 1 + (self.steps + self.span - 2) // self.span
 
 
 def tiling(config: StreamConfig, lines: int, steps: int, processors: int) -> Tiling:
@@ -150,12 +167,13 @@ def stages_of(tokens: int, consumers: int, consumer_rows: int, blocks: int) -> i
 @lru_cache
 def configs(tokens: int) -> tuple[StreamConfig, ...]:
     """Returns the configurations to choose from for tiles of so many columns: those whose ring has
-    at least four stages, and whose sums fit into registers."""
+    at least three stages and 64 KiB of weights, and whose sums fit into registers."""
     found = []
-    for consumers, consumer_rows, blocks in ((1, 64, 2), (2, 64, 2), (2, 64, 1), (2, 128, 1)):
+    for consumers, consumer_rows, blocks in ((2, 64, 2), (1, 64, 2), (2, 64, 1), (2, 128, 1)):
         stages = stages_of(tokens, consumers, consumer_rows, blocks)
-        fits = stages >= 4 and consumer_rows * tokens <= (64 if blocks == 2 else 128) * 128
-        if fits:
+        loads = stages * consumers * consumer_rows * STEP_BYTES
+        sums = consumer_rows * tokens // 128  # registers of a thread
+        if stages >= 3 and loads >= _MIN_LOADS and sums <= _MAX_SUMS[consumers * blocks]:
             for programs in range(1, blocks + 1):
                 found.append(
                     StreamConfig(tokens, consumers, consumer_rows, stages, blocks, programs)
@@ -168,27 +186,27 @@ def padded_rows(rows: int) -> int:
     return max(8, 1 << (rows - 1).bit_length())
 
 
-def estimated_time(
-    config: StreamConfig, rows: int, lines: int, steps: int, processors: int
-) -> float:
-    """Returns the microseconds of a product, launch not counted."""
+def estimated_time(config: StreamConfig, lines: int, steps: int, processors: int) -> float:
+    """Returns the microseconds of a product with full tiles, launch not counted."""
     tiles = tiling(config, lines, steps, processors)
     weight = lines * steps * STEP_BYTES
-    # the longest span takes as long as if all were as long
+    occupied = min(processors, tiles.programs)
+    memory_rate, cache_rate = (
+        min(rate, occupied * _PROGRAM_RATE) for rate in (_MEMORY_RATE, _CACHE_RATE)
+    )
+    # all programs take as long as the one with the longest span
     unevenness = -(-tiles.units // tiles.programs) * tiles.programs / tiles.units
-    reread = rows / config.tile_rows
-    reading = max(weight / _MEMORY_RATE, weight * (1 + reread) / _CACHE_RATE) * unevenness
-    reading *= max(1.0, processors / tiles.programs)
+    reread = 1 + config.tokens / config.tile_rows
+    reading = max(weight / memory_rate, weight * reread / cache_rate) * unevenness
     if tiles.max_parts == 1:
         return reading
-    part = config.consumer_rows * config.tokens * 4  # each consumer adds its own
-    added = (1 + tiles.max_parts) * part * config.consumers * config.programs
-    return reading + _EXCHANGE + added / _PROGRAM_RATE
+    part = config.tile_rows * config.tokens * 4
+    return reading + _EXCHANGE + (1 + tiles.max_parts) * part / _PROGRAM_RATE
 
 
 @lru_cache(maxsize=8192)
 def stream_config(rows: int, lines: int, steps: int, processors: int) -> StreamConfig:
-    """Returns the configuration with the shortest estimated time.
+    """Returns the configuration with the shortest estimated time: the first of those alike.
 
     Args:
         rows: tokens, 1 .. MAX_ROWS.
@@ -198,14 +216,33 @@ def stream_config(rows: int, lines: int, steps: int, processors: int) -> StreamC
     """
     return min(
         configs(padded_rows(rows)),
-        key=lambda config: estimated_time(config, rows, lines, steps, processors),
+        key=lambda config: estimated_time(config, lines, steps, processors),
     )
 
 
-def workspace_size(processors: int) -> int:
-    """Returns the float32 numbers that the parts of any product take: two tiles a program."""
+def use_streamed(rows: int, weight_bytes: int, *, gated: bool) -> bool:
+    """Whether the streamed product is the one to use, where it is supported, for so many rows."""
+    first, last = USED_ROWS[gated]
+    return first <= rows <= last and weight_bytes >= MIN_WEIGHT
+
+
+def max_used_rows() -> int:
+    """Returns the most rows that `use_streamed` allows, at least 1."""
+    return max(1, *(last for _, last in USED_ROWS.values()))
+
+
+def warm_up_rows() -> list[int]:
+    """Returns numbers of rows for which `use_streamed` selects all its configurations."""
+    first = min(first for first, _ in USED_ROWS.values())
+    sizes = {max(first, columns // 2 + 1) for columns in TOKENS}
+    return sorted(rows for rows in sizes if rows <= max_used_rows())
+
+
+def workspace_size(processors: int, max_rows: int) -> int:
+    """Returns the float32 numbers that the parts of any product of up to `max_rows` tokens take."""
     return max(
-        2 * processors * config.programs * config.tile_rows * config.tokens
-        for tokens in (8, 16, 32, 64, 128)
+        _PLACES * processors * config.programs * config.tile_rows * config.tokens
+        for tokens in TOKENS
+        if tokens <= padded_rows(max_rows)
         for config in configs(tokens)
     )
