@@ -407,6 +407,7 @@ def streamed_product(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: StreamConfig | None = None,
+    spans: Tiling | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T, accumulated in float32.
 
@@ -422,7 +423,7 @@ def streamed_product(
         out: [T, N] to write to, its rows aligned as x's; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before; `weight` is read before that
             kernel ends, so that kernel must not write it.
-        config: instead of `stream_config`'s (for tests and tuning).
+        config, spans: instead of `stream_config`'s and `tiling`'s (for tests and tuning).
 
     Returns:
         [T, N] in x's dtype.
@@ -442,11 +443,11 @@ def streamed_product(
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     steps = inputs * x.element_size() // STEP_BYTES
     config = config or stream_config(rows, lines, steps, processors)
-    tiles = tiling(config, lines, steps, processors)
-    if tiles.exchanged_numbers(config) > workspace.partials.numel():
-        raise ValueError(f"the workspace is too small for {config}")
+    spans = spans or tiling(config, lines, steps, processors)
+    if spans.exchanged_numbers(config) > workspace.partials.numel():
+        raise ValueError(f"the workspace is too small for {config} and {spans}")
     _launch(
-        x, weight, workspace, tiles, config, out=out,
+        x, weight, workspace, spans, config, out=out,
         residual=residual, bias=bias, scales=None, gated=gated, pdl=pdl
     )  # fmt: skip
     return out
@@ -461,7 +462,7 @@ def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     workspace: StreamWorkspace,
-    tiles: Tiling,
+    spans: Tiling,
     config: StreamConfig,
     *,
     out: torch.Tensor,
@@ -476,13 +477,13 @@ def _launch(
     outputs = config.consumer_rows // 2 if gated else config.consumer_rows
     target = _descriptor(out, [config.tokens, outputs])
     x_scales, w_scales = scales or (workspace.partials, workspace.partials)
-    _streamed_kernel[(tiles.programs,)](
+    _streamed_kernel[(spans.programs,)](
         _descriptor(x, [config.tokens, step]),
         _descriptor(weight, [config.consumer_rows, step]),
         target,
         target if residual is None else _descriptor(residual, [config.tokens, outputs]),
         out if bias is None else bias, x_scales, w_scales, workspace.partials, workspace.counters,
-        len(x), len(weight), tiles.steps, tiles.span, tiles.longer,
+        len(x), len(weight), spans.steps, spans.span, spans.longer,
         **constants(config, gated=gated, biased=bias is not None, added=residual is not None,
                     scaled=scales is not None, pdl=pdl),
         num_warps=4, maxnreg=config.max_registers, launch_pdl=pdl,

@@ -37,9 +37,13 @@ _PLACES = 2
 _MAX_PARTS = 12
 #: Units of a program, at least.
 _MIN_SPAN = 4
-#: Bytes a microsecond of an H200's memory; of its L2 cache (as `gated_product` reads it with 128
-#: rows of Qwen3-8B, 335 MB in 51.7 us: at least); and of one multiprocessor, a guess.
-_MEMORY_RATE, _CACHE_RATE, _PROGRAM_RATE = 4.2e6, 6.5e6, 8e4
+#: Bytes a microsecond of an H200's memory and of its L2 cache, and of each for one multiprocessor:
+#: as `gated_product` reads the weight of Qwen3-8B on 128 multiprocessors, in 49 us with 64 rows,
+#: and with 128 rows 335 MB in 52 us. Whether fewer multiprocessors suffice has not been measured.
+_MEMORY_RATE, _READING_RATE = 4.2e6, 3.35e4
+_CACHE_RATE, _LOADING_RATE = 6.5e6, 5e4
+#: Bytes a microsecond of sums that one multiprocessor adds: a guess.
+_ADDING_RATE = 8e4
 #: Microseconds that exchanging sums takes however few they are.
 _EXCHANGE = 1.5
 
@@ -137,23 +141,30 @@ class Tiling:
 
     @property
     def max_parts(self) -> int:
-        """Programs that share a tile, at most."""
+        """Programs that share a tile: as many as that at most."""
         if self.longer == 0 and self.span % self.steps == 0:
             return 1
+        if self.longer == 0 and self.steps % self.span == 0:
+            return self.steps // self.span
         return 1 + (self.steps + self.span - 2) // self.span
 
 
+@lru_cache(maxsize=8192)
 def tiling(config: StreamConfig, lines: int, steps: int, processors: int) -> Tiling:
-    """Returns the spans for a weight of `lines` rows and `steps` steps of inputs.
+    """Returns the spans for a weight of `lines` rows and `steps` steps of inputs: those with the
+    shortest estimated time.
 
-    Few units are divided among fewer programs: each takes part in few sums, and a program that has
-    less to read than a ring holds would wait for memory once anyway.
+    A few programs less than there could be often have no longer spans, but spans that divide a
+    tile, so that fewer sums are exchanged. Few units are divided among few programs: each takes
+    part in few sums, and a program that has less to read than a ring holds would wait for memory
+    once anyway.
     """
     tiles = -(-lines // config.tile_rows)
-    programs = min(
-        processors * config.programs, tiles * _MAX_PARTS, max(1, tiles * steps // _MIN_SPAN)
+    most = min(processors * config.programs, tiles * _MAX_PARTS, max(1, tiles * steps // _MIN_SPAN))
+    return min(
+        (Tiling(tiles, steps, programs) for programs in range(most, most // 2, -1)),
+        key=lambda spans: _time(config, spans, processors),
     )
-    return Tiling(tiles, steps, programs)
 
 
 def stages_of(tokens: int, consumers: int, consumer_rows: int, blocks: int) -> int:
@@ -188,20 +199,26 @@ def padded_rows(rows: int) -> int:
 
 def estimated_time(config: StreamConfig, lines: int, steps: int, processors: int) -> float:
     """Returns the microseconds of a product with full tiles, launch not counted."""
-    tiles = tiling(config, lines, steps, processors)
-    weight = lines * steps * STEP_BYTES
-    occupied = min(processors, tiles.programs)
-    memory_rate, cache_rate = (
-        min(rate, occupied * _PROGRAM_RATE) for rate in (_MEMORY_RATE, _CACHE_RATE)
+    return _time(config, tiling(config, lines, steps, processors), processors)
+
+
+def _time(config: StreamConfig, spans: Tiling, processors: int) -> float:
+    unit = config.tile_rows * STEP_BYTES
+    weight, tokens = spans.units * unit, config.tokens / config.tile_rows
+    # what the programs of one multiprocessor read, and what all read if each had the longest span
+    longest = -(-spans.units // spans.programs)
+    own = -(-spans.programs // processors) * longest * unit
+    unevenness = longest * spans.programs / spans.units
+    reading = max(
+        weight * unevenness / _MEMORY_RATE,
+        weight * unevenness * (1 + tokens) / _CACHE_RATE,
+        own / _READING_RATE,
+        own * (1 + tokens) / _LOADING_RATE,
     )
-    # all programs take as long as the one with the longest span
-    unevenness = -(-tiles.units // tiles.programs) * tiles.programs / tiles.units
-    reread = 1 + config.tokens / config.tile_rows
-    reading = max(weight / memory_rate, weight * reread / cache_rate) * unevenness
-    if tiles.max_parts == 1:
+    if spans.max_parts == 1:
         return reading
     part = config.tile_rows * config.tokens * 4
-    return reading + _EXCHANGE + (1 + tiles.max_parts) * part / _PROGRAM_RATE
+    return reading + _EXCHANGE + (1 + spans.max_parts) * part / _ADDING_RATE
 
 
 @lru_cache(maxsize=8192)

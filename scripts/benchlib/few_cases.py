@@ -17,10 +17,12 @@ from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.streamed_product import StreamWorkspace, streamed_product
 from aioinfer.kernels.streamed_tiles import (
     StreamConfig,
+    Tiling,
     configs,
     estimated_time,
     padded_rows,
     stream_config,
+    tiling,
 )
 
 from benchlib.kernel_cases import DEVICE, LINEARS, Case, random_tensor
@@ -90,9 +92,10 @@ def product_cases(
     if gated:
         for pdl in (False, True):
             yield make("gated_product" + " pdl" * pdl, partial(gated_product, x, out=out, pdl=pdl))
-    for variant, config in stream_configs(rows, lines, inputs, tune).items():
+    for variant, (config, spans) in stream_configs(rows, lines, inputs, tune).items():
         for pdl in (False, True):
-            given = {"residual": residual, "gated": gated, "out": out, "config": config, "pdl": pdl}
+            given = {"residual": residual, "gated": gated, "out": out, "pdl": pdl}
+            given |= {"config": config, "spans": spans}
 
             def streamed(weight: torch.Tensor, given: dict[str, object] = given) -> object:
                 return streamed_product(x, weight, workspace, **given)
@@ -113,17 +116,27 @@ def with_cublas(
         torch.mm(x, weight.t(), out=out)
 
 
-def stream_configs(rows: int, lines: int, inputs: int, tune: bool) -> dict[str, StreamConfig]:
-    """Returns the selected configuration and, to tune, all others, and it with fewer stages."""
-    best = stream_config(rows, lines, inputs // 64, processors())
+def stream_configs(
+    rows: int, lines: int, inputs: int, tune: bool
+) -> dict[str, tuple[StreamConfig, Tiling]]:
+    """Returns the selected configuration and its spans and, to tune, all others, the selected one
+    with fewer stages, and each with as many programs as there can be, or with whole tiles."""
+    steps = inputs // 64
+    best = stream_config(rows, lines, steps, processors())
     found = [best]
     if tune:
         found += [config for config in configs(padded_rows(rows)) if config != best]
         found += [replace(best, stages=best.stages // 2)] if best.stages >= 8 else []
-    return {
-        f"stream c{c.consumers}x{c.consumer_rows} s{c.stages} b{c.blocks} p{c.programs}": c
-        for c in found
-    }
+    named = {}
+    for c in found:
+        spans = tiling(c, lines, steps, processors())
+        most = min(spans.units, processors() * c.programs)
+        others = (most, 128 * c.programs, spans.tiles, spans.tiles // 2) if tune else ()
+        wanted = [n for n in others if most // 2 < n <= most]
+        for programs in dict.fromkeys([spans.programs, *wanted]):
+            name = f"stream c{c.consumers}x{c.consumer_rows} s{c.stages} b{c.blocks} p{programs}"
+            named[name] = c, replace(spans, programs=programs)
+    return named
 
 
 def processors() -> int:
