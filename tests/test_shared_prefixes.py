@@ -1,71 +1,135 @@
-"""Shared prefixes on the host: what plans say, slots that get new requests, how much is saved."""
+"""Prompts that begin alike and are there at the same time: what they share is computed once.
+
+Blocks of a prompt enter the prefix cache with the plan that computes them, and a waiting request is
+admitted only when the running ones have got what they want of the step. So whoever comes second
+finds what the first has computed so far, and comes in when the first one's prompt is planned.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from aioinfer.ipc.plan import StepPlan
-from aioinfer.worker.shared_prefixes import SharedPrefixes
+from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.scheduler.prefix_cache import root_hash
+from aioinfer.scheduler.request import Request, Status
+from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
 
-SLOTS = 32
-
-
-def growth(tables: dict[int, list[int]], first: int = 0, group: int = 0) -> StepPlan:
-    """Returns a plan in which the block tables of slots grow from index `first` on."""
-    none = np.empty(0, np.int32)
-    entries = [
-        (group * SLOTS + slot, first + index, block)
-        for slot, blocks in tables.items()
-        for index, block in enumerate(blocks)
-    ]
-    columns = np.array(entries, np.int32).reshape(-1, 3).T
-    return StepPlan(0, none, none, none, none, *columns, none, none)
+SHARED = list(range(1, 97))
 
 
-def prefixes() -> SharedPrefixes:
-    """8 rows have to share 10 blocks of 16 tokens, 10 rows 8, 19 rows 4, and so on."""
-    return SharedPrefixes(SLOTS, 16, min_rows=8, min_saved=1120)
+def computed_of_prompts(harness: Harness) -> int:
+    """Returns how many tokens the plans have computed that are no decodes."""
+    return sum(
+        int(length)
+        for plan in harness.plans
+        for length, samples in zip(plan.lengths, plan.samples, strict=True)
+        if length > 1 or not samples
+    )
 
 
-def slots(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)
+def pair(own: int = 5) -> list[Request]:
+    return [make_request(str(i), [*SHARED, *[200 + i] * own], 3) for i in range(2)]
 
 
-def test_rows_that_begin_alike() -> None:
-    found = prefixes()
-    found.update(growth({slot: [*range(100, 110), slot] for slot in range(8)}))
-    assert found.may_save(slots(8))
-    assert found.may_save(slots(20))
-    assert not found.may_save(slots(7))
+def run_pair(harness: Harness, requests: list[Request]) -> int:
+    harness.add(*requests)
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+    return computed_of_prompts(harness)
 
 
-def test_rows_that_share_too_little() -> None:
-    found = prefixes()
-    found.update(growth({slot: [*range(100, 108), 200 + slot, 300 + slot] for slot in range(9)}))
-    assert not found.may_save(slots(9))
-    found.update(growth({9: [*range(100, 108), 500]}))
-    assert found.may_save(slots(10))
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, windowed(10)), (windowed(7),)])
+@pytest.mark.parametrize("budget", [16, 33, 60, 512])
+def test_what_two_prompts_share_is_computed_once(budget: int, groups: tuple[KVGroup, ...]) -> None:
+    harness = Harness(token_budget=budget, prefill_cap=budget, num_blocks=256, groups=groups)
+    assert run_pair(harness, pair()) == len(SHARED) + 2 * 5
 
 
-def test_short_rows_share_nothing() -> None:
-    found = prefixes()
-    assert not found.may_save(slots(SLOTS))
-    found.update(growth({slot: [slot] for slot in range(SLOTS)}))
-    assert not found.may_save(slots(SLOTS))
+@pytest.mark.parametrize("plans_ahead", [True, False])
+def test_it_is_computed_once_beside_decodes_and_by_time(plans_ahead: bool) -> None:
+    """Here the first prompt gets less than the step's budget: 512 tokens or more, aligned."""
+    harness = Harness(
+        depth=2 if plans_ahead else 1, token_budget=8192, prefill_cap=8192, num_blocks=4096,
+        block_size=16, paces_prefill=True, target_itl_s=0.012,
+    )  # fmt: skip
+    times = harness.scheduler.pacing.times
+    times.costs, times.is_known = [0.001, 0.001, 0.0, 0.0, 1e-5, 1e-9], True
+    times.learn = lambda work, seconds: None  # type: ignore[method-assign]
+    harness.add(make_request("decoding", [7] * 40, 60))
+    harness.step()
+    harness.step()
+    before = computed_of_prompts(harness)
+    shared = [number % 40 for number in range(4000)]
+    requests = [make_request(str(i), [*shared, 41 + i, 43], 2) for i in range(3)]
+    harness.add(*requests)
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+    assert requests[0].num_prefill_steps > 3
+    assert computed_of_prompts(harness) - before == len(shared) + 3 * 2
+    assert [request.num_cached for request in requests] == [0, 4000, 4000]
 
 
-def test_a_slot_forgets_its_last_request() -> None:
-    found = prefixes()
-    tables = {slot: list(range(100, 110)) for slot in range(8)}
-    found.update(growth(tables))
-    assert found.may_save(slots(8))
-    found.update(growth({3: [50]}))
-    assert not found.may_save(slots(8))
-    found.update(growth({3: list(range(101, 110))}, first=1))
-    assert found.may_save(slots(8))
+def test_the_second_goes_on_where_an_aborted_first_has_ended() -> None:
+    harness = Harness(token_budget=32, prefill_cap=32, num_blocks=256)
+    first, second = pair()
+    harness.add(first, second)
+    harness.step()
+    assert second.status is Status.WAITING
+    harness.scheduler.finish(first, "abort")
+    harness.run()
+    assert_complete(second)
+    assert 0 < second.num_cached < len(SHARED)
+    assert computed_of_prompts(harness) == len(SHARED) + 5
 
 
-def test_other_groups_are_left_out() -> None:
-    found = prefixes()
-    found.update(growth({slot: list(range(100, 110)) for slot in range(8)}, group=1))
-    assert not found.may_save(slots(8))
+def test_the_second_goes_on_where_a_preempted_first_was() -> None:
+    harness = Harness(token_budget=32, prefill_cap=32, num_blocks=40)
+    old = make_request("old", [9] * 8, 80)
+    harness.add(old)
+    harness.step()
+    requests = pair()
+    harness.add(*requests)
+    harness.run()
+    for request in (old, *requests):
+        assert_complete(request)
+    assert requests[1].num_cached >= len(SHARED)
+
+
+def test_another_salt_shares_nothing() -> None:
+    harness = Harness(token_budget=32, prefill_cap=32, num_blocks=256)
+    requests = pair()
+    requests[1].hash_root = root_hash(b"another")
+    assert run_pair(harness, requests) == 2 * (len(SHARED) + 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_nothing_is_computed_twice_while_blocks_last(data) -> None:
+    """Prompts are prefixes of one text with an end of their own; each block of it is computed once,
+    and each prompt computes its last tokens itself."""
+    draw = data.draw
+    size = draw(st.sampled_from([4, 16]), "block_size")
+    harness = Harness(
+        token_budget=draw(st.integers(20, 200), "budget"),
+        prefill_cap=draw(st.integers(8, 200), "cap"),
+        num_blocks=512,
+        block_size=size,
+        max_num_seqs=8,
+    )
+    text = [(number * number) % 43 for number in range(200)]
+    requests = []
+    for number in range(draw(st.integers(2, 8), "requests")):
+        length = draw(st.integers(1, 200), "length")
+        requests.append(make_request(str(number), [*text[:length], 50 + number], 3))
+        harness.add(requests[-1])
+        for _ in range(draw(st.integers(0, 2))):
+            harness.step()
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+    ends = sum(len(r.tokens[: r.prompt_len]) % size or size for r in requests)
+    assert computed_of_prompts(harness) <= 200 + ends + size * len(requests)

@@ -40,6 +40,7 @@ from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepI
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes, shared_sizes
 from aioinfer.worker.expert_report import ExpertReport
+from aioinfer.worker.first_blocks import SharedPrefixes
 from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
@@ -52,7 +53,6 @@ from aioinfer.worker.prompt_rows import (
     sections_of,
 )
 from aioinfer.worker.requested_logprobs import requested_logprobs
-from aioinfer.worker.shared_prefixes import SharedPrefixes
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
 from aioinfer.worker.step_inputs import count_decodes
