@@ -36,6 +36,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #: it, tiles of such rows, parts of the prefix, KV tiles a part, the row whose table is read.
 _FIELDS = 8
 _CHUNK = 32
+#: Of `CascadeConfig`: fewer rows, or fewer keys saved, are not worth the launch.
+MIN_ROWS, MIN_SAVED_KEYS = 8, 8192
 _MIN_ROWS_PAD = 64
 
 
@@ -58,8 +60,8 @@ class CascadeConfig:
     programs_per_sm: int = 2
     max_splits: int = 16
     min_split: int = 256
-    min_rows: int = 8
-    min_saved: int = 8192
+    min_rows: int = MIN_ROWS
+    min_saved: int = MIN_SAVED_KEYS
 
 
 def cascade_config(head_size: int, group: int, element_size: int) -> CascadeConfig:

@@ -61,12 +61,15 @@ QUERY_ROWS = 16
 # sector
 PLAN_FIELDS = 8
 MIN_ROWS_PAD = 256
+# a part of a row has at least a tenth of its tiles, up to `DecodeConfig.min_tiles`
+TILES_A_PART = tl.constexpr(10)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a
-    multiprocessor.
+    multiprocessor; and how rows are split: parts of long rows have at least `min_tiles` tiles, and
+    rows of up to `whole_tiles` are not split if there are enough of them to occupy the GPU.
 
     With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
     a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
@@ -84,6 +87,7 @@ class DecodeConfig:
     min_tiles: int
     fp16_operands: bool = False
     paired_channels: bool = False
+    whole_tiles: int = 0
 
 
 def decode_config(head_size: int, element_size: int) -> DecodeConfig:
@@ -93,7 +97,14 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     tile = max(16, min(64, 8192 // bytes_a_token))
     return (
         DecodeConfig(
-            tile, 2, 6, 4, 1, fp16_operands=element_size == 1, paired_channels=element_size == 1
+            tile,
+            2,
+            6,
+            4,
+            4,
+            fp16_operands=element_size == 1,
+            paired_channels=element_size == 1,
+            whole_tiles=12,
         )
         if tile * bytes_a_token <= 8192
         else DecodeConfig(tile, 4, 2, 2, 1)
@@ -234,7 +245,7 @@ def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
 def _plan_kernel(
     seq_lens, plan, num_rows, shared_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    TILE: tl.constexpr, MIN_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr,
     PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
     CASCADE: tl.constexpr,
 ):  # fmt: skip
@@ -246,17 +257,36 @@ def _plan_kernel(
         shared = tl.load(shared_rows + 8 + rows, rows < num_rows, 0)
         tiles = _tiles_behind(tiles, shared, TILE)
     tiles = tl.where(rows < num_rows, tiles, 0)
-    total = tl.sum(tiles) * KV_HEADS
-    span = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, MIN_TILES)
+    longest = tl.max(tiles)
+    # Merging parts takes longer the more there are. With enough (row, head) pairs to occupy the GPU
+    # one program reads all tiles of a short row sooner than several read and merge them.
+    fewest = tl.minimum(tl.maximum(longest // TILES_A_PART, 1), MIN_TILES)
+    if 4 * num_rows * KV_HEADS >= PROGRAMS:
+        fewest = tl.where(longest <= WHOLE_TILES, longest, fewest)
+    span = tl.maximum(tl.cdiv(tl.sum(tiles) * KV_HEADS, PROGRAMS), fewest)
+    # the shortest span with which no program has parts of two (row, head) pairs, if it is hardly
+    # longer than the even one
+    high = tl.maximum(span, tl.minimum(longest, span + span // 8 + 1))
+    low = span
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(tiles, middle)) * KV_HEADS <= PROGRAMS
+        low, high = tl.where(fits, low, middle + 1), tl.where(fits, middle, high)
+    apart = tl.sum(tl.cdiv(tiles, low)) * KV_HEADS <= PROGRAMS
+    span = tl.where(apart, low, span)
+    padded = tl.where(apart, tl.cdiv(tiles, span) * span, tiles)
     start = program * span
-    row = tl.sum((tl.cumsum(tiles) * KV_HEADS <= start).to(tl.int32))
-    before = tl.sum(tl.where(rows < row, tiles, 0)) * KV_HEADS
-    here = tl.maximum(tl.sum(tl.where(rows == row, tiles, 0)), 1)
+    row = tl.sum((tl.cumsum(padded) * KV_HEADS <= start).to(tl.int32))
+    before = tl.sum(tl.where(rows < row, padded, 0)) * KV_HEADS
+    here = tl.maximum(tl.sum(tl.where(rows == row, padded, 0)), 1)
+    tile = (start - before) % here
+    todo = tl.maximum(tl.minimum(span, tl.sum(padded) * KV_HEADS - start), 0)
+    todo = tl.where(apart, tl.minimum(todo, tl.sum(tl.where(rows == row, tiles, 0)) - tile), todo)
     place = plan + program * FIELDS
     tl.store(place, row)
     tl.store(place + 1, (start - before) // here)
-    tl.store(place + 2, (start - before) % here)
-    tl.store(place + 3, tl.maximum(tl.minimum(span, total - start), 0))
+    tl.store(place + 2, tile)
+    tl.store(place + 3, tl.maximum(todo, 0))
     tl.store(place + 4, span)
     tl.store(place + 5, tl.sum(tl.where(rows == row, lens, 0)))
 
@@ -294,7 +324,8 @@ def plan_decode(
         seq_lens, workspace.plan, rows, workspace.plan if cascade is None else cascade.rows,
         KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
         TILE=workspace.config.tile,
-        MIN_TILES=workspace.config.min_tiles, PROGRAMS=programs,
+        MIN_TILES=workspace.config.min_tiles, WHOLE_TILES=workspace.config.whole_tiles,
+        PROGRAMS=programs,
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
         FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, num_warps=4,
     )  # fmt: skip

@@ -209,15 +209,16 @@ def _expert_kernel(
 
 @triton.jit(do_not_specialize=["first_expert"])
 def _vector_kernel(
-    x, weight, w_scales, bias, factors, experts, out, first_expert,
+    x, weight, w_scales, bias, factors, experts, norm, norm_factors, out, first_expert,
     FEATURES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
     EXPERTS: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    LIMIT: tl.constexpr, HAS_NORM: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token; a program computes OUTPUTS features of one of its experts. `first_expert` and
-    PARTIAL as in `_expert_kernel`. Weights as they are, or SCALED; a row has GROUPS scales."""
+    PARTIAL as in `_expert_kernel`. Weights as they are, or SCALED; a row has GROUPS scales. With
+    HAS_NORM x is multiplied by the norm's weight, and the sums by its factor."""
     WIDTH: tl.constexpr = FEATURES // 2 if GATED else FEATURES
     GROUPED: tl.constexpr = GROUPS > 1
     SCALE_ROWS: tl.constexpr = (FEATURES + ROWS_PER_SCALE - 1) // ROWS_PER_SCALE
@@ -242,7 +243,10 @@ def _vector_kernel(
     for begin in tl.static_range(0, INPUTS, STEP):
         inside = begin + k < INPUTS
         mask = is_line[:, None] & inside[None, :]
-        value = tl.load(row + begin + k, inside, 0.0).to(tl.float32)[None, :]
+        value = tl.load(row + begin + k, inside, 0.0).to(tl.float32)
+        if HAS_NORM:
+            value *= tl.load(norm + begin + k, inside, 0.0).to(tl.float32)
+        value = value[None, :]
         w = tl.load(place + begin, mask, 0.0)
         if GATED:
             up = tl.load(place + RUN * INPUTS + begin, mask, 0.0)
@@ -258,6 +262,10 @@ def _vector_kernel(
         total *= tl.load(scales + line // ROWS_PER_SCALE, is_line, 0.0)
         if GATED:
             up_total *= tl.load(scales + (line + RUN) // ROWS_PER_SCALE, is_line, 0.0)
+    if HAS_NORM:
+        factor = tl.load(norm_factors)
+        total *= factor
+        up_total *= factor
     if HAS_BIAS:
         total += tl.load(bias + expert * FEATURES + line, is_line, 0.0).to(tl.float32)
         if GATED:
@@ -277,6 +285,7 @@ def expert_product(
     gated: bool,
     bias: torch.Tensor | None = None,
     activation: Activation = SILU,
+    norm_weight: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -299,6 +308,8 @@ def expert_product(
             for fewer.
         bias: [E, N], or [E, 2 * N] in the order of the weight's rows; of any dtype.
         activation: of the first product.
+        norm_weight: [K] of the RMSNorm that x passes through first; for one token whose routing did
+            this norm (`RoutedTokens.norm_factors`), with a `VectorConfig`.
         dtype: of the result, if x is quantized.
         out: [T * top_k, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
@@ -319,7 +330,11 @@ def expert_product(
     is_one = routed.counts is None and tokens == 1 and isinstance(x, torch.Tensor)
     if config is None and is_one and not isinstance(weight, PackedExperts):
         config = vector_config(gated=gated, itemsize=_parts(weight)[0].element_size())
-    given = _Product(weight, routed, gated, bias, activation, pdl)
+    if norm_weight is not None and not (
+        gated and routed.norm_factors is not None and isinstance(config, VectorConfig)
+    ):
+        raise ValueError("the first product of one token does the norm, if the routing did it")
+    given = _Product(weight, routed, gated, bias, activation, norm_weight, pdl)
     if isinstance(config, VectorConfig):
         assert isinstance(x, torch.Tensor)
         _launch_vector(x, given, out, config)
@@ -341,6 +356,7 @@ class _Product:
     gated: bool
     bias: torch.Tensor | None
     activation: Activation
+    norm_weight: torch.Tensor | None
     pdl: bool
 
     def constants(self) -> dict[str, Any]:
@@ -382,10 +398,11 @@ def _launch_vector(
     """Launches the product of one token."""
     weight, routed = given.weight, given.routed
     values, scales = _parts(weight)
-    is_scaled = isinstance(weight, ScaledExperts)
+    is_scaled, norm = isinstance(weight, ScaledExperts), given.norm_weight
     _vector_kernel[(triton.cdiv(out.shape[1], config.features), routed.experts.shape[1])](
         x, values, scales, values if given.bias is None else given.bias, routed.weights,
-        routed.experts, out, _first_expert(routed), OUTPUTS=config.features, STEP=config.step,
+        routed.experts, *((x, x) if norm is None else (norm, routed.norm_factors)), out,
+        _first_expert(routed), HAS_NORM=norm is not None, OUTPUTS=config.features, STEP=config.step,
         SCALED=is_scaled, GROUPS=scales.shape[2] if is_scaled else 1, RUN_OF_INPUTS=RUN_OF_INPUTS,
         num_warps=config.num_warps, launch_pdl=given.pdl, **given.constants(),
     )  # fmt: skip

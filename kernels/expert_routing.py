@@ -77,6 +77,8 @@ class RoutedTokens:
         counts: int32 [num_experts], the pairs of each expert, or None for a few tokens.
         rows: int32 [num_experts, T], the pairs of each expert, in no particular order.
         local: the experts whose products are computed on this rank, at least one; None for all.
+        norm_factors: float32 [T], by which the norm that the routing did scales each token; None if
+            it did none.
     """
 
     weights: torch.Tensor
@@ -84,6 +86,7 @@ class RoutedTokens:
     counts: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     local: range | None = None
+    norm_factors: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +258,20 @@ def _write(
 @triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _few_tokens_kernel(
     x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
-    copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride,
+    copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride, norm,
+    norm_factors, eps,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PART: tl.constexpr,
     STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     BUCKETS: tl.constexpr, COPIES: tl.constexpr, COUNTED: tl.constexpr, SMALLEST: tl.constexpr,
-    LOWEST: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    LOWEST: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See `expert_selection`."""
     PARTS: tl.constexpr = EXPERTS_PAD // PART
     is_last = few_logits(
-        x, weight, logits, tickets, x_stride, HIDDEN, EXPERTS, EXPERTS_PAD, PART, STEP, PARTS,
-        EARLY, PDL,
+        x, weight, norm, logits, norm_factors, tickets, x_stride, eps, HIDDEN, EXPERTS,
+        EXPERTS_PAD, PART, STEP, PARTS, HAS_NORM, EARLY, PDL,
     )  # fmt: skip
     if is_last:
         token = tl.program_id(1) + tl.arange(0, 1)
@@ -353,6 +357,8 @@ def route(
     copies: CopyTable | None = None,
     totals: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
     pdl: bool = False,
     config: RoutingConfig | FewTokensConfig | None = None,
 ) -> RoutedTokens:
@@ -373,6 +379,8 @@ def route(
         totals: int32 [places]; the tokens of each place are added, modulo 2 ** 32.
         slots: int64 [T], negative for tokens that are padding, which are routed and not counted; by
             default none is.
+        norm_weight: [H] of the RMSNorm (with `eps`) that x passes through first; for `FEW_TOKENS`
+            tokens at most, and for products that take `RoutedTokens.norm_factors`.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
         config: instead of `routing_config`'s (for tests and tuning).
 
@@ -394,6 +402,8 @@ def route(
     tiles = tokens if isinstance(config, FewTokensConfig) else triton.cdiv(tokens, config.tokens)
     if (parts > 1 or is_few) and tiles > MAX_SHARED_TILES:
         raise ValueError(f"{tokens} tokens are too many for {config}")
+    if norm_weight is not None and not is_few:
+        raise ValueError(f"{config} does no norm")
     like = {"device": x.device}
     size = tokens * padded if parts > 1 or is_few else 1
     logits = torch.empty(size, dtype=torch.float32, **like)
@@ -404,19 +414,25 @@ def route(
     # of tokens without slots one stands for all: two tickets, which are never negative
     slot_mapping = tickets[:2].view(torch.int64) if slots is None else slots
     constants = _constants(rule, bias, logit_bias) | _configured(config)
+    norm_factors, norm = None, ()
+    if norm_weight is not None:
+        norm_factors = torch.empty(tokens, dtype=torch.float32, **like)
+    if is_few:
+        norm = (weight, logits, eps) if norm_factors is None else (norm_weight, norm_factors, eps)
+        constants["HAS_NORM"] = norm_factors is not None
     kernel = _few_tokens_kernel if is_few else _routing_kernel
     kernel[(parts, tiles)](
         x, weight, weight if bias is None else bias, weight if logit_bias is None else logit_bias,
         logits, weights, chosen, counts, rows, tickets,
         *((counts, counts) if copies is None else (copies.places, copies.counts)),
         counts if totals is None else totals, slot_mapping, tokens, x.stride(0), rule.scale,
-        0 if slots is None else 1,
+        0 if slots is None else 1, *norm,
         HIDDEN=hidden, EXPERTS_PAD=padded, BUCKETS=buckets,
         COPIES=0 if copies is None else copies.places.shape[1], COUNTED=totals is not None,
         PDL=pdl, launch_pdl=pdl, **constants,
     )  # fmt: skip
     filled = (counts, rows) if buckets else (None, None)
-    return RoutedTokens(weights, chosen, *filled, local)
+    return RoutedTokens(weights, chosen, *filled, local, norm_factors)
 
 
 def _constants(

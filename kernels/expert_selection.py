@@ -9,7 +9,8 @@ instruction of the warp (`redux.sync`), and the first expert that has it by anot
 **Few tokens.** A program of one warp computes the logits of one token for a few experts: all its
 loads are in flight at a time, those of the weights before the kernel before has ended, so that the
 products are one memory round trip instead of eight steps of a pipeline. The last program of a
-token selects its experts, with a warp's reductions and no barriers.
+token selects its experts, with a warp's reductions and no barriers. The RMSNorm before the router
+may be part of it: the logits are scaled by the norm's factor, which is left for the products.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -78,12 +79,13 @@ def best_by_keys(
 
 @triton.jit
 def few_logits(
-    x, weight, logits, tickets, x_stride,
+    x, weight, norm, logits, norm_factors, tickets, x_stride, eps,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PART: tl.constexpr,
-    STEP: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes the logits of token `program_id(1)` for PART experts; returns whether those of all
-    experts are there."""
+    """Writes the logits of token `program_id(1)` for PART experts, and with HAS_NORM its norm's
+    factor; returns whether the logits of all experts are there."""
     token = tl.program_id(1)
     expert = tl.program_id(0) * PART + tl.arange(0, PART)
     k = tl.arange(0, STEP)
@@ -91,19 +93,35 @@ def few_logits(
     is_expert = (expert < EXPERTS)[:, None]
     if EARLY:
         w = tl.load(place, is_expert & (k < HIDDEN)[None, :], 0.0)
+        if HAS_NORM:
+            norm_w = tl.load(norm + k, k < HIDDEN, 0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if not EARLY:
         w = tl.load(place, is_expert & (k < HIDDEN)[None, :], 0.0)
+        if HAS_NORM:
+            norm_w = tl.load(norm + k, k < HIDDEN, 0.0)
     row = x + token.to(tl.int64) * x_stride + k
     value = tl.load(row, k < HIDDEN, 0.0).to(tl.float32)
+    square = 0.0
+    if HAS_NORM:
+        square = tl.sum(value * value)
+        value = value * norm_w.to(tl.float32)
     total = tl.sum(w.to(tl.float32) * value[None, :], 1)
     for begin in tl.static_range(STEP, HIDDEN, STEP):
         inside = begin + k < HIDDEN
         w = tl.load(place + begin, is_expert & inside[None, :], 0.0)
         value = tl.load(row + begin, inside, 0.0).to(tl.float32)
+        if HAS_NORM:
+            square += tl.sum(value * value)
+            value = value * tl.load(norm + begin + k, inside, 0.0).to(tl.float32)
         total += tl.sum(w.to(tl.float32) * value[None, :], 1)
+    if HAS_NORM:
+        factor = tl.rsqrt(square / HIDDEN + eps)
+        total *= factor
+        if tl.program_id(0) == 0:
+            tl.store(norm_factors + token, factor)
     tl.store(logits + token * EXPERTS_PAD + expert, total)
     # every thread has written its logits before one thread counts them
     tl.debug_barrier()

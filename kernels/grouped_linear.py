@@ -13,8 +13,8 @@ An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bi
 Can't Run", 2022. Two words give eight 16-bit values by eleven instructions (`_expand`).
 
 Where output features alone give too few programs, the inputs are divided over several of them
-(split-K); the last to finish sums their parts in a fixed order. The RMSNorm before one row, the
-gate and the residual add after the product are fused as in `linear`.
+(split-K); the last to finish sums their parts in a fixed order. The gate and the residual add after
+the product are fused as in `linear`.
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -33,7 +33,6 @@ from aioinfer.kernels.grouped_weight import (
     split_zero,
 )
 from aioinfer.kernels.linear_arguments import check_linear
-from aioinfer.kernels.norm import rms_norm
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Up to so many rows the weight is read as it is; above, arithmetic is the bound, and cuBLAS with
@@ -230,13 +229,12 @@ def _load_unit(
 
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    x, packed, scales, norm, residual, out, partials, counters, rows, features, width,
-    x_stride, residual_stride, out_stride, eps,
+    x, packed, scales, residual, out, partials, counters, rows, features, width,
+    x_stride, residual_stride, out_stride,
     INPUTS: tl.constexpr, UNITS: tl.constexpr, RUN: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, TILE: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of output features, tile of rows, part of the inputs)."""
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -254,7 +252,6 @@ def _kernel(
         gdc_wait()
         gdc_launch_dependents()
     totals = tl.zeros([FEATURES, ROWS], tl.float32)
-    squares = tl.zeros([RUN, ROWS], tl.float32)
     end = min(split * SHARE + SHARE, UNITS)
     for unit in tl.range(split * SHARE, end, num_stages=STAGES):
         runs, kept = _load_unit(
@@ -266,34 +263,22 @@ def _kernel(
             k = ((unit * PARTS + part) * RUN + word)[:, None]
             is_there = is_row if UNITS * PARTS * RUN == INPUTS else is_row & (k < INPUTS)
             value = tl.load(x_place + k, is_there, 0.0)
-            if HAS_NORM:
-                wide = value.to(tl.float32)
-                squares += wide * wide
-                # of x's shape, so that it is copied asynchronously as x is
-                weight = tl.load(norm + k + row[None, :] * 0, is_there, 0.0)
-                value = (wide * weight.to(tl.float32)).to(dtype)
             product = tl.dot(runs[part], value, product, input_precision="ieee")
             if part % 2 == 1 or GROUP == RUN:  # runs of one group are scaled together
                 scale, _ = split_zero(kept[part], BITS, HAS_ZEROS)
                 totals += product * scale[:, None]
                 product = tl.zeros([FEATURES, ROWS], tl.float32)
-    square = tl.sum(squares)
     if SPLITS > 1:
         index = tile * tl.num_programs(1) + tl.program_id(1)
-        size = FEATURES * ROWS + 4  # the sums, and of x's squares one, aligned to 16 bytes
+        size = FEATURES * ROWS
         part = partials + index * (SPLITS * size)
         place = tl.arange(0, FEATURES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(part + split * size + place, totals)
-        tl.store(part + split * size + FEATURES * ROWS, square)
         if not _is_last(counters, index, SPLITS):
             return
         totals = tl.zeros([FEATURES, ROWS], tl.float32)
-        square = 0.0
         for other in range(SPLITS):
             totals += tl.load(part + other * size + place)
-            square += tl.load(part + other * size + FEATURES * ROWS)
-    if HAS_NORM:
-        totals *= tl.rsqrt(square / INPUTS + eps)
     _finish(
         totals, residual, out, tile, row, rows, features, residual_stride, out_stride, FEATURES,
         ROWS, HAS_RESIDUAL, GATED, GATE,
@@ -304,8 +289,6 @@ def grouped_linear(
     x: torch.Tensor,
     weight: PackedGroups,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
     residual: torch.Tensor | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
@@ -318,8 +301,6 @@ def grouped_linear(
         x: [M, K], bf16, fp16 or fp32; rows may be strided.
         weight: [N, K]; with `gated` [2 * N, K], its rows interleaved by `gated_product.interleave`,
             N a multiple of 8.
-        norm_weight: [K] of the RMSNorm (with `eps`) that x passes through first; None for no norm.
-            Several rows, and float16, are normed by a launch of their own.
         residual: [M, N], added to the product; may be `out`.
         gated: returns silu(x @ gate.T) * (x @ up.T).
         out: [M, N] to write to; by default a new tensor.
@@ -338,28 +319,22 @@ def grouped_linear(
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    # Of several rows every program would repeat it; and in float16 the product of x and the norm's
-    # weight, which is scaled afterwards, may overflow.
-    if norm_weight is not None and (rows > 1 or x.dtype == torch.float16):
-        x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     config = config or grouped_config(rows, weight, x.element_size())
     tiles, row_tiles = triton.cdiv(weight.width, config.features), triton.cdiv(rows, config.rows)
     partials = out
     if config.splits > 1:
         if tiles * row_tiles > len(weight.counters):
             raise ValueError(f"{config} has more tiles than there are counters")
-        size = tiles * row_tiles * config.splits * (config.features * config.rows + 4)
+        size = tiles * row_tiles * config.splits * config.features * config.rows
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     added = out if residual is None else residual
     _kernel[(tiles, row_tiles, config.splits)](
-        x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
-        partials, weight.counters, rows, features, weight.width, x.stride(0), added.stride(0),
-        out.stride(0), eps,
+        x, weight.integers, weight.scales, added, out, partials, weight.counters, rows, features,
+        weight.width, x.stride(0), added.stride(0), out.stride(0),
         INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, BITS=weight.bits,
         TILE=TILE, FEATURES=config.features, ROWS=config.rows, SPLITS=config.splits,
         STAGES=config.num_stages, OFFSET=_offset(x, weight), HAS_ZEROS=weight.has_zeros,
-        HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, GATED=gated,
-        GATE=GATE_RUN, PDL=pdl,
+        HAS_RESIDUAL=residual is not None, GATED=gated, GATE=GATE_RUN, PDL=pdl,
         num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -382,7 +357,8 @@ def grouped_linear_reference(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """`grouped_linear` in plain torch, in float64."""
+    """`grouped_linear` in plain torch, in float64; of an RMSNorm of x, if `norm_weight` [K] is
+    given."""
     x = x.double()
     if norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.double()

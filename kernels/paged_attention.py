@@ -33,19 +33,17 @@ def make_prefill_plan(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    hopper: bool | None = None,
+    hopper: bool = True,
 ) -> PrefillPlan:
     """Returns an empty plan for the prefill kernel that will compute queries of `dtype` with
     `num_q_heads` heads over these caches.
 
     Args:
         rows, tokens: the maximum of rows of several tokens in a step, and of their tokens.
-        hopper: whether `prefill_hopper` is used where it can be; None: for caches of the queries'
-            dtype. Over float8 it has served a model, but its tests have not yet run on a GPU.
+        hopper: whether `prefill_hopper` is used where it can be.
     """
     _, _, kv_heads, head_size = k_cache.shape
-    wanted = k_cache.dtype == dtype if hopper is None else hopper
-    hopper = wanted and supports(dtype, k_cache, v_cache)
+    hopper = hopper and supports(dtype, k_cache, v_cache)
     tile_rows = HOPPER_ROWS if hopper else prefill_config(head_size, dtype.itemsize).rows
     return PrefillPlan.empty(
         rows, tokens, num_q_heads // kv_heads, tile_rows, k_cache.device, hopper=hopper

@@ -1,4 +1,4 @@
-"""Activations of one byte: quantized as they are, after their RMSNorm, or after the gate of an MLP.
+"""Activations of one byte: quantized as they are, or after their RMSNorm.
 
 Called by linear layers with weights of one byte (`layers.formats.kernel_scaled`) for more rows than
 `scaled_linear` takes. A scale belongs to a token, to a token and `GROUP` neighbouring channels
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from aioinfer.kernels.norm import rms_norm_reference
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -75,9 +74,8 @@ class ScaledInputs:
 @triton.jit(do_not_specialize=["group_stride"])
 def _quantize_kernel(
     x, norm, static_scale, values, scales, width, in_stride, group_stride, eps,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, HAS_NORM: tl.constexpr,
-    GATED: tl.constexpr, IS_STATIC: tl.constexpr, MAXIMUM: tl.constexpr, TINY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_STATIC: tl.constexpr, MAXIMUM: tl.constexpr, TINY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, BLOCK // SCALED)
@@ -88,13 +86,7 @@ def _quantize_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    place = x + row * in_stride + columns
-    if GATED:
-        place += columns // RUN * RUN
-    value = tl.load(place, mask, 0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(place + RUN, mask, 0.0).to(tl.float32)
-        value = value / (1.0 + tl.exp(-value)) * up
+    value = tl.load(x + row * in_stride + columns, mask, 0.0).to(tl.float32)
     if HAS_NORM:
         square = tl.sum(tl.sum(value * value, axis=1), axis=0)
         value = value * tl.rsqrt(square / width + eps) * factors
@@ -115,33 +107,24 @@ def quantize(
     *,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    gated: bool = False,
     pdl: bool = False,
 ) -> ScaledInputs:
-    """Returns x quantized, or its RMSNorm, or silu(gate) * up of it; computed in float32.
+    """Returns x quantized, or its RMSNorm; computed in float32.
 
     Args:
-        x: [T, K], bf16, fp16 or fp32; rows may be strided. With `gated` [T, 2 * K].
+        x: [T, K], bf16, fp16 or fp32; rows may be strided.
         format: of the result.
         norm_weight: [K] of the RMSNorm, with `eps`; None for no norm.
-        gated: x holds eight channels of the gate, then the matching eight of up, and so on; K is
-            a multiple of 8.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
     Raises:
-        ValueError: there are more than `MAX_CHANNELS` channels, a norm and a gate, or strided
-            columns.
+        ValueError: there are more than `MAX_CHANNELS` channels, or strided columns.
     """
     rows, width = x.shape
-    if gated:
-        width //= 2
-    if x.stride(1) != 1 or width > MAX_CHANNELS or (gated and norm_weight is not None):
+    if x.stride(1) != 1 or width > MAX_CHANNELS:
         raise ValueError(
-            f"x must be [T, K <= {MAX_CHANNELS}] with contiguous rows, and either normed or gated, "
-            f"not {tuple(x.shape)}"
+            f"x must be [T, K <= {MAX_CHANNELS}] with contiguous rows, not {tuple(x.shape)}"
         )
-    if gated and x.shape[1] % (2 * GATE_RUN):
-        raise ValueError(f"x must be [T, 2 * K], K a multiple of {GATE_RUN}, not {tuple(x.shape)}")
     groups = -(-width // GROUP) if format.is_grouped else 1
     values = torch.empty((rows, width), dtype=format.dtype, device=x.device)
     stride = rows if groups == 1 else rows + -rows % SCALE_ROWS
@@ -152,9 +135,9 @@ def quantize(
         _quantize_kernel[(rows,)](
             x, x if norm_weight is None else norm_weight, scales if static is None else static,
             values, scales, width, x.stride(0), stride, eps,
-            BLOCK=block, SCALED=GROUP if format.is_grouped else block, RUN=GATE_RUN,
-            HAS_NORM=norm_weight is not None, GATED=gated,
-            IS_STATIC=static is not None, MAXIMUM=MAXIMA[format.dtype], TINY=SMALLEST, PDL=pdl,
+            BLOCK=block, SCALED=GROUP if format.is_grouped else block,
+            HAS_NORM=norm_weight is not None, IS_STATIC=static is not None,
+            MAXIMUM=MAXIMA[format.dtype], TINY=SMALLEST, PDL=pdl,
             num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
     return ScaledInputs(values, scales[:, :rows].t())
@@ -166,12 +149,9 @@ def quantize_reference(
     *,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    gated: bool = False,
 ) -> ScaledInputs:
     """`quantize` in plain torch, in float32."""
     x = x.float()
-    if gated:
-        x = gated_activation_reference(x)
     if norm_weight is not None:
         x = rms_norm_reference(x, norm_weight.float(), eps)
     width = x.shape[1]

@@ -1,7 +1,8 @@
 """Float8 products of many rows on Hopper GPUs, in Triton's Gluon dialect.
 
 The alternative to `scaled_product` for activations and weights in float8: `supports` says which,
-and `select_config` where it is the faster one. Called by `layers.formats.kernel_scaled`.
+and `block_hopper.select_config` where it is the faster one. Called by
+`layers.formats.kernel_scaled`.
 The schedule is `gated_product`'s: a tile of the output's transpose is 64 weight rows for each of
 two or three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a
 ring of stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent.
@@ -27,8 +28,7 @@ from aioinfer.kernels.gated_product import (
 )
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_linear import ScaledMatrix
-from aioinfer.kernels.scaled_product import Inputs
-from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig, hopper_config
+from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -314,26 +314,6 @@ def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
     )
 
 
-def select_config(
-    x: Inputs,
-    weight: ScaledMatrix,
-    dtype: torch.dtype,
-    *,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    out: torch.Tensor | None = None,
-) -> HopperConfig | None:
-    """Returns the configuration of `hopper_product` where it takes these arguments and is faster
-    than `scaled_product`, otherwise None."""
-    if not isinstance(x, ScaledInputs) or not supports(x, weight, dtype):
-        return None
-    if not all(t is None or (t.stride(0) and _rows_are_aligned(t)) for t in (residual, out)):
-        return None
-    programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
-    lines, inputs = weight.values.shape
-    return hopper_config(len(x), lines, inputs, programs, gated=gated, grouped=weight.is_grouped)
-
-
 def hopper_product(
     x: ScaledInputs,
     weight: ScaledMatrix,
@@ -366,7 +346,7 @@ def hopper_product(
     grouped = weight.is_grouped
     config = config or CONFIGS[gated, grouped][0]
     token_tiles = -(-rows // config.tokens)
-    weight_tiles = -(-lines // config.rows)
+    weight_tiles = -(-lines // config.lines)
     items = token_tiles * weight_tiles
     tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
     target = _descriptor(out, tile)

@@ -37,12 +37,15 @@ class ScaledMatrix:
         rows_per_scale: neighbouring rows that share scales.
         counters: int32 [C], zeros between launches, for products whose inputs are divided over
             several programs; without it they are not.
+        is_paired: of each 128 rows, every other eight (those of the gate) share scales, and so do
+            the eight between them (those of up); `rows_per_scale` is 8.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     rows_per_scale: int = 1
     counters: torch.Tensor | None = None
+    is_paired: bool = False
 
     @property
     def is_grouped(self) -> bool:

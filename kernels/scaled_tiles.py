@@ -1,5 +1,6 @@
-"""Tiles of the float8 products of many rows on Hopper: those of the Gluon kernel
-(`scaled_hopper.py`), and where it is faster than the Triton one (`scaled_product.py`).
+"""Tiles of the float8 products of many rows on Hopper: those of the Gluon kernels
+(`scaled_hopper.py` and `block_hopper.py`), and where they are faster than the Triton one
+(`scaled_product.py`).
 
 Products of many rows take as long as their waves: tiles are computed one for each multiprocessor at
 a time, and a last wave that occupies few of them takes as long as a full one. So a time for each
@@ -15,6 +16,12 @@ from aioinfer.kernels.scaled_product import ProductConfig, product_config
 
 CONSUMER_ROWS = 64  # weight rows of a consumer warpgroup: those of one wgmma
 STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
+HALF = 64  # tokens of a wgmma where tokens are its rows
+SHARED_MEMORY = 227 * 1024  # bytes of a thread block
+MAX_STAGES = 12
+#: Whether products with scales of blocks are computed by `block_hopper`, where it is the faster
+#: one: False to compare with what was before.
+USE_BLOCK_HOPPER = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class HopperConfig:
     group: int = 8
 
     @property
-    def rows(self) -> int:
+    def lines(self) -> int:
         """Weight rows of a tile."""
         return self.consumers * CONSUMER_ROWS
 
@@ -44,6 +51,52 @@ class HopperConfig:
         """Of a consumer's thread: its part of the 65 536 that the producer leaves, in the
         granularity of setmaxnreg."""
         return {2: 240, 3: 160}[self.consumers]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """How the Gluon kernel for scales of blocks is compiled, whose tiles have tokens as rows.
+
+    Attributes:
+        tokens: rows of a tile: 64 or 128 for each consumer that has its own.
+        lines: weight rows of a tile; of each consumer up to 128, all in one block.
+        consumers: warpgroups that multiply, 2 or 3.
+        splits_lines: consumers divide a tile's weight rows instead of its tokens.
+        group: token tiles that are computed with a weight tile before the next weight tile.
+    """
+
+    tokens: int
+    lines: int
+    consumers: int = 2
+    splits_lines: bool = False
+    group: int = 8
+
+    @property
+    def halves(self) -> int:
+        """Sets of 64 tokens of a consumer: 1 or 2."""
+        return self.tokens // HALF // (1 if self.splits_lines else self.consumers)
+
+    @property
+    def part_lines(self) -> int:
+        """Weight rows of a consumer."""
+        return self.lines // self.consumers if self.splits_lines else self.lines
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread, as `HopperConfig.registers`."""
+        return {2: 240, 3: 160}[self.consumers]
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether a consumer scales the sums of one wgmma while another is computed: with one half,
+        where the registers hold both beside the total and some 32 for the rest."""
+        return self.halves == 1 and 3 * self.part_lines // 2 <= self.registers - 32
+
+    def stages(self, *, gated: bool) -> int:
+        """Stages of the ring: as many as shared memory holds beside the results, in 16 bits."""
+        results = self.tokens * self.lines * (1 if gated else 2)
+        space = SHARED_MEMORY - results - 1024  # for barriers and alignment
+        return min(MAX_STAGES, space // ((self.tokens + self.lines) * STEP))
 
 
 #: By (gated, scales of blocks): what tests and benchmarks go through.
@@ -75,6 +128,16 @@ HOPPER_TIMES = {
         HopperConfig(64, 8, consumers=2): 0.39,
     },
 }
+#: The same of `block_hopper`. Predicted, not measured: see docs/notes/quantized-products.md.
+BLOCK_TIMES = {
+    BlockConfig(128, 128): 0.45,
+    BlockConfig(128, 64): 0.28,
+    BlockConfig(64, 64, splits_lines=True): 0.25,
+    BlockConfig(64, 192, 3, splits_lines=True): 0.40,
+    BlockConfig(128, 192, 3, splits_lines=True): 0.72,
+}
+#: What its tests and benchmarks go through.
+BLOCK_CONFIGS = (*BLOCK_TIMES, BlockConfig(256, 128), BlockConfig(192, 128, 3))
 #: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
 #: has two programs at a time.
 PRODUCT_TIMES = {
@@ -84,6 +147,9 @@ PRODUCT_TIMES = {
 #: Steps that a program of the Triton kernel takes to begin and end a tile, which the Gluon kernel
 #: does while it loads the next one.
 _ENDS = 0.5
+#: Microseconds a token of a tile by which programs that share its inputs (split-K) end later: what
+#: o with scales of blocks and 64 or 128 rows takes beyond its steps and a launch.
+_SUM_OF_PARTS = 0.05
 #: Up to so many rows a narrow weight's inputs are shared by several programs of the Triton kernel,
 #: or its smaller tiles occupy more multiprocessors.
 _NARROW_ROWS = 128
@@ -93,30 +159,48 @@ _FEW_ROWS = {False: 64, True: 32}
 
 @lru_cache(maxsize=8192)
 def hopper_config(
-    rows: int, lines: int, inputs: int, programs: int, *, gated: bool, grouped: bool
-) -> HopperConfig | None:
-    """Returns the Gluon kernel's fastest configuration for activations [rows, inputs] and a weight
-    of `lines` rows, or None where the Triton kernel is faster.
+    rows: int,
+    lines: int,
+    inputs: int,
+    programs: int,
+    *,
+    gated: bool,
+    grouped: bool,
+    blocks: bool = False,
+) -> BlockConfig | HopperConfig | None:
+    """Returns the configuration of the Gluon kernel that is the fastest for activations
+    [rows, inputs] and a weight of `lines` rows, or None where the Triton kernel is faster.
 
     Args:
         programs: multiprocessors.
         gated: whether the weight's rows are those of gate and up.
         grouped: whether scales are of blocks.
+        blocks: whether they are such that `block_hopper` takes them.
     """
-    times = HOPPER_TIMES[gated, grouped]
-    is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
-    if rows <= _FEW_ROWS[grouped] or (rows <= _NARROW_ROWS and is_narrow):
+    if rows <= _FEW_ROWS[grouped]:
         return None
 
-    def time(config: HopperConfig) -> float:
-        tiles = -(-lines // config.rows) * -(-rows // config.tokens)
-        return -(-tiles // programs) * inputs / STEP * times[config]
+    def time(config: BlockConfig | HopperConfig) -> float:
+        tiles = -(-lines // config.lines) * -(-rows // config.tokens)
+        step = _step_time(config, gated, grouped)
+        return -(-tiles // programs) * inputs / STEP * step
 
-    best = min(times, key=time)
+    is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
+    configs: list[BlockConfig | HopperConfig] = []
+    if rows > _NARROW_ROWS or not is_narrow:
+        configs += HOPPER_TIMES[gated, grouped]
+    if blocks and USE_BLOCK_HOPPER:
+        configs += BLOCK_TIMES
+    best = min(configs, key=time, default=None)
     other = product_config(rows, lines, inputs, grouped=grouped)
-    return (
-        best if time(best) < _product_time(other, rows, lines, inputs, programs, grouped) else None
-    )
+    other_time = _product_time(other, rows, lines, inputs, programs, grouped)
+    return best if best is not None and time(best) < other_time else None
+
+
+def _step_time(config: BlockConfig | HopperConfig, gated: bool, grouped: bool) -> float:
+    if isinstance(config, BlockConfig):
+        return BLOCK_TIMES[config]
+    return HOPPER_TIMES[gated, grouped][config]
 
 
 def _product_time(
@@ -124,18 +208,22 @@ def _product_time(
 ) -> float:
     """Returns the microseconds of the Triton kernel."""
     tiles = -(-lines // config.features) * -(-rows // config.tokens)
-    waves = -(-tiles // (programs * (1 + grouped)))
-    return waves * (inputs / STEP + _ENDS) * PRODUCT_TIMES[grouped][config.features, config.tokens]
+    waves = -(-tiles * config.splits // (programs * (1 + grouped)))
+    steps = waves * (inputs / STEP / config.splits + _ENDS)
+    time = steps * PRODUCT_TIMES[grouped][config.features, config.tokens]
+    return time + (_SUM_OF_PARTS * config.tokens if config.splits > 1 else 0)
 
 
 def hopper_rows(
-    lines: int, inputs: int, programs: int, max_rows: int, *, grouped: bool
+    lines: int, inputs: int, programs: int, max_rows: int, *, grouped: bool, blocks: bool = False
 ) -> list[int]:
     """Returns the fewest rows, in steps of 32, that select each configuration, be the weight gated
     or not."""
-    first: dict[tuple[bool, HopperConfig | None], int] = {}
+    first: dict[tuple[bool, BlockConfig | HopperConfig | None], int] = {}
     for gated in (False, True):
         for rows in range(1, max_rows, 32):
-            config = hopper_config(rows, lines, inputs, programs, gated=gated, grouped=grouped)
+            config = hopper_config(
+                rows, lines, inputs, programs, gated=gated, grouped=grouped, blocks=blocks
+            )
             first.setdefault((gated, config), rows)
     return sorted({rows for (_, config), rows in first.items() if config is not None})

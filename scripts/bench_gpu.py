@@ -6,6 +6,7 @@ figures of vLLM on H200s.
     python scripts/bench_gpu.py --model FOLDER --cases d1,d256,p16 \
         --set parallel.tensor_parallel_size=2
     python scripts/bench_gpu.py --model FOLDER --set model.quantization=fp8 --cases d1,d32,d256,p16
+    python scripts/bench_gpu.py --model FOLDER --set model.load_format=dummy_skewed
     python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix \
         --set scheduler.max_num_batched_tokens=4096
 
@@ -42,7 +43,10 @@ What the figures mean: TTFT from sending a request, connection included, to its 
 between two reads that brought text: events that came in one read count as one, as they did when
 vLLM was measured. "step" is the wall time of a round over the engine's steps in it. "ratio" is to
 vLLM, above 1 is better. "client's CPU" is that of the busiest client process; near 100 % the client
-is the bottleneck. A line of JSON is printed as each case ends, and the table at the end.
+is the bottleneck. A model with experts has a row "experts" after its offline cases: the part of
+their tokens that the busiest tenth took (a little more than a tenth with random weights, about half
+with `model.load_format=dummy_skewed`). A line of JSON is printed as each case ends, and the table
+at the end.
 """
 
 from __future__ import annotations
@@ -175,6 +179,25 @@ def run_offline(options: argparse.Namespace, model: Model, config: Config, rows:
                 case.name,
                 _or_error(measure_offline, llm, case, options.rounds, model.vocab_size),
             )
+        if load := expert_load(llm):
+            rows.add(model, "experts", {"seconds": perf_counter() - begin, **load})
+
+
+def expert_load(llm: LLM) -> dict[str, Any]:
+    """Returns how uneven the experts' tokens of all cases together were, as means over the layers:
+    the part that the busiest tenth of a layer's experts took, and the busiest expert's tokens over
+    the mean. Nothing for models without experts; tokens of the last second may be missing."""
+    from aioinfer.engine.expert_load import imbalance
+
+    found = llm.frontend.engines[0].metrics.expert_load
+    tokens = np.sort(found.by_expert(found.totals), axis=1)
+    if not tokens.sum():
+        return {}
+    busiest = tokens[:, -round(tokens.shape[1] / 10) :].sum(axis=1) / tokens.sum(axis=1)
+    return {
+        "busiest_tenth": float(busiest.mean()),
+        "busiest_over_mean": float(imbalance(tokens).mean()),
+    }
 
 
 def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[str, Any]:

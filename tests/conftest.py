@@ -69,6 +69,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
+        "compiled/test_block_hopper.py",
         "compiled/test_cascade_kernels.py",
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_few_rows_kernels.py",
@@ -79,6 +80,7 @@ EXTENDED = frozenset(
         "compiled/test_expert_kernels.py",
         "compiled/test_hopper_products.py",
         "compiled/test_scaled_kernels.py",
+        "compiled/test_streamed_kernels.py",
         "test_requested_logprobs.py::test_several_ranks",
         "kernels/test_expert_kernels.py::test_a_rank_with_some_of_the_quantized_experts",
         "kernels/test_expert_kernels.py::test_biases_and_the_clamped_activation",
@@ -135,6 +137,7 @@ EXTENDED = frozenset(
         "kernels/test_latent_attention.py",
         "kernels/test_scaled_models.py::test_latent_attention",
         "test_bench_gpu.py::test_http",
+        "test_bench_gpu.py::test_tokens_of_experts",
         "test_bench_large_bodies.py::test_a_short_run",
         "test_gguf.py::test_smollm2_is_as_transformers_reads_it",
         "test_grouped.py::test_two_ranks",
@@ -157,6 +160,7 @@ KEPT = frozenset(
         "compiled/test_grouped_hopper_kernels.py::test_one_configuration",
         "compiled/test_few_rows_kernels.py::test_other_weights_and_machines_are_rejected",
         "compiled/test_scaled_kernels.py::test_activations_are_quantized_in_registers",
+        "compiled/test_streamed_kernels.py::test_tensors_on_a_cpu_are_rejected",
         "functional/test_admin.py::test_only_an_admin_key_opens_them",
         "functional/test_api_page.py::test_every_endpoint_has_a_command",
         "functional/test_api_page.py::test_every_field_is_named",

@@ -115,6 +115,30 @@ def test_weights_that_are_quantized(folder: Path, capsys: pytest.CaptureFixture[
     assert ended.rows["k2x20x4"]["output_tokens_per_s"] > 0
 
 
+@pytest.mark.parametrize(
+    ("load_format", "bounds"), [("dummy", (0.1, 0.2)), ("dummy_skewed", (0.4, 0.6))]
+)
+def test_tokens_of_experts(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    load_format: str,
+    bounds: tuple[float, float],
+) -> None:
+    """With the experts of Qwen3-30B-A3B, made small."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    fields = json.loads((folder / "config.json").read_text("utf-8"))
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
+    fields |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **experts}
+    (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
+    settings = ("--set", f"model.load_format={load_format}")
+    # reports come every second, with a step: the long case brings one of many tokens
+    ended = run(capsys, "--model", str(tmp_path), "--cases", "k8x200x100", *settings)
+    assert ended.status == 0
+    low, high = bounds
+    assert low < ended.rows["experts"]["busiest_tenth"] < high
+
+
 def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = run(
         capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2"

@@ -52,6 +52,28 @@ def by_token(mixture: MixtureMLP, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def test_a_skewed_router() -> None:
+    """A tenth of the experts take half of the choices of normed tokens."""
+    routing = Routing(128, 8)
+    found = Router("r", routing, 256, Backend(CPU, torch.float32, SINGLE))
+    [(_, shard)] = found.weight_shards()
+    assert shard.skew is not None
+    rows, factor = shard.skew
+    assert rows == 13
+    torch.manual_seed(0)
+    found.weight.normal_(0.0, 0.02)
+    x = torch.randn(2000, 256)
+    even = (found(x)[1] < rows).float().mean()
+    found.weight[:rows].mul_(factor)
+    skewed = (found(x)[1] < rows).float().mean()
+    assert abs(even - rows / 128) < 0.02
+    assert abs(skewed - 0.5) < 0.02
+    # an expert's logit is above 0 for half of the tokens only
+    for others in (Routing(64, 8), Routing(256, 8, num_groups=8, top_groups=4)):
+        made = Router("r", others, 16, Backend(CPU, torch.float32, SINGLE))
+        assert next(made.weight_shards())[1].skew is None
+
+
 def router(routing: Routing, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Router:
     found = Router("r", routing, weight.shape[1], Backend(CPU, torch.float32, SINGLE))
     found.weight.copy_(weight)

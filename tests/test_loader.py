@@ -213,6 +213,11 @@ def test_random_weights_follow_the_seed(folder: Path):
             assert (tensor == 1).all()
 
 
+def test_skewed_weights_need_experts(folder: Path):
+    with pytest.raises(ConfigError, match="'dummy_skewed' needs a mixture of experts"):
+        load(folder, "dummy_skewed")
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 

@@ -105,7 +105,7 @@ def _downloaded(config: ModelConfig) -> Path:
     """Returns the local snapshot of a hub id, downloaded where it is not there yet."""
     from huggingface_hub import snapshot_download
 
-    patterns = _TEXT_FILES + ([] if config.load_format == "dummy" else ["*.safetensors"])
+    patterns = _TEXT_FILES + ([] if config.has_random_weights else ["*.safetensors"])
     try:
         return Path(
             snapshot_download(

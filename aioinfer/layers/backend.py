@@ -12,6 +12,7 @@ from aioinfer.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
+    from aioinfer.kernels.streamed_product import StreamWorkspace
 
 
 class Scratch:
@@ -35,6 +36,23 @@ class Scratch:
         return self._memory[: rows * columns].view(rows, columns)
 
 
+class ProductMemory:
+    """What the programs of a streamed product exchange their sums in, which the layers of a rank
+    use one after the other; none until it is asked for."""
+
+    def __init__(self) -> None:
+        self._workspace: StreamWorkspace | None = None
+
+    def workspace(self, device: torch.device) -> StreamWorkspace:
+        """Returns it, always the same. The first call allocates: not while a graph is captured."""
+        from aioinfer.kernels.streamed_product import StreamWorkspace
+        from aioinfer.kernels.streamed_tiles import max_used_rows
+
+        if self._workspace is None:
+            self._workspace = StreamWorkspace.create(device, max_used_rows())
+        return self._workspace
+
+
 @dataclass(slots=True)
 class Backend:
     """One for all layers of a rank.
@@ -49,11 +67,13 @@ class Backend:
         expert_placement: which experts each rank has in both cases.
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
+        is_hopper: whether the kernels made for Hopper alone can run.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
         stage, num_stages: which part of the layers the rank has, and of how many.
         scratch: what quantized weights are dequantized into for products of many rows.
+        product_memory: what streamed products exchange sums in.
     """
 
     device: torch.device
@@ -64,11 +84,13 @@ class Backend:
     expert_group: ParallelGroup | None = None
     expert_placement: ExpertPlacement = field(default_factory=ExpertPlacement)
     pdl: bool = False
+    is_hopper: bool = False
     cascade: bool = False
     all_reduce: AllReduce | None = None
     stage: int = 0
     num_stages: int = 1
     scratch: Scratch = field(default_factory=Scratch)
+    product_memory: ProductMemory = field(default_factory=ProductMemory)
 
     @property
     def is_last_stage(self) -> bool:
@@ -96,5 +118,6 @@ class Backend:
         backend.stage, backend.num_stages = stage, num_stages
         if device.type != "cpu":
             backend.has_kernels = True
-            backend.pdl = torch.cuda.get_device_capability(device)[0] >= 9
+            major, _ = torch.cuda.get_device_capability(device)
+            backend.pdl, backend.is_hopper = major >= 9, major == 9
         return backend

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -139,6 +141,12 @@ class ExpertCounter:
         self.ranks = placement.ranks if is_divided else (-1,) * len(self.experts)
         self.tokens = torch.zeros(len(self.experts), dtype=torch.int32, device=backend.device)
 
+    def on(self, device: torch.device) -> ExpertCounter:
+        """Returns a counter of the same layer on another device, at zero."""
+        made = copy(self)
+        made.tokens = torch.zeros(len(self.experts), dtype=torch.int32, device=device)
+        return made
+
 
 class PlacedExperts:
     """The experts of one layer, and those of them that a rank has.
@@ -193,6 +201,24 @@ def _layer_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
+def router_skew(routing: Routing) -> tuple[int, float] | None:
+    """Returns (number, factor) such that a tenth of the experts take half of the tokens' choices,
+    if so many first rows of a random router are multiplied with the factor; None where no factor
+    does that.
+
+    The logits of normed tokens are normal and independent. A token with the threshold t takes of C
+    other experts C (1 - F(t)), and of P preferred ones with the deviation s P (1 - F(t / s)), F
+    being the normal distribution; both are to be k / 2. s grows without bounds as P approaches k:
+    an expert's logit is above 0 for half of the tokens only.
+    """
+    preferred, half = round(routing.num_experts / 10), routing.top_k / 2
+    if preferred <= routing.top_k or routing.top_groups < routing.num_groups:
+        return None
+    normal = NormalDist()
+    others = routing.num_experts - preferred
+    return preferred, normal.inv_cdf(half / others) / normal.inv_cdf(half / preferred)
+
+
 class Router:
     """Selects the experts of each token, in float32; the same on every rank. Of equal scores the
     expert with the lower number is taken.
@@ -215,6 +241,7 @@ class Router:
     ):
         self.routing = routing
         self._name = name
+        self._skew = router_skew(routing)
         shape = routing.num_experts, hidden_size
         self.weight = torch.zeros(shape, dtype=dtype, device=backend.device)
         self.bias: torch.Tensor | None = None
@@ -226,7 +253,7 @@ class Router:
 
     def weight_shards(self) -> NamedShards:
         """Yields where the checkpoint's tensors go."""
-        yield f"{self._name}.weight", WeightShard(self.weight)
+        yield f"{self._name}.weight", WeightShard(self.weight, skew=self._skew)
         if self.bias is not None:
             yield f"{self._name}.e_score_correction_bias", WeightShard(self.bias)
         if self.logit_bias is not None:

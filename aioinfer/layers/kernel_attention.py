@@ -9,6 +9,7 @@ graph may hold them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -100,6 +101,8 @@ class AttentionPlans:
         assert num_decodes is not None
         for (group, _), workspace in self._workspaces.items():
             tables = inputs.groups[group].block_tables
+            if not step.shares_prefix:
+                workspace = replace(workspace, cascade=None)
             plan_decode(workspace, inputs.seq_lens[:num_decodes], tables)
         if step.has_prefill:
             starts, lens, tokens = inputs.query_starts, inputs.seq_lens, len(inputs.input_ids)
@@ -134,6 +137,7 @@ class KernelAttention:
     ):
         self._shape, self._group, self._cache = shape, group, cache
         self._workspace, self._prefill = plans.of_layer(shape, group, cache)
+        self._plain_workspace = replace(self._workspace, cascade=None)
         self._cos_sin, self._sinks = cos_sin, sinks
         self._pdl = pdl
         self._norms: dict[str, Any] = {}
@@ -166,9 +170,10 @@ class KernelAttention:
         first = step.num_decodes or 0
         if first < len(qkv):
             queries = self._rotate_and_cache(qkv, step, first)
+        workspace = self._workspace if step.shares_prefix else self._plain_workspace
         return paged_attention(
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
-            inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
+            inputs.seq_lens, num_decodes=step.num_decodes, workspace=workspace,
             prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
             scales=self._cache.scales, sinks=self._sinks, projection=projection, pdl=self._pdl,
         )  # fmt: skip

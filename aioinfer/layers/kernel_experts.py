@@ -1,7 +1,8 @@
 """Mixtures of experts on GPUs: the weights of all experts of a layer in two tensors
 (`expert_stacks`), and every step in five launches, which a CUDA graph can hold: norm, routing, two
 products, and the sum into the residual stream; with float8 weights, and more than one token, in two
-more, which quantize what the products take.
+more, which quantize what the products take. One token takes three: routing and the first product do
+the norm, and the second product sums over the experts.
 
 Made by `LayerMaker.mixture` where the kernels take the mixture (`supports`); `experts.MixtureMLP`
 computes all others.
@@ -10,6 +11,7 @@ computes all others.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -31,6 +33,9 @@ from aioinfer.kernels.expert_routing import (
     supports_rule,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.expert_sum import summed_product
+from aioinfer.kernels.expert_sum import supports as supports_sum
+from aioinfer.kernels.expert_weights import PackedExperts
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
@@ -106,8 +111,9 @@ class KernelMixtureMLP(MixtureMLP):
         backend = self._backend
         for tokens, scanned, routing, products in self._configurations():
             x = torch.zeros(tokens, hidden_size, dtype=backend.dtype, device=backend.device)
-            routed = self._route(x, buckets=not scanned, config=routing)
-            self._add(ResidualStream(x.clone(), backend), x, routed, products)
+            for norm in (None, self._norm) if self._fuses_norm(tokens) else (None,):
+                routed = self._route(x, buckets=not scanned, config=routing, norm=norm)
+                self._add(ResidualStream(x.clone(), backend), x, routed, products)
 
     def _configurations(self) -> list[tuple[int, bool, _RoutingConfigs, _Configs]]:
         """Returns (tokens of a launch, whether without buckets, configurations) of each kind of
@@ -141,11 +147,21 @@ class KernelMixtureMLP(MixtureMLP):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
-        x = stream.normed(self._norm)
+        is_fused = stream.is_reduced and self._fuses_norm(len(stream))
+        x = stream.hidden if is_fused else stream.normed(self._norm)
         # padding has no slots; where the tokens are sampled ones alone there is none
         mapping = step.inputs.groups[0].slot_mapping
         slots = mapping if len(mapping) == len(x) else None
-        self._add(stream, x, self._route(x, buckets=len(x) > SCANNED_TOKENS, slots=slots))
+        routed = self._route(
+            x, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=self._norm if is_fused else None
+        )
+        self._add(stream, x, routed)
+
+    def _fuses_norm(self, tokens: int) -> bool:
+        """Whether routing and first product do the norm before them: of one token, whose normed
+        values nothing else takes."""
+        is_packed = isinstance(self.stacked.gate_up, PackedExperts)
+        return tokens == 1 and self._shared is None and not is_packed
 
     def _route(
         self,
@@ -154,13 +170,15 @@ class KernelMixtureMLP(MixtureMLP):
         buckets: bool,
         config: _RoutingConfigs = None,
         slots: torch.Tensor | None = None,
+        norm: RMSNorm | None = None,
     ) -> RoutedTokens:
         router = self.router
+        normed = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
         return route(
             x, router.weight, self._rule, self._counters, bias=router.bias,
             logit_bias=router.logit_bias, buckets=buckets, local=self._experts,
             copies=self._copies, totals=self.counter.tokens, slots=slots,
-            pdl=self._backend.pdl, config=config,
+            pdl=self._backend.pdl, config=config, **normed,
         )  # fmt: skip
 
     def _add(
@@ -170,29 +188,35 @@ class KernelMixtureMLP(MixtureMLP):
         routed: RoutedTokens,
         configs: _Configs = (None, None),
     ) -> None:
-        """Adds the weighted sum of the experts' outputs for x [T, hidden_size] to the stream."""
+        """Adds the weighted sum of the experts' outputs for x [T, hidden_size] to the stream; x is
+        normed by now, or the routing did it."""
         backend, stacked = self._backend, self.stacked
         options = {"dtype": x.dtype, "pdl": backend.pdl}
         inputs = self._quantized(x, len(x), stacked.first.input_format)
+        norm = None if routed.norm_factors is None else self._norm.weight
         gated = expert_product(
             inputs, stacked.gate_up, routed, gated=True, bias=stacked.biases[0],
-            activation=stacked.activation, config=configs[0], **options,
+            activation=stacked.activation, norm_weight=norm, config=configs[0], **options,
         )  # fmt: skip
-        inputs = self._quantized(gated, len(x), stacked.second.input_format)
-        pairs = expert_product(
-            inputs, stacked.down, routed, gated=False, bias=stacked.biases[1], config=configs[1],
-            **options,
-        )  # fmt: skip
+        if len(x) == 1 and routed.counts is None and supports_sum(stacked.down):
+            sums = partial(summed_product, gated, stacked.down, routed, bias=stacked.biases[1])
+        else:
+            inputs = self._quantized(gated, len(x), stacked.second.input_format)
+            pairs = expert_product(
+                inputs, stacked.down, routed, gated=False, bias=stacked.biases[1],
+                config=configs[1], **options,
+            )  # fmt: skip
+            sums = partial(sum_pairs, pairs, routed)
         added = None if self._shared is None else self._shared(x)
         given = {"added": added, "pdl": backend.pdl}
         if backend.all_reduce is not None:
             out = backend.all_reduce.partial[: len(x)]
-            stream.add_partial(sum_pairs(pairs, routed, out=out, **given))
+            stream.add_partial(sums(out=out, **given))
         elif backend.group.size > 1:
-            stream.add_over_ranks(sum_pairs(pairs, routed, **given))
+            stream.add_over_ranks(sums(**given))
         else:
             hidden = stream.hidden
-            sum_pairs(pairs, routed, residual=hidden, out=hidden, **given)
+            sums(residual=hidden, out=hidden, **given)
 
     def _quantized(
         self, x: torch.Tensor, tokens: int, format: InputFormat | None

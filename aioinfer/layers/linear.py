@@ -8,7 +8,7 @@ How a weight is stored, loaded and multiplied is up to its format (`formats`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from aioinfer.layers.formats.base import WeightFormat
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
-
-if TYPE_CHECKING:
-    from aioinfer.kernels.quantize import InputFormat
 
 
 class ColumnParallelLinear:
@@ -75,14 +72,12 @@ class ColumnParallelLinear:
             return self.weight.multiply_normed(stream.hidden, norm)
         return self(stream.normed(norm))
 
-    def of_normed_gated(
-        self, stream: ResidualStream, norm: RMSNorm | None, wanted: InputFormat | None = None
-    ) -> Any:
+    def of_normed_gated(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
         """Returns silu(gate) * up [T, out / 2] of the product with the normed stream; see
         `WeightFormat.multiply_gated`. There is no bias."""
         if norm is not None and stream.is_reduced:
-            return self.weight.multiply_gated(stream.hidden, norm, wanted)
-        return self.weight.multiply_gated(stream.normed(norm), None, wanted)
+            return self.weight.multiply_gated(stream.hidden, norm)
+        return self.weight.multiply_gated(stream.normed(norm))
 
     def warm_up(self, norm: RMSNorm | None, in_features: int, *, gated: bool = False) -> None:
         """Launches the products of `of_normed`, or of `of_normed_gated`, in every configuration
@@ -128,9 +123,8 @@ class RowParallelLinear:
         """Prepares the loaded weight for the device."""
         self.weight.finalize()
 
-    def __call__(self, x: Any) -> torch.Tensor:
-        """Returns [T, out], the same on every rank, for this rank's part of x [T, in], quantized or
-        not (`WeightFormat.input_format`)."""
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, out], the same on every rank, for this rank's part of x [T, in]."""
         all_reduce = self._backend.all_reduce
         if all_reduce is None:
             total = self._backend.group.all_reduce(self.weight.multiply(x))
@@ -143,7 +137,7 @@ class RowParallelLinear:
     def add_to(
         self,
         stream: ResidualStream,
-        x: Any,
+        x: torch.Tensor,
         *,
         norm: RMSNorm | None = None,
         scale: float = 1.0,
@@ -151,7 +145,6 @@ class RowParallelLinear:
         """Adds the product of this rank's part of x [T, in], summed over the ranks, to the stream.
 
         Args:
-            x: quantized or not (`WeightFormat.input_format`).
             norm: applied to the sum before it is added, if given.
             scale: multiplied with what is added.
         """

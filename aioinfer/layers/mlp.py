@@ -26,9 +26,8 @@ class GatedMLP:
     """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
 
     With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
-    where that is faster; other activations, and SiLU after a bias, take a launch of their own. What
-    the second projection takes quantized is quantized with the SiLU. On a CPU the format of the
-    weight says whether its product takes the SiLU along.
+    where that is faster; other activations, and SiLU after a bias, take a launch of their own. On a
+    CPU the format of the weight says whether its product takes the SiLU along.
 
     Args:
         gate_up: the merged projection: this rank's channels of the gate, then of up.
@@ -100,8 +99,7 @@ class GatedMLP:
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the MLP of the stream's tokens to the stream."""
         if self._is_fused:
-            wanted = self.down.weight.input_format(len(stream))
-            gated = self.gate_up.of_normed_gated(stream, self._norm, wanted)
+            gated = self.gate_up.of_normed_gated(stream, self._norm)
         elif self._kernel is not None:
             gated = self._kernel(self.gate_up.of_normed(stream, self._norm))
         else:

@@ -97,6 +97,8 @@ class WeightShard:
         stack: which element of the checkpoint tensor's first dimension all of this is about; the
             other attributes are about the dimensions behind it.
         dummy: what each element is in a model with random weights; by default random.
+        skew: (number, factor): the first so many rows of the destination are multiplied with the
+            factor in a model with skewed random weights.
     """
 
     destination: torch.Tensor
@@ -106,6 +108,7 @@ class WeightShard:
     store: Callable[[torch.Tensor], None] | None = None
     is_scale: bool = False
     dummy: float | None = None
+    skew: tuple[int, float] | None = None
     stack: StackIndex | None = None
 
     @property

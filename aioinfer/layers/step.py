@@ -89,6 +89,7 @@ class Step:
             alone; else for all tokens.
         host: the rows' lengths; None inside a graph.
         has_prefill: whether there may be rows beyond the decodes.
+        shares_prefix: whether attention looks for a prefix that decodes share, where it can.
         memo: what layers have computed for the step and other layers may use, by their own keys.
     """
 
@@ -97,4 +98,5 @@ class Step:
     sampled: SampledRows | None = None
     host: HostRows | None = None
     has_prefill: bool = True
+    shares_prefix: bool = True
     memo: dict[Any, Any] = field(default_factory=dict)

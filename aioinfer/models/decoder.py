@@ -50,7 +50,8 @@ class CausalLM(Protocol):
             loaded, and 1. None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
             `logits` can read.
-        expert_counters: of the layers with experts, if their tokens are counted.
+        expert_counters: of the layers with experts, if their tokens are counted; behind those of
+            the layers of earlier pipeline stages, to which what these counted is added.
     """
 
     backend: Backend
@@ -70,7 +71,7 @@ class CausalLM(Protocol):
 
         Args:
             folder: of the model.
-            load_format: "dummy" for random weights, else safetensors.
+            load_format: "dummy" or "dummy_skewed" for random weights, else safetensors.
             seed: of random weights.
             on_progress: called with the bytes that are done and that there are.
 
@@ -202,6 +203,10 @@ class DecoderLayer:
             self.mlp(stream, step)
 
 
+def _counters_of(layers: Sequence[DecoderLayer]) -> list[ExpertCounter]:
+    return [layer.mlp.counter for layer in layers if isinstance(layer.mlp, MixtureMLP)]
+
+
 class DecoderModel:
     """Implements `CausalLM` for a model built from layers.
 
@@ -244,8 +249,7 @@ class DecoderModel:
             self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
         scales = [layer.attention.scales for layer in self.layers]
         self.kv_scales = [of_layer for of_layer in scales if of_layer is not None]
-        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureMLP)]
-        self.expert_counters = [mixture.counter for mixture in mixtures]
+        self.expert_counters = [*self._earlier_counters, *_counters_of(self.layers)]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
@@ -256,6 +260,7 @@ class DecoderModel:
         the embedding in the first and the head in the last."""
         stages = self.backend.num_stages
         self.layer_numbers = range(num_layers)
+        self._earlier_counters: list[ExpertCounter] = []
         if stages == 1:
             return
         layers, sizes = measure_layers(self._make, layer, num_layers)
@@ -264,6 +269,8 @@ class DecoderModel:
         ends = whole_bytes(embedding.weight_shards()) // self.backend.group.size
         divided = divide_layers(sizes, stages, before=ends, behind=ends)
         self.layer_numbers = divided[self.backend.stage]
+        earlier = _counters_of(layers[: self.layer_numbers.start])
+        self._earlier_counters = [counter.on(self.backend.device) for counter in earlier]
 
     def _forget_ends(self, *, tied: bool) -> None:
         """Forgets embedding, norm and head where another stage has them; all have been made, since

@@ -163,7 +163,7 @@ class FallbackModel:
             "dtype": self.backend.dtype,
         }
         try:
-            if load_format == "dummy":
+            if load_format in ("dummy", "dummy_skewed"):
                 torch.manual_seed(seed)
                 config = _read_config(folder, self._trust_remote_code)
                 model = AutoModelForCausalLM.from_config(config, **options)

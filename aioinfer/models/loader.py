@@ -56,7 +56,8 @@ def load_weights(
     Args:
         shards: (checkpoint name, where this rank's part of it goes) of every tensor.
         folder: a local model folder; GGUF files have been converted to one by now.
-        load_format: "dummy" for random weights, else safetensors.
+        load_format: "dummy" for random weights, "dummy_skewed" for such with routers that prefer
+            some experts (`layers.experts.router_skew`), else safetensors.
         seed: of random weights.
         on_progress: called with the bytes that are done and that there are.
         is_unused: whether a tensor of a name may be there that no parameter needs.
@@ -66,8 +67,10 @@ def load_weights(
         ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
     """
     total = sum(shard.destination.nbytes for _, shard in shards)
-    if load_format == "dummy":
+    if load_format in ("dummy", "dummy_skewed"):
         _fill_at_random([shard for _, shard in shards], seed, on_progress, total)
+        if load_format == "dummy_skewed":
+            _skew([shard for _, shard in shards])
     else:
         file_of = locate_tensors(folder)
         known = {*(name for name, _ in shards), *_OTHERS}
@@ -99,6 +102,19 @@ def _fill_at_random(
         elif destination.ndim > 1:
             _fill_normally(shard, generator)
         progress.add(destination.nbytes)
+
+
+def _skew(shards: list[WeightShard]) -> None:
+    """Multiplies the rows of routers that are to be preferred. Raises `ConfigError` if there are
+    none: the model would be measured as if it were skewed."""
+    skews = [(shard.destination, shard.skew) for shard in shards if shard.skew is not None]
+    if not skews:
+        raise ConfigError(
+            "model.load_format = 'dummy_skewed' needs a mixture of experts of which a token takes "
+            "fewer than a tenth, by a softmax or sigmoid without groups and biases"
+        )
+    for weight, (rows, factor) in skews:
+        weight[:rows].mul_(factor)
 
 
 def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:

@@ -1,7 +1,7 @@
 """CUDA graphs of one sequence of launches for several sizes, of which the next larger one serves.
 
-The GPU model runner has two such sets: of decode steps, by their rows, and of the layers of steps
-with prompts, by their tokens.
+The GPU model runner has such sets of decode steps, by their rows (another where attention looks for
+shared prefixes), and of the layers of steps with prompts, by their tokens.
 """
 
 from __future__ import annotations
@@ -63,6 +63,13 @@ def decode_sizes(capacity: int) -> list[int]:
     at most a quarter too many."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, capacity, 32)]
     return [size for size in sizes if size < capacity] + [capacity]
+
+
+def shared_sizes(capacity: int, min_rows: int) -> list[int]:
+    """Returns the numbers of rows for which decode steps that look for a shared prefix are
+    captured: fewer, since they are rarer."""
+    sizes = [*range(8, 32, 8), *range(32, 128, 32), *range(128, capacity, 64)]
+    return [size for size in sizes if min_rows <= size < capacity] + [capacity]
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:

@@ -1,4 +1,9 @@
-"""Reports how many tokens the experts were given: a section of a result every few seconds."""
+"""Reports how many tokens the experts were given: a section of a result every few seconds.
+
+Results come from a pipeline's last stage alone. So each stage sends what it has counted, and what
+it was sent, on to the next one every `STEPS_BETWEEN` steps, point to point behind the hidden states
+of a step: both sides know the plan's number, so nobody asks whether there is a message.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,14 @@ from aioinfer.ipc.expert_tokens import ExpertTokens
 from aioinfer.layers.experts import ExpertCounter
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.prompt_rows import PendingSection
+from aioinfer.worker.stage_links import StageLinks
 
 #: Seconds from one report to the next; int32 counters last longer at any speed.
 INTERVAL_S = 1.0
+#: Steps from one message between stages to the next. A message is four bytes for each layer and
+#: expert, 24 KB at most for Qwen3-30B-A3B, and two small launches: less than a thousandth of what
+#: hidden states and launches take of so many steps.
+STEPS_BETWEEN = 16
 
 
 class ExpertReport:
@@ -56,6 +66,53 @@ class ExpertReport:
         self._due = 0.0
         self.take()
         self._due = 0.0
+
+
+class StageExpertReport(ExpertReport):
+    """The counters of one rank of a pipeline stage, and of the stages before. The last stage
+    reports; the others send theirs on.
+
+    Args:
+        counters: of the stage's layers, behind those of the layers before.
+        num_before: how many of them are of the layers before.
+        links: to the other stages.
+    """
+
+    def __init__(self, counters: Sequence[ExpertCounter], num_before: int, links: StageLinks):
+        super().__init__(counters)
+        self._links = links
+        self._before = self._tokens[:num_before]
+        self._has_begun = False
+
+    @classmethod
+    def of_stage(cls, model: CausalLM, links: StageLinks) -> StageExpertReport:
+        """Returns the report of a stage's rank, as `ExpertReport.of` does."""
+        counters = () if model.backend.group.rank else model.expert_counters
+        first = model.layer_numbers.start
+        return cls(counters, sum(counter.layer < first for counter in counters), links)
+
+    def take(self) -> list[PendingSection]:
+        """See `ExpertReport.take`; nothing of stages that are not the last."""
+        return super().take() if self._links.is_last else []
+
+    def begin(self) -> None:
+        """See `ExpertReport.begin`; the stages begin to send what they count."""
+        if self._tokens:
+            torch._foreach_zero_(self._tokens)
+        self._due, self._has_begun = 0.0, True
+
+    def pass_on(self, step_id: int) -> None:
+        """Receives and sends what was counted, if that is due after a step: behind its hidden
+        states, by all stages in the same step."""
+        if not self._has_begun or step_id % STEPS_BETWEEN:
+            return
+        if self._before:
+            sizes = [len(tokens) for tokens in self._before]
+            parts = self._links.receive_counts(sum(sizes)).split(sizes)
+            torch._foreach_add_(self._before, list(parts))
+        if self._tokens and not self._links.is_last:
+            self._links.send_counts(torch.cat(self._tokens))
+            torch._foreach_zero_(self._tokens)
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:

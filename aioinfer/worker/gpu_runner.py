@@ -7,7 +7,8 @@ refer to; on a CPU a step computes on tensors of just its size, and such buffers
 without use.
 
 A step that only decodes is one CUDA graph, from the growth of block tables to the sampled tokens,
-replayed for the next larger captured number of rows. Constrained rows are sampled behind it, from
+replayed for the next larger captured number of rows. Where rows may share a prefix whose keys
+attention reads once, it is a graph of a second set. Constrained rows are sampled behind it, from
 the graph's logits, once their masks have come; what the graph sampled for them is overwritten. (A
 graph without sampling would save some 50 us of such a step, and take a second set of graphs.) Of a
 step with prompts the layers are a graph, all but the last, for the next larger captured number of
@@ -32,13 +33,15 @@ from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.kernels import prepare
+from aioinfer.kernels.cascade_attention import MIN_ROWS, MIN_SAVED_KEYS
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.layers.formats.dense import SKINNY_ROWS
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
-from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes
+from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes, shared_sizes
 from aioinfer.worker.expert_report import ExpertReport
+from aioinfer.worker.first_blocks import SharedPrefixes
 from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
@@ -170,6 +173,8 @@ class GpuModelRunner:
         # of a step without rows, which other engines' ranks wait for
         self._idle_graphs = CudaGraphs()
         self._takes_part = model.backend.expert_group is not None
+        self._shared_graphs = CudaGraphs()
+        self._prefixes = _make_prefixes(slots) if model.backend.cascade else None
         self._stream = torch.empty(0, model.hidden_size, dtype=dtype, device=device)
 
     # ---------------------------------------------------------------- steps
@@ -182,6 +187,8 @@ class GpuModelRunner:
         began = time.perf_counter_ns()
         index = self._staging.begin()
         staged = self.slots.stage(plan)
+        if self._prefixes is not None:
+            self._prefixes.update(plan)
         if self._has_graph(plan):
             launched = self._replay(plan, index)
         else:
@@ -215,7 +222,9 @@ class GpuModelRunner:
         again behind it, from the graph's logits."""
         rows, buffer = len(plan.slots), self._plan
         buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)))
-        self._decode_graphs.replay(self._decode_graphs.fit(rows))
+        shares = self._prefixes is not None and self._prefixes.may_save(plan.slots)
+        graphs = self._shared_graphs if shares else self._decode_graphs
+        graphs.replay(graphs.fit(rows))
         if not self._samples:
             return _Launched(None, (), buffer.buffer_index)
         logits = self._logits[:rows, : self.model.vocabulary.local_size]
@@ -433,6 +442,9 @@ class GpuModelRunner:
             self._decode_graphs.capture(sizes, self._decode, pool, run_each=True)
             if self._takes_part:
                 self._idle_graphs.capture([1], self._launch_idle, pool, run_each=True)
+            if self._prefixes is not None:
+                shared = shared_sizes(self._plan.rows, MIN_ROWS)
+                self._shared_graphs.capture(shared, self._decode_sharing, pool, run_each=True)
             torch.backends.cuda.preferred_blas_library("cublas")
             if self.model.supports_prefill_graphs:
                 self._capture_mixed(pool)
@@ -482,6 +494,8 @@ class GpuModelRunner:
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
         for rows in (*few, *(size + 1 for size in many), capacity):
             self._decode(rows)
+            if self._prefixes is not None and rows >= MIN_ROWS:
+                self._decode_sharing(rows)
             section = self._plan.row_section(0, rows)
             tokens = rows + WARM_UP_TOKENS
             if tokens <= self._max_tokens:
@@ -497,13 +511,17 @@ class GpuModelRunner:
         lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]
         return HostRows(lengths, [min(length, self.slots.max_model_len) for length in lengths])
 
-    def _decode(self, rows: int) -> None:
+    def _decode_sharing(self, rows: int) -> None:
+        """Launches `_decode` with attention that looks for shared prefixes."""
+        self._decode(rows, shares_prefix=True)
+
+    def _decode(self, rows: int, *, shares_prefix: bool = False) -> None:
         """Launches a decode step of `rows` rows from the plan buffer: the body of a graph."""
         buffer, slots = self._plan, self.slots
         grow_tables(*buffer.growth_sections(), slots.block_tables)
         there = [buffer.row_section(number, rows) for number in range(3)]
         inputs = self._prepare(there, rows, max_length=1)
-        step = Step(inputs, rows, has_prefill=False)
+        step = Step(inputs, rows, has_prefill=False, shares_prefix=shares_prefix)
         self.model.plan(step)
         self._sample_decodes(self.model.finish(step, self._begin(step)), rows)
 
@@ -514,6 +532,12 @@ class GpuModelRunner:
         slot_ids, is_real = buffer.row_section(0, rows), buffer.row_section(3, rows)
         positions = self._inputs.seq_lens[:rows]
         self._sampler.sample_plain(logits, slot_ids, positions, is_real, buffer.buffer_index)
+
+
+def _make_prefixes(slots: Slots) -> SharedPrefixes:
+    """Returns what finds the steps of which attention may read a shared prefix once."""
+    count = len(slots.tokens)
+    return SharedPrefixes(count, slots.block_size, min_rows=MIN_ROWS, min_saved=MIN_SAVED_KEYS)
 
 
 def _make_inputs(slots: Slots, rows: int, tokens: int) -> StepInputs:

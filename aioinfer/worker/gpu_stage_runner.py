@@ -17,6 +17,7 @@ from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.expert_report import StageExpertReport
 from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult, Tensors, _Launched
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.masks import MaskSource
@@ -67,6 +68,8 @@ class GpuStageRunner(GpuModelRunner):
         """As `GpuModelRunner`; `links` to the other stages."""
         super().__init__(model, kv, slots, max_tokens, use_graphs=use_graphs)
         self._links, self._samples = links, links.is_last
+        self._stage_report = StageExpertReport.of_stage(model, links)
+        self.expert_report = self._stage_report
         size, rows = model.hidden_size, len(slots.tokens)
         dtype, device = model.backend.dtype, slots.device
         received = 0 if links.is_first else self._max_tokens
@@ -97,6 +100,7 @@ class GpuStageRunner(GpuModelRunner):
             links.send(self._outgoing)
         elif links.is_last and plan.samples.any():
             links.return_tokens(self._sampled)
+        self._stage_report.pass_on(plan.step_id)
         return PendingStageResult(pending, received, computed)
 
     def _fetch(

@@ -1,5 +1,6 @@
 """What a rank of a pipeline stage sends to others: hidden states to the next stage, and sampled
-tokens from the last stage back to the first, whose next step embeds them.
+tokens from the last stage back to the first, whose next step embeds them. Now and then counts of
+the experts' tokens follow hidden states (`expert_report`).
 
 Everything goes point to point between ranks of the same tensor-parallel number, through NCCL on
 GPUs and gloo on CPUs. Both sides know every plan, so nothing but numbers is sent: the receiver
@@ -88,6 +89,18 @@ class StageLinks:
         """Sends the hidden states [T, hidden_size] to the next stage; they may be written to as
         soon as this returns."""
         self._post_send(hidden, self._after, self._hidden_group)
+
+    # ---------------------------------------------------------------- tokens of experts
+
+    def receive_counts(self, size: int) -> torch.Tensor:
+        """Returns the int32 [size] that the stage before has sent behind its last hidden states."""
+        counts, work = self._post_receive((size,), torch.int32, self._before, self._hidden_group)
+        self._wait(work)
+        return counts
+
+    def send_counts(self, counts: torch.Tensor) -> None:
+        """Sends int32 [size] to the next stage, behind the last hidden states."""
+        self._post_send(counts, self._after, self._hidden_group)
 
     # ---------------------------------------------------------------- tokens
 

@@ -10,6 +10,7 @@ from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.expert_report import StageExpertReport
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.masks import MaskSource
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
@@ -30,6 +31,8 @@ class StageRunner(ModelRunner):
     def __init__(self, model: CausalLM, kv: KVTensors, slots: Slots, links: StageLinks):
         super().__init__(model, kv, slots)
         self._links = links
+        self._stage_report = StageExpertReport.of_stage(model, links)
+        self.expert_report = self._stage_report
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingResult:
@@ -46,6 +49,7 @@ class StageRunner(ModelRunner):
                 links.return_tokens(pending.sampled.tokens.int())
         else:
             pending = self._pass_on(plan)
+        self._stage_report.pass_on(plan.step_id)
         pending.busy_ns -= links.waited_ns - waited
         return pending
 

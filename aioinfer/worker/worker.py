@@ -274,7 +274,7 @@ class Worker:
             )
         if scales == "one":
             return "float8 (e4m3; scales: 1)"
-        is_stored = self._config.model.load_format != "dummy"
+        is_stored = not self._config.model.has_random_weights
         if scales == "auto" and is_stored and load_kv_scales(self._folder, self._model.kv_scales):
             return "float8 (e4m3; scales: the checkpoint's)"
         self._is_calibrated = True

@@ -34,6 +34,8 @@ from aioinfer.kernels.expert_routing import (
     tile_config,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.expert_sum import CONFIG, summed_product
+from aioinfer.kernels.norm import rms_norm
 
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
 
@@ -86,6 +88,7 @@ def expert_cases(tune: bool) -> Iterator[Case]:
         yield from routing_cases(f"routing x{tokens}", x, layers, tune)
         yield from product_cases(f"x{tokens}", x, layers, None, tune)
         yield layer_case(f"layer x{tokens}", x, layers)
+    yield from one_token_cases(layers)
     for by_expert, kind in ((False, "channels"), (True, "experts")):
         halves = [layer.half(by_expert=by_expert) for layer in layers]
         for tokens in TOKENS:
@@ -303,3 +306,42 @@ def layer_case(title: str, x: torch.Tensor, layers: list[Layer]) -> Case:
     flops = 2.0 * HIDDEN * (len(x) * RULE.num_experts + len(here) * 3 * channels)
     runs: list[Callable[[], object]] = [lambda layer=layer: run(layer) for layer in layers]
     return Case("experts", title, "pdl", runs, size, flops)
+
+
+def one_token_cases(layers: list[Layer]) -> Iterator[Case]:
+    """The norm and the launches of a layer for one token: five of them, and three, of which the
+    first two do the norm and the last one sums. Sums by themselves with other tiles."""
+    x, norm = random_tensor(1, HIDDEN), 1.0 + random_tensor(HIDDEN)
+    residual = random_tensor(1, HIDDEN)
+
+    def five(layer: Layer, *, pdl: bool = True) -> torch.Tensor:
+        normed = rms_norm(x, norm, 1e-6, pdl=pdl)
+        routed = route(normed, layer.router, RULE, layer.counters, buckets=False, pdl=pdl)
+        gated = expert_product(normed, layer.gate_up, routed, gated=True, pdl=pdl)
+        pairs = expert_product(gated, layer.down, routed, gated=False, pdl=pdl)
+        return sum_pairs(pairs, routed, residual=residual, pdl=pdl)
+
+    def three(layer: Layer, config: VectorConfig = CONFIG, *, pdl: bool = True) -> torch.Tensor:
+        routed = route(
+            x, layer.router, RULE, layer.counters, buckets=False, norm_weight=norm, pdl=pdl
+        )
+        gated = expert_product(x, layer.gate_up, routed, gated=True, norm_weight=norm, pdl=pdl)
+        return summed_product(gated, layer.down, routed, residual=residual, pdl=pdl, config=config)
+
+    def check(config: VectorConfig) -> float:
+        expected = five(layers[0], pdl=False)
+        found = three(layers[0], config, pdl=False)
+        return float((found - expected).float().norm() / expected.float().norm())
+
+    size = layers[0].router.nbytes + RULE.top_k * 3 * CHANNELS * HIDDEN * 2
+    fives: list[Callable[[], object]] = [lambda layer=layer: five(layer) for layer in layers]
+    yield Case("experts", "one token with its norm", "five launches", fives, size)
+    for features, step, warps in itertools.product((1, 2, 4), (256, 512, 1024), (1, 2, 4)):
+        if step != 256 * warps:
+            continue
+        config = VectorConfig(features, step, warps)
+        yield Case(
+            "experts", "one token with its norm", f"three launches, sum {label(config)}",
+            [lambda layer=layer, c=config: three(layer, c) for layer in layers], size,
+            check=lambda c=config: check(c),
+        )  # fmt: skip

@@ -27,6 +27,7 @@ from aioinfer.kernels.grouped_skinny import (
     supports,
 )
 from aioinfer.kernels.grouped_weight import PackedGroups, dequantize, pack_groups
+from aioinfer.kernels.norm import rms_norm
 
 from benchlib.kernel_cases import BF16, DEVICE, Case, random_tensor
 
@@ -149,18 +150,20 @@ def row_cases(
 
         return check
 
+    fusions = {k: v for k, v in given.items() if k != "norm_weight"}
+    norm = given["norm_weight"]
+    normed_x = x if norm is None else rms_norm(x, norm, 1e-6)
     for variant, config in configs(rows, weight, tune) if rows <= MAX_TRIED_ROWS else []:
         for pdl in (False, True) if rows == 1 and not tune else (False,):
 
             def run(w: PackedGroups, config: GroupedConfig = config, pdl: bool = pdl) -> None:
-                grouped_linear(x, w, out=out, config=config, pdl=pdl, **given)
+                grouped_linear(normed_x, w, out=out, config=config, pdl=pdl, **fusions)
 
             runs = [lambda w=w, run=run: run(w) for w in weights]
             label = f"{scheme} {variant}" + " pdl" * pdl
             yield Case("grouped", name, label, runs, size, flops, checked(run))
     yield from hopper_cases(name, scheme, x, weights, given, out, checked, size, flops, tune)
     for variant, skinny in skinny_configs(x, weight, tune):
-        norm = given["norm_weight"]
         is_fused = norm is not None and fuses_norm(rows, weight, x.dtype, skinny)
         # without the norm, which is a launch of its own then, and with it
         for kept, pdl in itertools.product((None, norm) if is_fused else (None,), (False, True)):
@@ -169,8 +172,9 @@ def row_cases(
                 w: PackedGroups, norm: torch.Tensor | None = kept,
                 config: SkinnyConfig = skinny, pdl: bool = pdl,
             ) -> None:  # fmt: skip
-                fusions = {**given, "norm_weight": norm}
-                skinny_grouped_linear(x, w, out=out, config=config, pdl=pdl, **fusions)
+                skinny_grouped_linear(
+                    x, w, norm_weight=norm, out=out, config=config, pdl=pdl, **fusions
+                )
 
             runs = [lambda w=w, run=run_skinny: run(w) for w in weights]
             label = f"{scheme} skinny {variant}" + " norm" * (kept is not None) + " pdl" * pdl

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from aioinfer.kernels import block_hopper
 from aioinfer.kernels import few_rows_float8 as few_rows_kernel
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.few_rows_float8 import FewRowsConfig, few_rows_config, few_rows_float8
@@ -25,7 +26,7 @@ from aioinfer.kernels.scaled_product import (
     scaled_product,
     scaled_product_reference,
 )
-from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
+from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, CONFIGS, BlockConfig, HopperConfig
 
 from benchlib.kernel_cases import BF16, DEVICE, LINEARS, Case, random_tensor
 
@@ -90,7 +91,10 @@ def matrix(rows: int, inputs: int, kind: str, run: int) -> ScaledMatrix:
     shape = (rows // run, inputs // GROUP) if grouped else (rows, 1)
     scales = (0.5 + torch.rand(shape, device=DEVICE)) * 4 / maximum / inputs**0.5
     counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
-    return ScaledMatrix(values, scales, run if grouped else 1, counters)
+    if is_paired := grouped and run < GROUP:  # scales of blocks of the gate and of up
+        runs = torch.arange(len(scales), device=DEVICE)
+        scales = scales[runs // (GROUP // run) * (GROUP // run) + runs % 2].contiguous()
+    return ScaledMatrix(values, scales, run if grouped else 1, counters, is_paired)
 
 
 def scaled_cases(tune: bool) -> Iterator[Case]:
@@ -266,8 +270,12 @@ def hopper_variants(
     case: Case, kind: str, x: ScaledInputs, weights: list[ScaledMatrix],
     residual: torch.Tensor | None, gated: bool, error: Callable[[torch.Tensor], float],
 ) -> Iterator[Case]:  # fmt: skip
-    """The products in Gluon, for 64 rows and more."""
-    if len(x) < 64 or not supports(x, weights[0], BF16):
+    """The products in Gluon, for 64 rows and more; those with tokens as rows from 16 on."""
+    if not supports(x, weights[0], BF16):
+        return
+    if len(x) >= 16 and block_hopper.supports(x, weights[0], BF16):
+        yield from block_variants(case, x, weights, residual, gated, error)
+    if len(x) < 64:
         return
     for config in CONFIGS[gated, weights[0].is_grouped]:
 
@@ -279,6 +287,29 @@ def hopper_variants(
             runs=[lambda w=w, run=run: run(w) for w in weights],
             check=lambda run=run: error(run(weights[0])),
         )  # fmt: skip
+
+
+def block_variants(
+    case: Case, x: ScaledInputs, weights: list[ScaledMatrix], residual: torch.Tensor | None,
+    gated: bool, error: Callable[[torch.Tensor], float],
+) -> Iterator[Case]:  # fmt: skip
+    """The products with scales of blocks and tokens as rows; tiles of twice the tokens or more are
+    left out."""
+    for config in BLOCK_CONFIGS:
+        if config.tokens >= 2 * max(64, len(x)):
+            continue
+
+        def run(w: ScaledMatrix, config: BlockConfig = config) -> torch.Tensor:
+            return block_hopper.block_product(
+                x, w, BF16, residual=residual, gated=gated, config=config
+            )
+
+        yield replace(
+            case,
+            variant=f"blocks rows c{config.consumers} t{config.tokens} n{config.lines}",
+            runs=[lambda w=w, run=run: run(w) for w in weights],
+            check=lambda run=run: error(run(weights[0])),
+        )
 
 
 def tiles_of(rows: int, tiles: int) -> Iterator[ProductConfig]:
@@ -296,16 +327,16 @@ def nbytes(weight: ScaledMatrix, x: torch.Tensor, features: int) -> float:
 
 
 def quantize_cases() -> Iterator[Case]:
-    """Activations quantized after a norm, after the gate, and alone."""
+    """Activations quantized after a norm, and alone."""
     for rows in (32, 256, 8192):
         for kind, (dtype, grouped) in KINDS.items():
             format = InputFormat(dtype, grouped)
-            for before, width in (("norm", 4096), ("gate", 12288), ("", 12288)):
-                x = random_tensor(rows, width * (1 + (before == "gate")))
+            for before, width in (("norm", 4096), ("", 12288)):
+                x = random_tensor(rows, width)
                 given = {"norm_weight": random_tensor(width)} if before == "norm" else {}
 
-                def run(x=x, given=given, before=before, format=format) -> ScaledInputs:  # type: ignore[no-untyped-def]
-                    return quantize(x, format, gated=before == "gate", **given)
+                def run(x=x, given=given, format=format) -> ScaledInputs:  # type: ignore[no-untyped-def]
+                    return quantize(x, format, **given)
 
                 title = f"quantize {width} x{rows}"
                 size = x.nbytes + rows * width

@@ -81,7 +81,7 @@ def test_the_decode_kernel_behind_a_prefix(tmp_path: Path) -> None:
     assert kernel.metadata.shared * config.programs_per_sm <= SHARED_MEMORY
     assert spilled(kernel, tmp_path) == 0
     plan = {
-        "KV_HEADS": KV_HEADS, "WINDOW": 0, "TILE": config.tile, "MIN_TILES": 1,
+        "KV_HEADS": KV_HEADS, "WINDOW": 0, "TILE": config.tile, "MIN_TILES": 1, "WHOLE_TILES": 8,
         "PROGRAMS": 528, "ROWS_PAD": 256, "FIELDS": PLAN_FIELDS, "CASCADE": True,
     }  # fmt: skip
     compile_kernel(_plan_kernel, TYPES, plan, SimpleNamespace(num_warps=4))

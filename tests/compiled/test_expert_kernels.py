@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels import expert_linear, expert_routing
+from aioinfer.kernels import expert_linear, expert_routing, expert_sum
 from aioinfer.kernels.expert_configs import (
     CONFIGS,
     SCANNED_CONFIGS,
@@ -144,12 +144,15 @@ def test_quantized_products(
 
 @pytest.mark.parametrize("format", ["", "scaled", "blocks"])
 @pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("gated", [True, False])
-def test_products_of_one_token(gated: bool, partial: bool, format: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gated", "normed"), [(True, True), (True, False), (False, False)])
+def test_products_of_one_token(
+    gated: bool, normed: bool, partial: bool, format: str, tmp_path: Path
+) -> None:
     config = vector_config(gated=gated, itemsize=1 if format else 2)
     types = {
         "x": "*bf16", "weight": "*fp8e4nv" if format else "*bf16", "w_scales": "*fp32",
-        "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "out": "*bf16",
+        "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "out": "*bf16", "norm": "*bf16",
+        "norm_factors": "*fp32",
     }  # fmt: skip
     inputs = HIDDEN if gated else CHANNELS
     constants = {
@@ -158,13 +161,36 @@ def test_products_of_one_token(gated: bool, partial: bool, format: str, tmp_path
         "ALPHA": 0.0, "LIMIT": 0.0,
         "FEATURES": 2 * CHANNELS if gated else HIDDEN, "INPUTS": HIDDEN if gated else CHANNELS,
         "OUTPUTS": config.features, "STEP": config.step, "EXPERTS": EXPERTS, "GATED": gated,
-        "RUN": 8, "PARTIAL": partial, "PDL": True,
+        "RUN": 8, "PARTIAL": partial, "PDL": True, "HAS_NORM": normed,
     }  # fmt: skip
     kernel = compile_kernel(expert_linear._vector_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0
     bytes_of = config.features * config.step * (1 if format else 2)
     wide = (1 + gated) * bytes_of // (config.num_warps * 32 * 16)
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= wide
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("inputs", [CHANNELS, 1024])
+def test_the_summed_product(inputs: int, partial: bool, scaled: bool, tmp_path: Path) -> None:
+    config = expert_sum.CONFIG
+    types = {
+        "x": "*bf16", "weight": "*fp8e4nv" if scaled else "*bf16", "scales": "*fp32",
+        "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "residual": "*bf16",
+        "added": "*bf16", "out": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "FEATURES": HIDDEN, "INPUTS": inputs, "OUTPUTS": config.features, "STEP": config.step,
+        "TOP_K": TOP_K, "EXPERTS": EXPERTS, "SCALED": scaled, "ROWS_PER_SCALE": 1,
+        "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_ADDED": False, "PARTIAL": partial,
+        "PDL": True,
+    }  # fmt: skip
+    kernel = compile_kernel(expert_sum._sum_vector_kernel, types, constants, config)
+    assert spilled(kernel, tmp_path) == 0
+    per_thread = config.features * config.step * (1 if scaled else 2) // (config.num_warps * 32)
+    wide = r"ld\.global\.v4\.b32" if per_thread % 16 == 0 else r"ld\.global\.v2\.b32"
+    assert len(re.findall(wide, kernel.asm["ptx"])) >= TOP_K * per_thread // 16
 
 
 ROUTED = [
@@ -182,6 +208,7 @@ def routing(
     sigmoid: bool,
     buckets: bool,
     copies: int = 0,
+    normed: bool = False,
 ) -> CompiledKernel:
     """Compiles what `route` launches with a configuration."""
     types = {
@@ -189,7 +216,7 @@ def routing(
         "weights": "*fp32",
         "experts": "*i32", "counts": "*i32", "rows": "*i32", "tickets": "*i32", "scale": "fp32",
         "copy_places": "*i32", "copy_counts": "*i32", "place_totals": "*i32",
-        "slot_mapping": "*i64",
+        "slot_mapping": "*i64", "norm": "*bf16", "norm_factors": "*fp32", "eps": "fp32",
     }  # fmt: skip
     constants = {
         "HIDDEN": HIDDEN, "EXPERTS": experts, "PART": config.experts, "STEP": config.step,
@@ -200,6 +227,7 @@ def routing(
     }  # fmt: skip
     if isinstance(config, FewTokensConfig):
         kernel, own = expert_routing._few_tokens_kernel, {"EARLY": config.early_weights}
+        own["HAS_NORM"] = normed
     else:
         kernel = expert_routing._routing_kernel
         own = {"TOKENS": config.tokens, "BY_KEYS": config.by_keys}
@@ -226,14 +254,15 @@ def test_routing(
     assert "cp.async.ca" not in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize(("experts", "groups", "sigmoid", "copies"), ROUTED)
 def test_routing_of_few_tokens(
-    experts: int, groups: int, sigmoid: bool, copies: int, part: int, tmp_path: Path
+    experts: int, groups: int, sigmoid: bool, copies: int, part: int, normed: bool, tmp_path: Path
 ) -> None:
     """The best expert is found by an instruction of the warp, for each of a token's experts, where
     each thread has experts of its own; 16 bytes are loaded at a time."""
-    kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, True, copies)
+    kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, True, copies, normed)
     ptx = kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) == 0
     if experts >= 128:

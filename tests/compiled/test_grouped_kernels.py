@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 SHARED_MEMORY = 227 * 1024  # of a thread block
 POINTERS = {"packed": "*i16", "scales": "*i32", "partials": "*fp32", "counters": "*i32"}
-ACTIVATIONS = ("x", "norm", "residual", "out")
+ACTIVATIONS = ("x", "residual", "out")
 
 
 def compile_kernel(
@@ -28,7 +28,6 @@ def compile_kernel(
     config: GroupedConfig,
     dtype: str = "bf16",
     *,
-    normed: bool = False,
     gated: bool = False,
 ) -> CompiledKernel:
     """Compiles what `grouped_linear` launches."""
@@ -37,10 +36,10 @@ def compile_kernel(
         "INPUTS": weight.inputs, "UNITS": weight.units, "RUN": weight.run, "GROUP": weight.group,
         "BITS": weight.bits, "TILE": TILE, "FEATURES": config.features, "ROWS": config.rows,
         "SPLITS": config.splits, "STAGES": config.num_stages, "OFFSET": offset,
-        "HAS_ZEROS": weight.has_zeros, "HAS_NORM": normed, "HAS_RESIDUAL": not gated,
-        "GATED": gated, "GATE": 8, "PDL": True,
+        "HAS_ZEROS": weight.has_zeros, "HAS_RESIDUAL": not gated, "GATED": gated,
+        "GATE": 8, "PDL": True,
     }  # fmt: skip
-    types = {**POINTERS, **dict.fromkeys(ACTIVATIONS, f"*{dtype}"), "eps": "fp32"}
+    types = {**POINTERS, **dict.fromkeys(ACTIVATIONS, f"*{dtype}")}
     names = _kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
@@ -93,7 +92,7 @@ def test_configurations_fit(
     shape = (24576, 4096) if gated else (4096, 12288)
     weight = weight_of(*shape, bits=bits, group=group, has_zeros=has_zeros)
     config = grouped_config(rows, weight)
-    kernel = compile_kernel(weight, config, dtype, normed=rows == 1, gated=gated)
+    kernel = compile_kernel(weight, config, dtype, gated=gated)
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert bytes_of_stack(kernel, tmp_path) == 0
     code = kernel.asm["ttgir"]

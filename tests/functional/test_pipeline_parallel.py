@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.errors import ConfigError
+from aioinfer.worker.expert_report import INTERVAL_S, STEPS_BETWEEN
 from tests.disturbance import worker_pids
 from tests.functional import test_masks
 from tests.functional.test_beam_search import CASES, SCARCE, check_small_model
@@ -55,6 +57,34 @@ def generate(folder: Path, settings: dict[str, Any]) -> list[list[int]]:
         stages = settings.get("parallel.pipeline_parallel_size", 1)
         assert len(engine.stage_times()) == (stages if stages > 1 else 0)
     return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (3, 1), (2, 2)])
+def test_tokens_of_experts(stages: int, tensor: int, tmp_path: Path) -> None:
+    """Every stage's layers are reported as they are by one worker."""
+    folder = tiny_model("qwen3_moe", tmp_path, num_hidden_layers=3, eos_token_id=None)
+    plenty = {"cache.num_blocks": 2000, "cache.enable_prefix_caching": False}
+    found = []
+    for settings in ({}, sizes(stages, tensor)):
+        with LLM(str(folder), settings=ONE | plenty | settings, progress=False) as llm:
+            llm.generate(PROMPTS, GREEDY)
+            load = llm.frontend.engines[0].metrics.expert_load
+            before = load.totals.sum(axis=1).copy()
+            time.sleep(INTERVAL_S)
+            # to the next step in which the stages send their counts, and to that with the report
+            llm.generate([[5]], SamplingParams(max_tokens=2 * STEPS_BETWEEN, ignore_eos=True))
+            time.sleep(INTERVAL_S)
+            llm.generate([[5]], SamplingParams(max_tokens=1, ignore_eos=True))
+            assert load.layers == [0, 1, 2]
+            assert (load.totals.sum(axis=1) > before).all()
+            found.append(load.by_expert(load.totals))
+    whole, staged = found
+    of_prompts = 3 * (sum(map(len, PROMPTS)) + len(PROMPTS) * (NEW_TOKENS - 1))
+    for totals in found:
+        # the last steps are not all reported; the last layer computes sampled tokens alone
+        assert (totals[:2].sum(axis=1) >= of_prompts).all()
+        assert (totals[:2].sum(axis=1) <= of_prompts + 3 * (2 * STEPS_BETWEEN + 2)).all()
+    np.testing.assert_allclose(staged, whole, atol=3 * (2 * STEPS_BETWEEN + 2))
 
 
 @pytest.mark.parametrize(

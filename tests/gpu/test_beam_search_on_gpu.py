@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from aioinfer import LLM
-from tests.functional.reference import Reference
-from tests.functional.test_beam_search import (
+from tests.functional.beams import (
     CASES,
     ENDS,
     NEW_TOKENS,
@@ -17,6 +16,7 @@ from tests.functional.test_beam_search import (
     params,
     prompts,
 )
+from tests.functional.reference import Reference
 from tests.tiny_models import tiny_model
 
 DEVICE = "cuda"

@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 from aioinfer.kernels.expert_configs import CONFIGS, SCANNED_CONFIGS, ExpertConfig, VectorConfig
 from aioinfer.kernels.expert_linear import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingRule, route
+from aioinfer.kernels.expert_sum import CONFIG
 from cases import error
 from engine_settings import engine_settings
-from expert_cases import ExpertCase, check_routing, mixture, whole
+from expert_cases import ExpertCase, check_routing, mixture, one_token, whole
 from random_models import random_model
 from test_families import Case, check_greedy, make_case, running
 
@@ -111,6 +112,15 @@ def test_products_of_one_token() -> None:
     for config in (VectorConfig(1, 256, 4), VectorConfig(8, 512, 2)):
         for shape in ("Qwen3-30B-A3B", "unaligned"):
             assert error(whole(case(shape, 1), config)) < LIMIT
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_token_in_three_launches(shape: str) -> None:
+    """In float32, whose scores do not tie, and with other tiles."""
+    for format in ("plain", "fp8"):
+        for config in (CONFIG, VectorConfig(1, 256, 1), VectorConfig(8, 512, 2)):
+            one = case(shape, 1, dtype=torch.float32, format=format)
+            assert error(one_token(one, config)) < 1e-4
 
 
 @pytest.mark.parametrize("tokens", [1, 12, 64, 256, 2000])

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from aioinfer.kernels.block_hopper import select_config
 from aioinfer.kernels.quantize import (
     GROUP,
     SCALE_ROWS,
@@ -15,7 +16,7 @@ from aioinfer.kernels.quantize import (
     quantize,
     quantize_reference,
 )
-from aioinfer.kernels.scaled_hopper import hopper_product, select_config, supports
+from aioinfer.kernels.scaled_hopper import hopper_product, supports
 from aioinfer.kernels.scaled_product import scaled_product_reference
 from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 from cases import error, normal, poisoned

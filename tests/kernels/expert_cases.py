@@ -25,6 +25,7 @@ from aioinfer.kernels.expert_routing import (
     select_reference,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.expert_sum import CONFIG, summed_product
 from aioinfer.kernels.expert_weights import (
     BLOCK,
     ExpertWeights,
@@ -255,3 +256,49 @@ def whole(
         if other is not None:
             expected += other.double()
     return out, expected
+
+
+def one_token(case: ExpertCase, config: VectorConfig = CONFIG) -> Pair:
+    """Runs the launches of one token, of which the first ones do its norm and the last one sums,
+    over poisoned outputs."""
+    given, like = mixture(case), {"dtype": case.dtype, "device": case.device}
+    x, eps = 3.0 * given.x, 1e-3
+    norm = (0.5 + torch.rand(case.hidden, device=case.device)).to(case.dtype)
+    found = route(
+        x, given.router, case.rule, given.counters, bias=given.bias, logit_bias=given.logit_bias,
+        buckets=False, local=case.local, norm_weight=norm, eps=eps,
+    )  # fmt: skip
+    local = range(case.rule.num_experts) if case.local is None else case.local
+    some = slice(local.start, local.stop)
+    weights = [
+        packed_weight(weight, case.format, gated=gated)
+        for weight, gated in ((given.gate_up, True), (given.down, False))
+    ]
+    biases = None
+    if case.biased:
+        shapes = ((case.rule.num_experts, weight.shape[1]) for weight in weights)
+        gate_up_bias, down_bias = (normal(*shape, **like) for shape in shapes)
+        biases = gate_up_bias, down_bias
+    bias = [None if biases is None else one[some] for one in biases or (0, 0)]
+    gated = expert_product(
+        x, _part(weights[0], local), found, gated=True, bias=bias[0], activation=case.activation,
+        norm_weight=norm, out=poisoned(case.rule.top_k, case.channels, **like),
+    )  # fmt: skip
+    residual, added = (normal(1, case.hidden, **like) for _ in range(2))
+    out = summed_product(
+        gated, _part(weights[1], local), found, bias=bias[1], residual=residual, added=added,
+        out=poisoned(1, case.hidden, **like), config=config,
+    )  # fmt: skip
+    normed = x.double() * torch.rsqrt(x.double().square().mean() + eps) * norm.double()
+    logits = normed @ given.router.double().T
+    logits = logits if given.logit_bias is None else logits + given.logit_bias.double()
+    factors, experts = select_reference(
+        logits, case.rule, None if given.bias is None else given.bias.double()
+    )
+    assert torch.equal(found.experts.sort().values.long(), experts.sort().values)
+    factors *= (experts >= local.start) & (experts < local.stop)
+    expected = experts_reference(
+        normed, *map(dense_weight, weights), factors, experts, biases=biases,
+        activation=case.activation,
+    )  # fmt: skip
+    return out, expected + residual.double() + added.double()

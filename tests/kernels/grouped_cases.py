@@ -53,7 +53,9 @@ def grouped(
     x = normal(rows, weight.inputs + 8, dtype=dtype, device=device)[:, : weight.inputs]
     norm = normal(weight.inputs, dtype=dtype, device=device) if normed else None
     residual = None if gated else normal(rows, features, dtype=dtype, device=device)
-    given = {"norm_weight": norm, "residual": residual, "gated": gated}
+    given = {"residual": residual, "gated": gated}
+    if normed:
+        given["norm_weight"] = norm
     out = multiply(
         x,
         weight,

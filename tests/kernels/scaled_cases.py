@@ -63,6 +63,18 @@ def matrix(case: ScaledCase) -> ScaledMatrix:
     return ScaledMatrix(values, scales, case.rows_per_scale, counters)
 
 
+def block_matrix(case: ScaledCase) -> ScaledMatrix:
+    """Returns a weight with scales of 128 x 128 blocks; with `gated` and runs of eight, those of
+    the gate and of up, interleaved."""
+    weight = matrix(case)
+    if not case.gated or case.rows_per_scale == GROUP:
+        return weight
+    runs = torch.arange(len(weight.scales), device=case.device)
+    per_block = GROUP // case.rows_per_scale
+    scales = weight.scales[runs // per_block * per_block + runs % 2].contiguous()
+    return ScaledMatrix(weight.values, scales, case.rows_per_scale, weight.counters, True)
+
+
 def few_rows(case: ScaledCase, *, normed: bool, config: LinearConfig | None = None) -> Pair:
     """Runs `scaled_linear`: with a residual where it is not gated."""
     x = normal(case.rows, case.inputs, dtype=case.dtype, device=case.device)
@@ -115,14 +127,16 @@ def cublas(case: ScaledCase) -> Pair:
 def quantized(
     rows: int, width: int, format: InputFormat, dtype: torch.dtype, device: str, *, before: str = ""
 ) -> tuple[ScaledInputs, ScaledInputs]:
-    """Runs `quantize` after "norm", "gate" or nothing; returns the result and the reference."""
-    x = normal(rows, width * (1 + (before == "gate")), dtype=dtype, device=device)
+    """Runs `quantize` after "norm" or nothing; returns the result and the reference."""
+    x = normal(rows, width, dtype=dtype, device=device)
     x *= torch.arange(1, rows + 1, device=device)[:, None] / rows
     if rows > 2:
         x[2] = 0
     norm = normal(width, dtype=dtype, device=device) if before == "norm" else None
-    options = {"norm_weight": norm, "gated": before == "gate"}
-    return quantize(x, format, **options), quantize_reference(x, format, **options)
+    return (
+        quantize(x, format, norm_weight=norm),
+        quantize_reference(x, format, norm_weight=norm),
+    )
 
 
 def quantization_error(ours: ScaledInputs, theirs: ScaledInputs) -> float:

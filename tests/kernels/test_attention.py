@@ -112,6 +112,37 @@ def test_plan_divides_the_work_evenly_whatever_the_lengths() -> None:
     assert (spans[:-1] == spans.max()).all()
 
 
+@pytest.mark.parametrize(
+    ("lens", "programs", "whole", "span"),
+    [
+        ([256] * 8, 528, 0, 2),  # 16 tiles a row, 64 (row, head) pairs, 8 programs each
+        ([250] * 8, 256, 16, 16),  # a row is not split
+        ([300] * 8, 512, 16, 3),  # 19 tiles in parts of 3, where the even span is 3 as well
+        ([100, 900, 30], 100, 0, 7),  # 7, 57 and 2 tiles: 1 + 9 + 1 parts of each head
+    ],
+)
+def test_programs_of_few_rows_have_parts_of_one_row_and_head(
+    lens: list[int], programs: int, whole: int, span: int
+) -> None:
+    config = replace(SMALL, whole_tiles=whole)
+    workspace = DecodeWorkspace.create(
+        8, torch.zeros(1, 16, 8, 64), config=config, programs=programs
+    )
+    plan_decode(workspace, torch.tensor(lens, dtype=torch.int32))
+    rows, heads, tiles, todo, spans, _ = workspace.plan.T[:6]
+    assert (spans == span).all()
+    expected = [
+        (row, head, first, min(span, -(-keys // 16) - first))
+        for row, keys in enumerate(lens)
+        for head in range(8)
+        for first in range(0, -(-keys // 16), span)
+    ]
+    busy = todo > 0
+    given = torch.stack([rows, heads, tiles, todo], dim=1)[busy]
+    assert [tuple(line) for line in given.tolist()] == expected
+    assert not busy[len(expected) :].any()
+
+
 def test_unsupported_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="head size"):
         attention_error([(1, 5)], 2, 1, 80, 16)

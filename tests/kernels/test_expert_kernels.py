@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aioinfer.kernels.expert_configs import ExpertConfig, expert_config
+from aioinfer.kernels.expert_configs import ExpertConfig, VectorConfig, expert_config
 from aioinfer.kernels.expert_linear import expert_product
 from aioinfer.kernels.expert_routing import (
     CopyTable,
@@ -20,9 +20,10 @@ from aioinfer.kernels.expert_routing import (
     supports_rule,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
+from aioinfer.kernels.expert_sum import CONFIG, summed_product
 from aioinfer.kernels.expert_weights import MAX_SCALE, PackedExperts, pack_floats
 from cases import error
-from expert_cases import ExpertCase, check_routing, packed_weight, whole
+from expert_cases import ExpertCase, check_routing, one_token, packed_weight, whole
 
 from aioinfer.layers.formats.mxfp4 import dequantize
 
@@ -167,6 +168,29 @@ def test_a_rank_with_some_of_the_experts(local: range) -> None:
     tiles = ExpertConfig(32, 16, 32, 4, 2, programs=3, tail=8)
     for tokens, buckets, config in ((1, False, None), (7, False, None), (18, True, tiles)):
         assert error(whole(case(tokens, local=local, buckets=buckets), config)) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["plain", "fp8"])
+@pytest.mark.parametrize("local", [None, range(2, 5)])
+def test_one_token_in_three_launches(format: str, local: range | None) -> None:
+    options = {"format": format, "local": local, "buckets": False, "biased": local is not None}
+    for config in (CONFIG, VectorConfig(1, 16, 1)):
+        assert error(one_token(case(1, **options), config)) < 1e-5
+
+
+def test_norms_of_other_products_are_refused() -> None:
+    x, router = torch.randn(1, 48), torch.randn(6, 48)
+    weight, norm = torch.randn(6, 48, 48), torch.ones(48)
+    counters = make_counters(6, torch.device("cpu"))
+    routed = route(x, router, RULE, counters, buckets=False)
+    with pytest.raises(ValueError, match="if the routing did it"):
+        expert_product(x, weight, routed, gated=True, norm_weight=norm)
+    with pytest.raises(ValueError, match="does no norm"):
+        route(x, router, RULE, counters, norm_weight=norm, config=RoutingConfig(16, 16, 32, 4, 2))
+    with pytest.raises(ValueError, match="only one token without buckets"):
+        summed_product(
+            torch.randn(6, 48), weight, route(torch.randn(2, 48), router, RULE, counters)
+        )
 
 
 @pytest.mark.parametrize(("tokens", "buckets"), [(1, False), (8, False), (9, True)])

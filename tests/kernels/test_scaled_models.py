@@ -133,10 +133,21 @@ def test_scales_of_blocks_follow_the_rows(
         expected = interleave(expected)
     weight.finalize()
     assert weight.matrix.rows_per_scale == run
+    assert weight.matrix.is_paired == interleaved
     for count in (3,) if run == 1 else (MAX_ROWS + 1,):
         x, out = torch.randn(count, columns.size), torch.full((count, rows.size), torch.nan)
         assert weight.multiply(x, out=out) is out
         torch.testing.assert_close(out, x @ expected.T, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("features", "is_paired"), [(512, True), (384, True), (352, False)])
+def test_scales_of_gate_and_up_within_128_rows(features: int, is_paired: bool) -> None:
+    """One of the gate and one of up, if 64 rows of up lie in one block as those of the gate do."""
+    weight = kernel_weight(Shard.whole(features), WHOLE, BLOCKS)
+    assert isinstance(weight, KernelScaledWeight)
+    weight.reorder_rows(interleave(torch.arange(features)))
+    weight.finalize()
+    assert weight.matrix.is_paired == is_paired
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.scaled_tiles import CONFIGS, HOPPER_TIMES, hopper_config, hopper_rows
+from aioinfer.kernels import scaled_tiles
+from aioinfer.kernels.scaled_tiles import (
+    BLOCK_CONFIGS,
+    CONFIGS,
+    HOPPER_TIMES,
+    SHARED_MEMORY,
+    STEP,
+    hopper_config,
+    hopper_rows,
+)
 
 #: Weight rows and inputs of Qwen3-8B, and whether the weight is gated.
 SHAPES = {
@@ -43,16 +52,63 @@ def test_the_kernel_measured_to_be_faster_is_selected(
     assert tuple(selected) == tokens
 
 
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [  # weight rows and tokens of a tile, from 64, 128, 256, 512, 2048 and 8192 rows
+        ("qkv", ((64, 64), (64, 128), (192, 64), (192, 128), (128, 128), (128, 128))),
+        ("o", ((64, 64), (64, 64), (64, 128), (128, 128), (128, 128), (128, 128))),
+        ("gate_up", ((192, 64), (192, 128), (128, 128), (128, 128), (128, 128), (128, 128))),
+        ("down", (None, (64, 64), (64, 128), (128, 128), (128, 128), (128, 128))),
+    ],
+)
+def test_tiles_of_whole_blocks(name: str, tiles: tuple[tuple[int, int] | None, ...]) -> None:
+    """By predicted times: 33 rows or more, where the tiles occupy most multiprocessors."""
+    lines, inputs, gated = SHAPES[name]
+    selected = []
+    for rows in (64, 128, 256, 512, 2048, 8192):
+        config = hopper_config(
+            rows, lines, inputs, PROGRAMS, gated=gated, grouped=True, blocks=True
+        )
+        selected.append(None if config is None else (config.lines, config.tokens))
+    assert tuple(selected) == tiles
+
+
+def test_without_the_kernel_for_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switch: everything is selected as for other scales of blocks."""
+    monkeypatch.setattr(scaled_tiles, "USE_BLOCK_HOPPER", False)
+    for lines, inputs, gated in SHAPES.values():
+        for rows in (65, 129, 257, 4097):
+            select = hopper_config.__wrapped__
+            given = {"gated": gated, "grouped": True}
+            args = (rows, lines, inputs, PROGRAMS)
+            assert select(*args, **given, blocks=True) == select(*args, **given)
+
+
+@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+def test_stages_of_whole_blocks(config: scaled_tiles.BlockConfig) -> None:
+    """A ring has at least three, and tile and results fit into shared memory."""
+    assert config.tokens % (64 * config.halves) == 0
+    assert config.halves in (1, 2)
+    for gated in (False, True):
+        stages = config.stages(gated=gated)
+        results = config.tokens * config.lines * (1 if gated else 2)
+        assert stages >= 3
+        assert stages * (config.tokens + config.lines) * STEP + results < SHARED_MEMORY
+
+
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_selected_configuration_is_warmed_up(name: str, grouped: bool) -> None:
+def test_every_selected_configuration_is_warmed_up(name: str, grouped: bool, blocks: bool) -> None:
     """For any number of rows."""
     lines, inputs, gated = SHAPES[name]
 
     def selected(rows: int) -> object:
-        return hopper_config(rows, lines, inputs, PROGRAMS, gated=gated, grouped=grouped)
+        kind = {"grouped": grouped, "blocks": grouped and blocks}
+        return hopper_config(rows, lines, inputs, PROGRAMS, gated=gated, **kind)
 
-    warm = {selected(rows) for rows in hopper_rows(lines, inputs, PROGRAMS, 4096, grouped=grouped)}
+    kind = {"grouped": grouped, "blocks": grouped and blocks}
+    warm = {selected(rows) for rows in hopper_rows(lines, inputs, PROGRAMS, 4096, **kind)}
     assert {selected(rows) for rows in range(1, 10000)} - warm <= {None}
     assert warm - {None}
 

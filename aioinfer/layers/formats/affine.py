@@ -8,7 +8,6 @@ dequantized when they are loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,9 +24,6 @@ from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import AffineScheme
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
-
-if TYPE_CHECKING:
-    from aioinfer.kernels.quantize import InputFormat
 
 
 class AffineWeight(QuantizedWeight):
@@ -147,12 +143,10 @@ class AffineWeight(QuantizedWeight):
         product = self._compiled.multiply(x, norm=norm)
         return product if out is None else out.copy_(product)
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Any:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
         if self._compiled is None:
-            return super().multiply_gated(x, norm, wanted)
+            return super().multiply_gated(x, norm)
         return self._compiled.multiply_gated(x, norm)
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:

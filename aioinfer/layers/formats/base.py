@@ -8,23 +8,19 @@ format knows which tensors such a module has in the checkpoint, where their part
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards
 
-if TYPE_CHECKING:
-    from aioinfer.kernels.quantize import InputFormat
-
 
 class WeightFormat(Protocol):
     """The weight of one linear layer on one rank: `out` output features of `in` input features.
 
     The fused products are optional: a format that lacks one returns false from `fuses_norm`, or
-    computes it in several launches. Where `input_format` is not None, `multiply` and `add_product`
-    take `kernels.quantize.ScaledInputs` for x as well.
+    computes it in several launches.
     """
 
     @property
@@ -66,10 +62,6 @@ class WeightFormat(Protocol):
         """Prepares the loaded weight for the device."""
         ...
 
-    def input_format(self, rows: int) -> InputFormat | None:
-        """Returns how activations of so many rows are best given, or None for as they are."""
-        ...
-
     def warm_up_rows(self) -> Sequence[int]:
         """Returns a number of rows for each configuration of kernels that the other methods
         select."""
@@ -91,11 +83,8 @@ class WeightFormat(Protocol):
         """Returns norm(x) W^T [T, out] for x [T, in]."""
         ...
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Any:
-        """Returns silu(gate) * up [T, out / 2] for x [T, in], or for norm(x), quantized as `wanted`
-        if that costs nothing.
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """Returns silu(gate) * up [T, out / 2] for x [T, in], or for norm(x).
 
         Only for a weight whose rows are in the order of `kernels.gated_product.interleave`, or
         after `prepare_gate`.

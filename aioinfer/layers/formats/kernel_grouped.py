@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -34,7 +33,6 @@ from aioinfer.kernels.grouped_weight import (
     pack_groups,
     supports_group,
 )
-from aioinfer.kernels.quantize import InputFormat
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import KernelDenseWeight
 from aioinfer.layers.formats.grouped import GroupedWeight
@@ -192,11 +190,11 @@ class KernelGroupedWeight(GroupedWeight):
         return self._expanded().multiply(x, bias, out) if product is None else product
 
     def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`. What `grouped_linear` fuses with one row costs 10 us of a
-        gated product, and a launch of its own 2 us, on an H200."""
+        """See `WeightFormat.fuses_norm`. Of one row on Hopper alone: in `grouped_linear` the norm
+        took 10 us of a gated product on an H200, and 2 us as a launch of its own."""
         if self._dense is not None:
             return super().fuses_norm(rows)
-        return self._backend.pdl and fuses_norm(rows, self._loaded, self._backend.dtype)
+        return self._backend.is_hopper and fuses_norm(rows, self._loaded, self._backend.dtype)
 
     def _norms(self, x: torch.Tensor) -> bool:
         """Whether the product's kernel norms x at no cost."""
@@ -216,12 +214,10 @@ class KernelGroupedWeight(GroupedWeight):
             x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._backend.pdl
         )
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Any:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
         if self._dense is not None:
-            return super().multiply_gated(x, norm, wanted)
+            return super().multiply_gated(x, norm)
         if norm is not None and self._norms(x):
             given = {"norm_weight": norm.weight, "eps": norm.eps, "pdl": self._backend.pdl}
             return skinny_grouped_linear(x, self._loaded, gated=True, **given)

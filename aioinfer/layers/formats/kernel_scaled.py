@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.block_hopper import block_product, has_blocks, select_config
 from aioinfer.kernels.few_rows_float8 import few_rows_float8, supports
 from aioinfer.kernels.linear import MAX_ROWS
 from aioinfer.kernels.quantize import (
@@ -23,7 +24,7 @@ from aioinfer.kernels.quantize import (
     ScaledInputs,
     quantize,
 )
-from aioinfer.kernels.scaled_hopper import hopper_product, select_config
+from aioinfer.kernels.scaled_hopper import hopper_product
 from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
 from aioinfer.kernels.scaled_product import (
     ALIGNMENT,
@@ -34,7 +35,7 @@ from aioinfer.kernels.scaled_product import (
     scaled_product,
     use_cublas,
 )
-from aioinfer.kernels.scaled_tiles import hopper_rows
+from aioinfer.kernels.scaled_tiles import BlockConfig, hopper_rows
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
 from aioinfer.layers.formats.schemes import ScaledScheme
@@ -85,7 +86,7 @@ class KernelScaledWeight(ScaledWeight):
         run = _common_run(rows)
         scales = self.scales[rows[::run]].view(-(-self._out // run), -1).contiguous()
         counters = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=values.device)
-        self._loaded = ScaledMatrix(values, scales, run, counters)
+        self._loaded = ScaledMatrix(values, scales, run, counters, _is_paired(rows, run))
         if self._scheme.inputs != "none":
             static = self.input_scale
             is_grouped = self._scheme.block is not None and static is None
@@ -104,7 +105,7 @@ class KernelScaledWeight(ScaledWeight):
         return self._loaded
 
     def input_format(self, rows: int) -> InputFormat | None:
-        """See `WeightFormat.input_format`."""
+        """Returns how activations of so many rows are quantized, or None for as they are."""
         return self._format if rows > 1 else None
 
     def warm_up_rows(self) -> Sequence[int]:
@@ -118,8 +119,10 @@ class KernelScaledWeight(ScaledWeight):
         if not values.is_cuda or torch.cuda.get_device_capability(values.device)[0] != 9:
             return []
         programs = torch.cuda.get_device_properties(values.device).multi_processor_count
-        is_grouped = self.matrix.is_grouped
-        return hopper_rows(*values.shape, programs, WARM_UP_ROWS, grouped=is_grouped)
+        return hopper_rows(
+            *values.shape, programs, WARM_UP_ROWS, grouped=self.matrix.is_grouped,
+            blocks=has_blocks(self.matrix),
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- products
 
@@ -144,9 +147,7 @@ class KernelScaledWeight(ScaledWeight):
             )
         return self._multiply(self._normed(x, norm), None, out)
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Inputs:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
         if len(x) == 1 and norm is not None:
             options = {"norm_weight": norm.weight, "eps": norm.eps}
@@ -186,6 +187,8 @@ class KernelScaledWeight(ScaledWeight):
         options = {"residual": residual, "out": out, "gated": gated}
         config = select_config(x, self.matrix, self._dtype, **options)
         options["pdl"] = self._pdl
+        if isinstance(config, BlockConfig):
+            return block_product(x, self.matrix, self._dtype, **options, config=config)
         if config is not None:
             return hopper_product(x, self.matrix, self._dtype, **options, config=config)
         return scaled_product(x, self.matrix, self._dtype, **options)
@@ -227,3 +230,14 @@ def _common_run(rows: torch.Tensor) -> int:
         if torch.equal(rows[::run].repeat_interleave(run)[: len(rows)], rows):
             return run
     return 1
+
+
+def _is_paired(rows: torch.Tensor, run: int) -> bool:
+    """Returns `ScaledMatrix.is_paired` of interleaved output features, given as for `_common_run`:
+    whether runs of the gate share scales within `GROUP` features, and so do those of up."""
+    if run != GATE_RUN or len(rows) % (2 * run):
+        return False
+    pairs = rows[::run].view(-1, 2)
+    in_group = GROUP // (2 * run)
+    first = torch.arange(len(pairs), device=rows.device) // in_group * in_group
+    return torch.equal(pairs, pairs[first])

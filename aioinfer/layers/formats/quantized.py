@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import DenseWeight, make_dense
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source
-
-if TYPE_CHECKING:
-    from aioinfer.kernels.quantize import InputFormat
 
 
 class QuantizedWeight(ABC):
@@ -93,10 +90,6 @@ class QuantizedWeight(ABC):
         assert self._dense is not None, "finalize was not called"
         return self._dense
 
-    def input_format(self, rows: int) -> InputFormat | None:
-        """See `WeightFormat.input_format`."""
-        return None
-
     def warm_up_rows(self) -> Sequence[int]:
         """See `WeightFormat.warm_up_rows`."""
         return ()
@@ -117,11 +110,9 @@ class QuantizedWeight(ABC):
         """See `WeightFormat.multiply_normed`."""
         return self._product.multiply_normed(x, norm, out)
 
-    def multiply_gated(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, wanted: InputFormat | None = None
-    ) -> Any:
+    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """See `WeightFormat.multiply_gated`."""
-        return self._product.multiply_gated(x, norm, wanted)
+        return self._product.multiply_gated(x, norm)
 
     def warm_up_gated(self) -> None:
         """See `WeightFormat.warm_up_gated`."""

@@ -1,0 +1,89 @@
+"""The float8 products with tokens as rows: every configuration compiles for Hopper and keeps to the
+registers. What they compute is tested in `tests/gpu/test_block_hopper.py`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from aioinfer.kernels.block_hopper import _product_kernel
+from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, HALF, STEP, BlockConfig
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.compiled.hopper import HOPPER, SHARED_MEMORY, spilled
+
+
+def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> CompiledKernel:
+    """Compiles what `block_product` launches."""
+
+    def descriptor(kind: gl.dtype, name: str, *block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+        return f"tensordesc<{name}{list(block)},{layout!r}>"
+
+    outputs = config.part_lines // 2 if gated else config.part_lines
+    fp8, bf16 = gl.float8e4nv, gl.bfloat16
+    types = {
+        "x": descriptor(fp8, "fp8e4nv", HALF, STEP),
+        "weight": descriptor(fp8, "fp8e4nv", config.part_lines, STEP),
+        "out": descriptor(bf16, "bf16", HALF, outputs),
+        "residual": descriptor(bf16, "bf16", HALF, outputs),
+        "x_scales": "*fp32", "w_scales": "*fp32",
+    }  # fmt: skip
+    constants = {
+        "STAGES": config.stages(gated=gated), "GROUP": config.group, "GATED": gated,
+        "PAIRED": gated, "HAS_RESIDUAL": residual, "HALVES": config.halves,
+        "SPLITS_LINES": config.splits_lines, "OVERLAPPED": config.overlapped,
+        "ROWS_PER_SCALE": 8 if gated else 128, "CONSUMERS": config.consumers,
+        "REGISTERS": config.registers, "PDL": True,
+    }  # fmt: skip
+    names = _product_kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    source = GluonASTSource(
+        _product_kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+
+
+def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
+    """Returns the lines of the machine's instructions."""
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(folder / "cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -> None:
+    """Nothing is spilled, no layouts are converted, and products are not waited for one by one,
+    as the assembler does where it cannot keep sets of sums apart."""
+    kernel = compile_product(config, gated=gated, residual=not gated)
+    assert spilled(kernel, tmp_path) == 0
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert "convert_layout" not in kernel.asm["ttgir"]
+    lines = instructions(kernel, tmp_path)
+    products = sum("QGMMA" in line for line in lines)
+    waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
+    # sets of four products: before, in and after the loop
+    sets = 1 + 2 + 1 if config.overlapped or config.halves == 2 else 2
+    assert products == config.consumers * 4 * sets
+    assert waits == config.consumers * {2: 3, 4: 7}[sets]
+
+
+def test_one_instruction_for_each_sum(tmp_path: Path) -> None:
+    """Beside a few that multiply the scales of tokens and weight rows."""
+    lines = instructions(
+        compile_product(BlockConfig(128, 128), gated=True, residual=False), tmp_path
+    )
+    scaled = 64 * (2 + 2)  # for each thread: in the loop of two stages, and after it
+    assert sum(" FFMA " in line for line in lines) == 2 * scaled
