@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
 #: Seconds that start-up steps may take, once all ranks that share experts have compiled theirs.
-STUCK_AFTER_S = 240.0
+STUCK_AFTER_S = 180.0
 CPU_BLOCK_SIZE = 16
 # a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
 GPU_BLOCK_SIZE = 128
