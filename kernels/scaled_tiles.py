@@ -92,6 +92,10 @@ class BlockConfig:
         where the registers hold both beside the total and some 32 for the rest."""
         return self.halves == 1 and 3 * self.part_lines // 2 <= self.registers - 32
 
+    def allows(self, *, gated: bool) -> bool:
+        """Whether a consumer's results are rows of 32 bytes or more, which TMA writes swizzled."""
+        return not gated or self.part_lines >= 32
+
     def stages(self, *, gated: bool) -> int:
         """Stages of the ring: as many as shared memory holds beside the results, in 16 bits."""
         results = self.tokens * self.lines * (1 if gated else 2)
@@ -133,11 +137,13 @@ BLOCK_TIMES = {
     BlockConfig(128, 128): 0.45,
     BlockConfig(128, 64): 0.28,
     BlockConfig(64, 64, splits_lines=True): 0.25,
+    BlockConfig(64, 32, splits_lines=True): 0.18,
     BlockConfig(64, 192, 3, splits_lines=True): 0.40,
     BlockConfig(128, 192, 3, splits_lines=True): 0.72,
 }
 #: What its tests and benchmarks go through.
 BLOCK_CONFIGS = (*BLOCK_TIMES, BlockConfig(256, 128), BlockConfig(192, 128, 3))
+GATED_BLOCK_CONFIGS = tuple(config for config in BLOCK_CONFIGS if config.allows(gated=True))
 #: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
 #: has two programs at a time.
 PRODUCT_TIMES = {
@@ -190,7 +196,7 @@ def hopper_config(
     if rows > _NARROW_ROWS or not is_narrow:
         configs += HOPPER_TIMES[gated, grouped]
     if blocks and USE_BLOCK_HOPPER:
-        configs += BLOCK_TIMES
+        configs += [config for config in BLOCK_TIMES if config.allows(gated=gated)]
     best = min(configs, key=time, default=None)
     other = product_config(rows, lines, inputs, grouped=grouped)
     other_time = _product_time(other, rows, lines, inputs, programs, grouped)

@@ -139,6 +139,27 @@ def test_tokens_of_experts(
     assert low < ended.rows["experts"]["busiest_tenth"] < high
 
 
+def test_gpt_oss_made_small(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random weights in MXFP4, from the configuration of gpt-oss-20b."""
+    config = Path(bench_gpu.__file__).parent / "benchlib/models/gpt-oss-20b/config.json"
+    fields = json.loads(config.read_text("utf-8"))
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    small = {
+        "hidden_size": 64, "num_hidden_layers": 2, "layer_types": fields["layer_types"][:2],
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2,
+        "intermediate_size": 64, "vocab_size": 49_152,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields | small), "utf-8")
+    settings = ("--set", "model.max_model_len=512")
+    ended = run(capsys, "--model", str(tmp_path), "--cases", "k4x300x8", *settings)
+    assert ended.status == 0
+    assert "quantized weights (mxfp4)" in ended.rows["startup"]["implementation"]
+    assert ended.rows["k4x300x8"]["output_tokens_per_s"] > 0
+
+
 def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = run(
         capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2"

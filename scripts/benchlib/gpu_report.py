@@ -36,7 +36,7 @@ class Rows:
         if "error" not in row and (known := model.figures.get(case)):
             row |= compare(row, known)
         self.rows.append(row)
-        line = json.dumps(row)
+        line = json.dumps(row, default=list)  # of ranges: the layers of stages
         print(line, flush=True)
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:

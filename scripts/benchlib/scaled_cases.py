@@ -296,7 +296,7 @@ def block_variants(
     """The products with scales of blocks and tokens as rows; tiles of twice the tokens or more are
     left out."""
     for config in BLOCK_CONFIGS:
-        if config.tokens >= 2 * max(64, len(x)):
+        if config.tokens >= 2 * max(64, len(x)) or not config.allows(gated=gated):
             continue
 
         def run(w: ScaledMatrix, config: BlockConfig = config) -> torch.Tensor:

@@ -62,8 +62,11 @@ def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "gated"),
+    [(config, gated) for gated in (False, True) for config in BLOCK_CONFIGS
+     if config.allows(gated=gated)],
+)  # fmt: skip
 def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -> None:
     """Nothing is spilled, no layouts are converted, and products are not waited for one by one,
     as the assembler does where it cannot keep sets of sums apart."""

@@ -19,13 +19,14 @@ from aioinfer.kernels.quantize import (
 )
 from aioinfer.kernels.scaled_linear import ScaledMatrix
 from aioinfer.kernels.scaled_product import scaled_product_reference
-from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, BlockConfig
+from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, GATED_BLOCK_CONFIGS, BlockConfig
 from cases import error, normal, poisoned
 from scaled_cases import FP8, ScaledCase, block_matrix
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+CONFIGS = {False: BLOCK_CONFIGS, True: GATED_BLOCK_CONFIGS}
 #: Normwise: results in bf16, sums of a block of 128 inputs to about 14 bits.
 LIMIT = 3e-3
 
@@ -70,8 +71,10 @@ def check(case: ScaledCase, config: BlockConfig, *, residual: bool, wide: int = 
     assert error((first, expected)) < LIMIT
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "gated"),
+    [(config, gated) for gated in (False, True) for config in CONFIGS[gated]],
+)
 @pytest.mark.parametrize(
     ("rows", "features", "inputs"),
     [
@@ -97,7 +100,7 @@ def test_every_configuration(
         check(case, config, residual=residual, wide=24)
 
 
-@pytest.mark.parametrize("config", BLOCK_CONFIGS)
+@pytest.mark.parametrize("config", GATED_BLOCK_CONFIGS)
 def test_a_gate_of_whole_blocks(config: BlockConfig) -> None:
     """Rows that a gate multiplies may share one scale as well."""
     case = ScaledCase(190, 1024, 1408, FP8, BF16, DEVICE, True, GROUP, True)
@@ -125,7 +128,7 @@ def test_in_a_chain_of_launches(gated: bool, residual: bool, rows: int) -> None:
             config=config,
         )  # fmt: skip
 
-    for config in BLOCK_CONFIGS:
+    for config in CONFIGS[gated]:
         expected = [launch(config, False, x) for x in xs]
         torch.cuda.synchronize()
         for turn in range(40):

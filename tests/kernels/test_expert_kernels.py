@@ -174,7 +174,7 @@ def test_a_rank_with_some_of_the_experts(local: range) -> None:
 @pytest.mark.parametrize("local", [None, range(2, 5)])
 def test_one_token_in_three_launches(format: str, local: range | None) -> None:
     options = {"format": format, "local": local, "buckets": False, "biased": local is not None}
-    for config in (CONFIG, VectorConfig(1, 16, 1)):
+    for config in (CONFIG,) if local is None else (VectorConfig(1, 16, 1), VectorConfig(4, 8, 1)):
         assert error(one_token(case(1, **options), config)) < 1e-5
 
 
