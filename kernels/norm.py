@@ -17,18 +17,15 @@ MAX_HIDDEN = 16384  # one program keeps a whole row in its registers
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, hidden, x_stride, residual_stride, out_stride, eps,
-    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     w = tl.load(weight + columns, mask, 0.0).to(tl.float32)
     if PDL:
-        if EARLY:
-            gdc_launch_dependents()
         gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + columns
@@ -47,7 +44,6 @@ def rms_norm(
     *,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    early: bool = False,
 ) -> torch.Tensor:
     """Returns x / rms(x) * weight, computed in float32.
 
@@ -57,11 +53,8 @@ def rms_norm(
         eps: added to the mean square.
         out: [T, H] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
-        early: the following kernel may start before the preceding one has ended: it must read
-            nothing before its own wait but what neither this, nor the kernel before, nor the one
-            before that writes.
     """
-    return _launch(x, None, weight, eps, out, pdl, early=early)
+    return _launch(x, None, weight, eps, out, pdl)
 
 
 def add_rms_norm(
@@ -91,8 +84,6 @@ def _launch(
     eps: float,
     out: torch.Tensor | None,
     pdl: bool,
-    *,
-    early: bool = False,
 ) -> torch.Tensor:
     rows, hidden = x.shape
     if x.stride(1) != 1 or weight.shape != (hidden,) or hidden > MAX_HIDDEN:
@@ -107,7 +98,7 @@ def _launch(
     other = x if residual is None else residual
     _rms_norm_kernel[(rows,)](
         x, other, weight, out, hidden, x.stride(0), other.stride(0), out.stride(0), eps,
-        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl, EARLY=early,
+        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl,
         num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return out

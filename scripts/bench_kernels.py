@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchlib.cascade_cases import cascade_cases
 from benchlib.expert_cases import expert_cases
-from benchlib.few_cases import few_cases
 from benchlib.float8_cases import float8_cases
 from benchlib.grouped_cases import grouped_cases
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
@@ -39,7 +38,6 @@ from benchlib.scaled_cases import scaled_cases
 FAMILIES = OTHER_FAMILIES | {
     "cascade": cascade_cases,
     "experts": expert_cases,
-    "few": few_cases,
     "float8": float8_cases,
     "grouped": grouped_cases,
     "latent": latent_cases,

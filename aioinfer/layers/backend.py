@@ -12,7 +12,6 @@ from aioinfer.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
-    from aioinfer.kernels.streamed_product import StreamWorkspace
 
 
 class Scratch:
@@ -36,23 +35,6 @@ class Scratch:
         return self._memory[: rows * columns].view(rows, columns)
 
 
-class ProductMemory:
-    """What the programs of a streamed product exchange their sums in, which the layers of a rank
-    use one after the other; none until it is asked for."""
-
-    def __init__(self) -> None:
-        self._workspace: StreamWorkspace | None = None
-
-    def workspace(self, device: torch.device) -> StreamWorkspace:
-        """Returns it, always the same. The first call allocates: not while a graph is captured."""
-        from aioinfer.kernels.streamed_product import StreamWorkspace
-        from aioinfer.kernels.streamed_tiles import max_used_rows
-
-        if self._workspace is None:
-            self._workspace = StreamWorkspace.create(device, max_used_rows())
-        return self._workspace
-
-
 @dataclass(slots=True)
 class Backend:
     """One for all layers of a rank.
@@ -73,7 +55,6 @@ class Backend:
             kernels. The worker sets it when it knows how many tokens a step may have.
         stage, num_stages: which part of the layers the rank has, and of how many.
         scratch: what quantized weights are dequantized into for products of many rows.
-        product_memory: what streamed products exchange sums in.
     """
 
     device: torch.device
@@ -90,7 +71,6 @@ class Backend:
     stage: int = 0
     num_stages: int = 1
     scratch: Scratch = field(default_factory=Scratch)
-    product_memory: ProductMemory = field(default_factory=ProductMemory)
 
     @property
     def is_last_stage(self) -> bool:

@@ -11,7 +11,6 @@ from aioinfer.layers.formats.compiled import CompiledWeight, can_lay_out, has_co
 from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
 from aioinfer.layers.formats.half import HalfWeight, has_half_products
 from aioinfer.layers.formats.schemes import AffineScheme
-from aioinfer.layers.formats.streamed import StreamedWeight
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
@@ -200,7 +199,6 @@ class LMHead:
         self.held_bytes = 0
         self._pdl = backend.pdl
         self._kernel = None
-        self._streamed: StreamedWeight | None = None
         if backend.has_kernels:
             from aioinfer.kernels.linear import skinny_linear
 
@@ -241,9 +239,6 @@ class LMHead:
             self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
-        if self._kernel is not None:
-            assert self.weight is not None
-            self._streamed = StreamedWeight(self.weight, self._backend)
 
     def _is_compiled(self, quantized: AffineRows) -> bool:
         """Whether the head stays quantized on a CPU (`formats.compiled`)."""
@@ -279,14 +274,11 @@ class LMHead:
     ) -> torch.Tensor:
         assert self.weight is not None
         assert self._kernel is not None
-        assert self._streamed is not None
-        if len(hidden) <= SKINNY_ROWS and not self._streamed.takes(len(hidden)):
-            return self._kernel(
-                hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
-            )
-        normed = norm(hidden)
-        streamed = self._streamed.multiply(normed, out=out)
-        return torch.mm(normed, self.weight.t(), out=out) if streamed is None else streamed
+        if len(hidden) > SKINNY_ROWS:
+            return torch.mm(norm(hidden), self.weight.t(), out=out)
+        return self._kernel(
+            hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
+        )
 
 
 def _dequantize(quantized: AffineRows, vocabulary: Vocabulary, like: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 On a CPU a float32 weight is laid out anew for oneDNN (`PackedWeight`). On a GPU with kernels few
 rows go through our own products, which take a norm before and a residual sum after them along, and
-the rest through cuBLAS (`KernelDenseWeight`). On Hopper GPUs two to 64 rows are streamed
-(`StreamedWeight`).
+the rest through cuBLAS (`KernelDenseWeight`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.streamed import StreamedWeight
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
 
@@ -163,12 +161,6 @@ class KernelDenseWeight(DenseWeight):
         assert self.weight is not None
         like_inputs = self.weight.new_empty(1, columns.size)
         self._has_gated_product = supports(like_inputs, self.weight)
-        self._streamed = StreamedWeight(self.weight, backend)
-
-    @property
-    def kind(self) -> Hashable:
-        """See `WeightFormat.kind`."""
-        return "dense", *self._loaded.shape
 
     @property
     def _loaded(self) -> torch.Tensor:
@@ -183,9 +175,6 @@ class KernelDenseWeight(DenseWeight):
     ) -> torch.Tensor:
         """See `WeightFormat.multiply`."""
         weight = self._loaded
-        streamed = self._streamed.multiply(x, bias=bias, out=out)
-        if streamed is not None:
-            return streamed
         if bias is None and (len(x) == 1 or (out is not None and len(x) <= SKINNY_ROWS)):
             return self._skinny_linear(x, weight, out=out, pdl=self._pdl)
         if out is None:
@@ -201,7 +190,7 @@ class KernelDenseWeight(DenseWeight):
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
-        if len(x) > 1:
+        if len(x) > SKINNY_ROWS:
             return self.multiply(norm(x), out=out)
         return self._skinny_linear(
             x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
@@ -214,21 +203,12 @@ class KernelDenseWeight(DenseWeight):
             given = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
             return self._skinny_linear(x, weight, gated=True, pdl=self._pdl, **given)
         normed = x if norm is None else norm(x)
-        streamed = self._streamed.multiply(normed, gated=True)
-        if streamed is not None:
-            return streamed
         if self._has_gated_product and self._use_gated_product(len(x), weight):
             return self._gated_product(normed, weight, pdl=self._pdl)
         return self._gated_activation(F.linear(normed, weight), pdl=self._pdl)
 
-    def warm_up_rows(self) -> Sequence[int]:
-        """See `WeightFormat.warm_up_rows`. Other kernels than the streamed one are compiled for one
-        configuration, or cuBLAS's."""
-        return self._streamed.warm_up_rows()
-
     def warm_up_gated(self) -> None:
-        """See `WeightFormat.warm_up_gated`: the gated product's; those of the streamed one are
-        selected by `warm_up_rows`."""
+        """See `WeightFormat.warm_up_gated`."""
         from aioinfer.kernels.gated_product import TILE_TIMES
 
         if self._has_gated_product:
@@ -238,8 +218,6 @@ class KernelDenseWeight(DenseWeight):
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
         """See `WeightFormat.add_product`."""
-        if self._streamed.multiply(x, residual=total, out=total) is not None:
-            return
         if len(x) <= SKINNY_ROWS:
             self._skinny_linear(x, self._loaded, residual=total, out=total, pdl=self._pdl)
         else:
