@@ -298,7 +298,8 @@ class ParallelConfig:
         "Mixtures of experts: the engines of `data_parallel_size` divide the experts among them, "
         "and send one another the tokens of each step; everything else, the KV cache above all, is "
         "each engine's own. They take their steps together, and are restarted together. Needs "
-        "`expert_parallel`, `tensor_parallel_size` = 1, and CPUs.",
+        "`expert_parallel` and `tensor_parallel_size` = 1; on GPUs those of one host that reach "
+        "each other's memory, and experts that the kernels compute.",
         False,
     )
     expert_placement: str | None = key(

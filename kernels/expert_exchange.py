@@ -2,14 +2,16 @@
 an all-to-all to the experts and one back, over symmetric memory, for data-parallel attention.
 
 Behind `expert_routing.route` and around the products of `expert_linear`, four launches without a
-copy on the host, whose grids depend on the number of own tokens and on the layout alone:
+copy on the host, whose grids depend on the number of own tokens and on the layout alone. Ranks may
+have any numbers of tokens, none included, and launch them one by one or from a graph:
 
 - `_send_kernel` writes each token's row, once, into the memory of every rank that has any of its
   experts, with the places there and the weights of all its pairs. The place of a row is given by
   the sending rank and the number of the token, so nobody counts across ranks. Its last program (an
   atomic ticket) tells all ranks how many tokens there are.
 - `_receive_kernel` waits for all ranks and fills the buckets of this rank's experts; the products
-  read the rows where they came.
+  read the rows where they came. How many came is known on the device alone, so its last program
+  says for which of two launches of a product, with tiles of few rows or of many, they are.
 - `_return_kernel` sums the outputs of each token's experts on this rank and writes the sum into the
   memory of the token's rank; its last program tells all ranks.
 - `_add_kernel` waits for all ranks and adds up, in the order of the ranks, what they returned.
@@ -18,6 +20,10 @@ Each message has the epoch, the number of the exchange. One buffer for each suff
 exchange e + 1 after its `_add_kernel` of e, for which every rank has ended reading what came; and
 it returns sums of e + 1 after the arrival of e + 1 from the rank that gets them, which has read
 those of e by then. The outputs are the same for any order in which programs run.
+
+No kernel waits for another program of its own launch, nor for a kernel that the other rank launches
+behind one that waits for this rank: launches of ranks that make the same exchanges in the same
+order always end, whatever else runs on the GPUs. A rank that leaves one out stops all others.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -35,8 +41,10 @@ from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 _ALIGNMENT = 256
 #: Programs of the kernel that returns sums: each takes row after row.
 RETURNING_PROGRAMS = 528
-#: Tokens of a program that fills buckets.
-RECEIVED_TOKENS = 64
+#: Tokens of a step of a program that fills buckets, and such programs for each rank.
+RECEIVED_TOKENS, RECEIVING_PROGRAMS = 64, 32
+#: Above every number of pairs.
+NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,8 @@ def _await(base, at, rank, epoch):
 def _is_last(ticket):
     """Whether this is the last program of the launch to come here; it sets the ticket to 0."""
     tl.debug_barrier()
-    is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == programs - 1
     if is_last:
         tl.store(ticket, 0)
     return is_last
@@ -143,24 +152,36 @@ def _send_kernel(
         _tell(addresses, sent_at, epoch, tokens, RANK, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_few"])
 def _receive_kernel(
-    counts, buckets, addresses, epochs, sent_at, places_at, max_tokens,
+    counts, few, many, buckets, addresses, epochs, ticket, sent_at, places_at, max_tokens, max_few,
     RANK: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
-    K_PAD: tl.constexpr,
+    K_PAD: tl.constexpr, PLACES: tl.constexpr, PLACES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Puts the pairs of TOKENS tokens of a rank into the buckets of their places."""
+    """Puts the pairs of a rank's tokens into the buckets of their places: TOKENS of them at a time,
+    and all programs of a rank all of them. `few` and `many` get the counts of all pairs, or zeros:
+    `few` those of up to `max_few`."""
     sender = tl.program_id(1)
     base = tl.load(addresses + RANK)
     tokens = _await(base, sent_at, sender, tl.load(epochs) + 1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     j = tl.arange(0, K_PAD)[None, :]
-    pair = (sender * max_tokens + token)[:, None] * TOP_K + j
-    mask = (token < tokens)[:, None] & (j < TOP_K)
-    place = tl.load((base + places_at).to(tl.pointer_type(tl.int32)) + pair, mask, -1)
-    is_here = mask & (place >= 0)
-    rank = tl.atomic_add(counts + place, 1, is_here, sem="relaxed")
-    tl.store(buckets + place * (SIZE * max_tokens) + rank, pair, is_here)
+    places = (base + places_at).to(tl.pointer_type(tl.int32))
+    for begin in range(tl.program_id(0) * TOKENS, tokens, tl.num_programs(0) * TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        pair = (sender * max_tokens + token)[:, None] * TOP_K + j
+        mask = (token < tokens)[:, None] & (j < TOP_K)
+        place = tl.load(places + pair, mask, -1)
+        is_here = mask & (place >= 0)
+        rank = tl.atomic_add(counts + place, 1, is_here, sem="relaxed")
+        # after a step that failed between two launches, counters are too high
+        is_here = is_here & (rank < SIZE * max_tokens)
+        tl.store(buckets + place * (SIZE * max_tokens) + rank, pair, is_here)
+    if _is_last(ticket):
+        number = tl.arange(0, PLACES_PAD)
+        count = tl.load(counts + number, number < PLACES, 0, volatile=True)
+        is_few = tl.sum(count, 0) <= max_few
+        tl.store(few + number, tl.where(is_few, count, 0), number < PLACES)
+        tl.store(many + number, tl.where(is_few, 0, count), number < PLACES)
 
 
 @triton.jit
@@ -198,9 +219,9 @@ def _return_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _add_kernel(
-    out, residual, experts, firsts, addresses, epochs, ticket, tokens, returned_at, sums_at,
+    out, residual, added, experts, firsts, addresses, epochs, ticket, tokens, returned_at, sums_at,
     max_tokens, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    TOP_K: tl.constexpr, K_PAD: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
     """A program for each own token, and one if there is none."""
     token = tl.program_id(0)
@@ -214,6 +235,8 @@ def _add_kernel(
         place = tl.load(experts + token * TOP_K + j, j < TOP_K, -1)
         row = token.to(tl.int64) * WIDTH
         total = tl.load(residual + row + column, mask, 0.0).to(tl.float32)
+        if HAS_ADDED:
+            total += tl.load(added + row + column, mask, 0.0).to(tl.float32)
         sums = (base + sums_at).to(tl.pointer_type(out.dtype.element_ty))
         for peer in tl.static_range(SIZE):
             first, end = tl.load(firsts + peer), tl.load(firsts + peer + 1)
@@ -225,6 +248,23 @@ def _add_kernel(
         tl.store(epochs, epoch)
 
 
+def _row_of(hidden: int) -> dict[str, int]:
+    """Returns what a kernel whose programs take whole rows is compiled for."""
+    block = triton.next_power_of_2(hidden)
+    return {"WIDTH": hidden, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The tokens that have come, as the products take them with `ExpertExchange.rows` as their x:
+    once as `few` and once as `many`, of which one has all tokens and the other none. Which, the
+    device alone knows.
+    """
+
+    few: RoutedTokens
+    many: RoutedTokens
+
+
 class ExpertExchange:
     """The exchange among the ranks of one model, for all its layers with experts, one after the
     other. Every rank takes part in each exchange, with or without tokens, in the same order, and on
@@ -233,13 +273,15 @@ class ExpertExchange:
     Attributes:
         rows: [ranks * max_tokens, hidden], the tokens that have come: the rows of the first
             product.
+        top_k: experts of a token.
+        max_pairs: rows of the products' results: ranks * max_tokens * top_k.
     """
 
     def __init__(
         self,
         peers: SymmetricBuffer,
         layout: ExchangeLayout,
-        by_rank: Sequence[int],
+        max_places: int,
         top_k: int,
         hidden: int,
         dtype: torch.dtype,
@@ -247,7 +289,7 @@ class ExpertExchange:
         """Takes symmetric memory of `layout`, zeroed on every rank.
 
         Args:
-            by_rank: how many places each rank has.
+            max_places: the most places that this rank has in a layer.
             top_k, hidden, dtype: of the tokens.
 
         Raises:
@@ -255,9 +297,10 @@ class ExpertExchange:
         """
         if hidden * dtype.itemsize % 16:
             raise ValueError(f"tokens of {hidden} numbers in {dtype} do not begin at 16 bytes each")
-        self._peers, self._layout, self._top_k = peers, layout, top_k
+        self._peers, self._layout, self.top_k = peers, layout, top_k
         device, size = peers.local.device, peers.size
         slots = size * layout.max_tokens
+        self.max_pairs = slots * top_k
 
         def view(start: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             nbytes = dtype.itemsize
@@ -268,69 +311,113 @@ class ExpertExchange:
         self.rows = view(layout.rows, dtype, slots, hidden)
         self._places = view(layout.places, torch.int32, slots, top_k)
         self._weights = view(layout.weights, torch.float32, slots, top_k)
-        starts = [sum(by_rank[:rank]) for rank in range(size + 1)]
-        self._firsts = torch.tensor(starts, dtype=torch.int32, device=device)
-        self._num_places = by_rank[peers.rank]
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self._tickets = torch.zeros(3, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(self._num_places, dtype=torch.int32, device=device)
-        self._buckets = torch.zeros(self._num_places, slots, dtype=torch.int32, device=device)
+        self._tickets = torch.zeros(4, dtype=torch.int32, device=device)
+        self._counts, self._few, self._many = (
+            torch.zeros(max_places, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        self._buckets = torch.zeros(max_places, slots, dtype=torch.int32, device=device)
 
-    def send(self, x: torch.Tensor, routed: RoutedTokens) -> RoutedTokens:
-        """Sends tokens to the ranks of their experts. Returns those that have come, as the products
-        of this rank's experts take them, with `rows` as their x.
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._peers.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._peers.size
+
+    def first_places(self, by_rank: Sequence[int]) -> torch.Tensor:
+        """Returns the first place of each rank, and the number of all, int32 [ranks + 1], of a
+        layer in which the ranks have so many places each."""
+        starts = [sum(by_rank[:rank]) for rank in range(self.size + 1)]
+        return torch.tensor(starts, dtype=torch.int32, device=self.rows.device)
+
+    def send(
+        self,
+        x: torch.Tensor,
+        routed: RoutedTokens,
+        firsts: torch.Tensor,
+        num_places: int,
+        max_few: int = NO_LIMIT,
+    ) -> Arrived:
+        """Sends tokens to the ranks of their experts. Returns those that have come.
 
         Args:
             x: [T, hidden], contiguous, T of 0 to `max_tokens`.
             routed: of these tokens; `experts` are places of all ranks.
+            firsts: from `first_places`.
+            num_places: how many this rank has.
+            max_few: up to so many pairs of tokens and places here are `few`.
 
         Raises:
             ValueError: the shapes do not fit.
         """
-        layout, peers, top_k = self._layout, self._peers, self._top_k
+        layout, peers, top_k = self._layout, self._peers, self.top_k
         tokens, hidden = x.shape
         if hidden != self.rows.shape[1] or not x.is_contiguous() or tokens > layout.max_tokens:
             raise ValueError(f"x must be contiguous, up to {layout.max_tokens} tokens: {x.shape}")
         if routed.experts.shape != (tokens, top_k):
             raise ValueError(f"{top_k} experts a token, not {routed.experts.shape}")
+        if num_places > len(self._buckets):
+            raise ValueError(f"{num_places} places, and there are buckets for fewer")
         ranks = {"RANK": peers.rank, "SIZE": peers.size}
         pairs = {"TOP_K": top_k, "K_PAD": triton.next_power_of_2(top_k)}
         _send_kernel[(max(1, tokens),)](
-            x, routed.experts, routed.weights, self._firsts, peers.addresses, self._epoch,
+            x, routed.experts, routed.weights, firsts, peers.addresses, self._epoch,
             self._tickets, tokens, layout.sent, layout.places, layout.weights, layout.rows,
-            layout.max_tokens, WIDTH=hidden, BLOCK=triton.next_power_of_2(hidden), **ranks, **pairs,
+            layout.max_tokens, **ranks, **pairs, **_row_of(hidden),
         )  # fmt: skip
-        _receive_kernel[(triton.cdiv(layout.max_tokens, RECEIVED_TOKENS), peers.size)](
-            self._counts, self._buckets, peers.addresses, self._epoch, layout.sent, layout.places,
-            layout.max_tokens, TOKENS=RECEIVED_TOKENS, **ranks, **pairs,
+        programs = min(triton.cdiv(layout.max_tokens, RECEIVED_TOKENS), RECEIVING_PROGRAMS)
+        _receive_kernel[(programs, peers.size)](
+            self._counts, self._few, self._many, self._buckets, peers.addresses, self._epoch,
+            self._tickets[1:], layout.sent, layout.places, layout.max_tokens, max_few,
+            TOKENS=RECEIVED_TOKENS, PLACES=num_places,
+            PLACES_PAD=triton.next_power_of_2(num_places), **ranks, **pairs,
         )  # fmt: skip
-        return RoutedTokens(self._weights, self._places, self._counts, self._buckets)
+        buckets = self._buckets[:num_places]
+        return Arrived(
+            *(
+                RoutedTokens(self._weights, self._places, counts[:num_places], buckets)
+                for counts in (self._few, self._many)
+            )
+        )
 
     def combine(
-        self, pairs: torch.Tensor, routed: RoutedTokens, residual: torch.Tensor, out: torch.Tensor
+        self,
+        pairs: torch.Tensor,
+        routed: RoutedTokens,
+        firsts: torch.Tensor,
+        num_places: int,
+        residual: torch.Tensor,
+        out: torch.Tensor,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the outputs to the tokens' ranks, and adds what they return to `residual`.
 
         Args:
-            pairs: [ranks * max_tokens * top_k, hidden]: the second product of what `send` returned.
+            pairs: [max_pairs, hidden]: the second product of what `send` returned.
             routed: of this rank's own tokens.
+            firsts, num_places: as for `send`.
             residual: [T, hidden], contiguous.
             out: [T, hidden] to write to, contiguous; may be `residual`.
+            added: [T, hidden], added as well if given; contiguous.
         """
-        layout, peers, top_k = self._layout, self._peers, self._top_k
+        layout, peers, top_k = self._layout, self._peers, self.top_k
         tokens, hidden = out.shape
         ranks = {"RANK": peers.rank, "SIZE": peers.size}
-        row = {"WIDTH": hidden, "BLOCK": triton.next_power_of_2(hidden), "TOP_K": top_k}
+        row = {"TOP_K": top_k, **_row_of(hidden)}
         programs = min(RETURNING_PROGRAMS, layout.max_tokens)
         _return_kernel[(programs,)](
-            pairs, self._counts, peers.addresses, self._epoch, self._tickets[1:], layout.sent,
-            layout.returned, layout.places, layout.sums, layout.max_tokens,
-            PLACES=self._num_places, PLACES_PAD=triton.next_power_of_2(self._num_places),
-            **ranks, **row,
+            pairs, self._counts, peers.addresses, self._epoch, self._tickets[2:], layout.sent,
+            layout.returned, layout.places, layout.sums, layout.max_tokens, PLACES=num_places,
+            PLACES_PAD=triton.next_power_of_2(num_places), **ranks, **row,
         )  # fmt: skip
         _add_kernel[(max(1, tokens),)](
-            out, residual, routed.experts, self._firsts, peers.addresses, self._epoch,
-            self._tickets[2:], tokens, layout.returned, layout.sums, layout.max_tokens,
-            K_PAD=triton.next_power_of_2(top_k), **ranks, **row,
+            out, residual, residual if added is None else added, routed.experts, firsts,
+            peers.addresses, self._epoch, self._tickets[3:], tokens, layout.returned, layout.sums,
+            layout.max_tokens, K_PAD=triton.next_power_of_2(top_k), HAS_ADDED=added is not None,
+            **ranks, **row,
         )  # fmt: skip
         return out

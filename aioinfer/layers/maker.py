@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import Attention, AttentionSinks, heads_of_rank
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.biased_experts import BiasedExpert, ClampedSwiGLU, ExpertPlaces
@@ -505,7 +506,14 @@ class LayerMaker:
             return False
         from aioinfer.layers.kernel_experts import supports
 
-        return supports(routing, channels.size, activation)
+        is_supported = supports(routing, channels.size, activation)
+        if not is_supported and self.backend.expert_group is not None:
+            raise ConfigError(
+                "parallel.data_parallel_attention on GPUs needs experts that the kernels compute, "
+                f"and not {channels.size} channels with {activation}: use "
+                "parallel.tensor_parallel_size"
+            )
+        return is_supported
 
     def _whole_blocks(self, channels: Shard, name: str) -> Shard:
         """Returns the channels of an expert that this rank has: as given, or, of a module in MXFP4,
@@ -540,11 +548,13 @@ class LayerMaker:
         norm: RMSNorm,
     ) -> MixtureMLP:
         """Returns the mixture over the kernels."""
+        from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP
         from aioinfer.layers.kernel_experts import KernelMixtureMLP
 
         backend = self.backend
         router = Router(router_name, routing, self.hidden_size, backend, backend.dtype)
-        return self._keep(KernelMixtureMLP(router, stacked, placed, shared, norm, backend))
+        kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP
+        return self._keep(kind(router, stacked, placed, shared, norm, backend))
 
     def _weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
         weight = make_weight(sources, columns, self.backend, self.quantization)

@@ -105,6 +105,17 @@ class ParallelGroup:
         )
         return found
 
+    def meet(self) -> None:
+        """Returns when all ranks have called it and their GPUs have done what was launched.
+
+        Raises an error, or ends the process, if one does not come within torch's time limit.
+        """
+        if self.size > 1:
+            devices = None if self._device.type == "cpu" else [self._device.index]
+            dist.barrier(self._handle, device_ids=devices)
+            if devices:
+                torch.cuda.synchronize(self._device)
+
     def symmetric_buffer(self, nbytes: int) -> SymmetricBuffer:
         """Returns `nbytes` zeroed bytes on each rank's GPU that all ranks can read and write. Every
         rank has to call it, in the same order.
@@ -123,8 +134,8 @@ class ParallelGroup:
             peers = symmetric_memory.rendezvous(memory, handle)
         except RuntimeError as error:
             message = (
-                "parallel.tensor_parallel_size above 1 needs GPUs that can reach each other's "
-                "memory (NVLink, or PCIe peer access)"
+                "parallel.tensor_parallel_size above 1 and parallel.data_parallel_attention need "
+                "GPUs that can reach each other's memory (NVLink, or PCIe peer access)"
             )
             raise ConfigError(f"{message}: {error}") from error
         parts = [peers.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]

@@ -120,6 +120,15 @@ class CausalLM(Protocol):
         `begin`, and never inside a graph that is replayed for other numbers of rows."""
         ...
 
+    def connect_experts(self, max_tokens: int) -> None:
+        """Connects the layers with experts to those of other engines' ranks, which do it at the
+        same time, for steps of up to `max_tokens` tokens; after `load`, and on GPUs alone.
+
+        Raises:
+            ConfigError: the layers or the GPUs cannot be connected.
+        """
+        ...
+
     def take_part(self) -> None:
         """Does what other engines' ranks wait for in a step in which this one has no rows."""
         ...
@@ -376,12 +385,21 @@ class DecoderModel:
         if self._plans is not None:
             self._plans.fill(step)
 
+    def connect_experts(self, max_tokens: int) -> None:
+        """See `CausalLM.connect_experts`."""
+        from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP, connect
+
+        mixtures = [one.mlp for one in self.layers if isinstance(one.mlp, ExchangedMixtureMLP)]
+        if mixtures:
+            connect(mixtures, self.backend, self.hidden_size, max_tokens)
+
     def take_part(self) -> None:
         """See `CausalLM.take_part`."""
-        none = torch.empty(0, self.hidden_size, dtype=self.backend.dtype)
+        backend = self.backend
+        none = torch.empty(0, self.hidden_size, dtype=backend.dtype, device=backend.device)
         for layer in self.layers:
             if isinstance(layer.mlp, MixtureMLP) and layer.mlp.needs_all_ranks:
-                layer.mlp.add_to(ResidualStream(none.to(self.backend.device), self.backend))
+                layer.mlp.add_to(ResidualStream(none, backend))
 
     def begin(
         self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None

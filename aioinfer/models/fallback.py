@@ -269,6 +269,9 @@ class FallbackModel:
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`; no kernel has several configurations here."""
 
+    def connect_experts(self, max_tokens: int) -> None:
+        """See `CausalLM.connect_experts`: there are none."""
+
     def take_part(self) -> None:
         """See `CausalLM.take_part`: no engine waits for another."""
 

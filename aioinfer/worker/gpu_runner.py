@@ -13,7 +13,8 @@ the graph's logits, once their masks have come; what the graph sampled for them 
 graph without sampling would save some 50 us of such a step, and take a second set of graphs.) Of a
 step with prompts the layers are a graph, all but the last, for the next larger captured number of
 tokens: launched one by one, their kernels cost the host more time than a small model's cost the
-GPU. The host waits for nothing but masks: it stages a plan in pinned memory (`staging`), launches,
+GPU. A step without rows, in which other engines' ranks wait for this one's experts, is a graph,
+too. The host waits for nothing but masks: it stages a plan in pinned memory (`staging`), launches,
 and has the tokens copied back on a stream of their own, so that the next step can be launched
 behind this one.
 """
@@ -169,6 +170,9 @@ class GpuModelRunner:
         self._copies = torch.cuda.Stream(device)
         self._decode_graphs = CudaGraphs()
         self._mixed_graphs = CudaGraphs()
+        # of a step without rows, which other engines' ranks wait for
+        self._idle_graphs = CudaGraphs()
+        self._takes_part = model.backend.expert_group is not None
         self._shared_graphs = CudaGraphs()
         self._prefixes = _make_prefixes(slots) if model.backend.cascade else None
         self._stream = torch.empty(0, model.hidden_size, dtype=dtype, device=device)
@@ -263,6 +267,8 @@ class GpuModelRunner:
         self.slots.apply_staged(plan, admitted)
         self.kv.copy_blocks(copy_counts, *copies_there)
         if not len(plan.slots):
+            if self._takes_part:
+                self._take_part()
             return _Launched(None, (), index_there)
         hidden = self._compute(plan, rows, places)
         if not len(sampled) or not self._samples:
@@ -275,6 +281,13 @@ class GpuModelRunner:
         )
         logprobs = self._sampler.sample(logits, sampling_rows, index_there, constrained)
         return _Launched(logits, logprobs, index_there)
+
+    def _take_part(self) -> None:
+        """Launches what the ranks of other engines wait for in a step without rows."""
+        if self._idle_graphs.graphs:
+            self._idle_graphs.replay(1)
+        else:
+            self.model.take_part()
 
     def _sample_masked(
         self, plan: StepPlan, launched: _Launched, masks: MaskSource | None
@@ -427,6 +440,8 @@ class GpuModelRunner:
             self._plan.clear_growth()
             sizes = decode_sizes(self._plan.rows)
             self._decode_graphs.capture(sizes, self._decode, pool, run_each=True)
+            if self._takes_part:
+                self._idle_graphs.capture([1], self._launch_idle, pool, run_each=True)
             if self._prefixes is not None:
                 shared = shared_sizes(self._plan.rows, MIN_ROWS)
                 self._shared_graphs.capture(shared, self._decode_sharing, pool, run_each=True)
@@ -443,6 +458,10 @@ class GpuModelRunner:
         self._stream = self._stream.new_empty(sizes[-1], self._stream.shape[1])
         self._clear_inputs()
         self._mixed_graphs.capture(sizes, self._begin_mixed, pool, run_each=False)
+
+    def _launch_idle(self, _: int) -> None:
+        """Launches a step without rows: the body of a graph."""
+        self.model.take_part()
 
     def _clear_inputs(self) -> None:
         """Makes a step find nothing to cache and nothing to attend."""
@@ -463,6 +482,7 @@ class GpuModelRunner:
         """Launches steps of all sizes for which kernels are compiled differently: see
         `compile_only`."""
         self.model.warm_up()
+        self.model.take_part()
         if not self.model.supports_graphs:
             return
         if self.model.supports_prefill_graphs:

@@ -171,6 +171,7 @@ def _start(spec: WorkerSpec) -> Worker:
     from aioinfer.worker.worker import Worker
 
     worker = Worker(spec.config, spec.folder, _join_groups(spec), spec.engine)
+    worker.on_stuck = lambda error: _report_failure(spec, error)
     imported = time.perf_counter()
     report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))
     loaded = time.perf_counter()

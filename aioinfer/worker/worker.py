@@ -8,7 +8,9 @@ plan, in order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 
 from aioinfer.config import Config
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers, groups_of_stage
 from aioinfer.ipc.masks import mask_words
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
+#: Seconds that start-up steps may take, once all ranks that share experts have compiled theirs.
+STUCK_AFTER_S = 180.0
 CPU_BLOCK_SIZE = 16
 # a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
 GPU_BLOCK_SIZE = 128
@@ -104,6 +108,8 @@ class Worker:
         graph_bytes: GPU memory that CUDA graphs took.
         timed_choices: kernels that `warm_up` chose by timing, and did not read from a file.
         compilations: kernels that were compiled after `warm_up`, on a GPU.
+        on_stuck: called, in another thread, with the error when a start-up step that ranks of other
+            engines take part in does not end.
         vocab_size: of the model's logits, once it is loaded.
     """
 
@@ -135,6 +141,7 @@ class Worker:
         self.graph_bytes = 0
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
+        self.on_stuck: Callable[[Exception], None] | None = None
         self.block_size = config.cache.block_size or (
             CPU_BLOCK_SIZE if self.device.type == "cpu" else GPU_BLOCK_SIZE
         )
@@ -177,6 +184,7 @@ class Worker:
             )
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         cache_text = self._select_cache()
+        self._connect_experts()
         self._groups = group_layers(self._model.kv_specs)
         self._own_groups = groups_of_stage(self._groups, self._model.layer_numbers)
         available = available_bytes(
@@ -201,6 +209,36 @@ class Worker:
             cache_dtype=cache_text,
             layers=self._model.layer_numbers,
         )
+
+    def _connect_experts(self) -> None:
+        """Connects the layers with experts to those of other engines' ranks, on GPUs."""
+        if self._expert_group is None or self.device.type == "cpu":
+            return
+        limits = self._config.scheduler
+        remedy = "lower scheduler.max_num_batched_tokens, or take fewer engines"
+        with report_shortage("the exchange of tokens between engines", remedy):
+            self._model.connect_experts(max(limits.max_num_batched_tokens, limits.max_num_seqs))
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Context in which steps are run that ranks of other engines wait for, and this one for
+        theirs. All begin it together; what does not end is reported by `on_stuck`."""
+        if self._expert_group is None or self.device.type == "cpu":
+            yield
+            return
+        self._expert_group.meet()
+        place, report = self._groups_of_ranks.spec, self.on_stuck
+        error = EngineDeadError(
+            f"worker {place.rank} of {place.world_size} that share experts did not end {what} "
+            f"within {STUCK_AFTER_S:g} s: it waits for another, or another GPU for it"
+        )
+        timer = threading.Timer(STUCK_AFTER_S, lambda: report and report(error))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _block_bytes(self, groups: Sequence[KVGroup]) -> tuple[int, ...]:
         """Returns the bytes of a KV block of each group."""
@@ -307,12 +345,13 @@ class Worker:
             runner.warm_up()
             if timing is not None:
                 timing.prepare()
-        self._run_warm_up_steps()
-        self._run_prompt_rows()
-        if timing is not None:
-            self.timed_choices = timing.run()
-        self._calibrate()
-        runner.capture()
+        with self._together("warming up"):
+            self._run_warm_up_steps()
+            self._run_prompt_rows()
+            if timing is not None:
+                self.timed_choices = timing.run()
+            self._calibrate()
+            runner.capture()
         runner.expert_report.begin()
         self.graph_bytes = runner.graph_bytes
         self.compilations = CompilationWatch()
@@ -489,7 +528,8 @@ class Worker:
 
             with compile_only():
                 runner.step(plan, self._allow_all).wait()
-        runner.step(plan, self._allow_all).wait()
+        with self._together("the largest step"):
+            runner.step(plan, self._allow_all).wait()
 
 
 def _read_placement(config: Config) -> ExpertPlacement | None:
@@ -509,11 +549,6 @@ def select_device(
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
-    if config.parallel.data_parallel_attention:
-        raise ConfigError(
-            "parallel.data_parallel_attention is for CPUs so far: set parallel.device to 'cpu', or "
-            "use parallel.tensor_parallel_size"
-        )
     if not count:
         raise ConfigError(
             "parallel.device = 'cuda', and there is no GPU that torch can use: set "

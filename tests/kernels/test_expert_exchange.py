@@ -32,21 +32,31 @@ def tokens(rank: int, step: int, places: list[int]) -> tuple[torch.Tensor, Route
     return x, RoutedTokens(factors, torch.tensor(places)[order].int())
 
 
-def exchange(peers: SymmetricBuffer, by_rank: list[int], places: list[int]) -> list[torch.Tensor]:
+def exchange(
+    peers: SymmetricBuffer, by_rank: list[int], places: list[int], max_few: int
+) -> list[torch.Tensor]:
     layout = ExchangeLayout.of(peers.size, MAX_TOKENS, TOP_K, HIDDEN, torch.float32)
-    whole = ExpertExchange(peers, layout, by_rank, TOP_K, HIDDEN, torch.float32)
+    # as another layer may have more places
+    whole = ExpertExchange(peers, layout, 9, TOP_K, HIDDEN, torch.float32)
+    firsts, count = whole.first_places(by_rank), by_rank[peers.rank]
     first = sum(by_rank[: peers.rank])
-    mine = slice(first, first + by_rank[peers.rank])
+    mine = slice(first, first + count)
     gate_up, down = (each[mine].contiguous() for each in weights(sum(by_rank)))
     found = []
     for step in range(len(STEPS)):
         x, routed = tokens(peers.rank, step, places)
-        came = whole.send(x, routed)
-        gated = expert_product(whole.rows, gate_up, came, gated=True, config=CONFIG)
-        pairs = torch.full((len(gated), HIDDEN), torch.nan)
-        expert_product(gated, down, came, gated=False, config=CONFIG, out=pairs)
+        came = whole.send(x, routed, firsts, count, max_few)
+        numbers = [int(part.counts.sum()) for part in (came.few, came.many)]
+        assert (sum(numbers) <= max_few) == (numbers[1] == 0)
+        gated = torch.full((whole.max_pairs, CHANNELS), torch.nan)
+        pairs = torch.full((whole.max_pairs, HIDDEN), torch.nan)
+        for part in (came.few, came.many):
+            expert_product(whole.rows, gate_up, part, gated=True, config=CONFIG, out=gated)
+        for part in (came.few, came.many):
+            expert_product(gated, down, part, gated=False, config=CONFIG, out=pairs)
         out = torch.full_like(x, torch.nan)
-        found.append(whole.combine(pairs, routed, 2.0 * x, out))
+        added = 3.0 * x if step % 2 else None
+        found.append(whole.combine(pairs, routed, firsts, count, 2.0 * x, out, added))
     return found
 
 
@@ -55,14 +65,15 @@ def exchange(peers: SymmetricBuffer, by_rank: list[int], places: list[int]) -> l
     [([3, 4], [0, 1, 2, 3, 4, 5, 6]), ([3, 4], [3, 5, 6]), ([4, 3], [0, 1, 3, 6])],
 )
 def test_every_token_gets_its_experts(by_rank: list[int], places: list[int]) -> None:
-    """Of ranks with fewer tokens than others, none at all, and experts of one rank alone."""
+    """Of ranks with fewer tokens than others, none at all, and experts of one rank alone; with
+    products for few rows or for many."""
     layout = ExchangeLayout.of(2, MAX_TOKENS, TOP_K, HIDDEN, torch.float32)
-    found = run_ranks(2, layout.nbytes, exchange, by_rank, places)
+    found = run_ranks(2, layout.nbytes, exchange, by_rank, places, 12)
     gate_up, down = (each.double() for each in weights(sum(by_rank)))
     for rank, outputs in enumerate(found):
         for step, output in enumerate(outputs):
             x, routed = tokens(rank, step, places)
-            expected = 2.0 * x.double() + experts_reference(
+            expected = (2.0 + 3.0 * (step % 2)) * x.double() + experts_reference(
                 x.double(), gate_up, down, routed.weights.double(), routed.experts.long()
             )
             torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
