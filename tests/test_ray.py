@@ -5,8 +5,11 @@ left."""
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -224,6 +227,62 @@ async def test_a_ray_of_its_own(folder: Path) -> None:
     await run.executor.shutdown()
     assert not ray.is_initialized()
     await asyncio.to_thread(wait_until_nothing_is_left, others)
+
+
+ENDLESS = """
+import sys
+from aioinfer import LLM, SamplingParams
+settings = {"parallel.executor": "ray", "parallel.tensor_parallel_size": 2, "cache.num_blocks": 64,
+            "parallel.device": "cpu", "parallel.cpu_threads": 1, "model.skip_tokenizer": True}
+llm = LLM(sys.argv[1], settings=settings, progress=False)
+print("started", flush=True)
+while True:
+    llm.generate([[5, 3, 17]], SamplingParams(max_tokens=100, ignore_eos=True))
+"""
+
+
+def wait_until_ended(processes: Iterable[psutil.Process], timeout_s: float) -> None:
+    """Some may be left that have ended and whose new parent has not asked for their status."""
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return bool(process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + timeout_s
+    while (left := [process.pid for process in processes if lives(process)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    assert left == []
+
+
+@pytest.mark.timeout(300)
+def test_a_program_that_is_killed(tmp_path: Path, folder: Path) -> None:
+    """Its ranks and the Ray that it has started end at once. Two agents of Ray's end later: they
+    first try for a minute to report that the rest is gone."""
+    root = Path(__file__).parents[1]
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert any(line == "started\n" for line in program.stdout)
+            children = psutil.Process(program.pid).children(recursive=True)
+            lines = [" ".join(child.cmdline()) for child in children]
+            assert all(any(part in line for line in lines) for part in ("raylet", "gcs_server"))
+        finally:
+            program.kill()
+    of_ray = [child for child, line in zip(children, lines, strict=True) if "Agent" in line]
+    wait_until_ended(set(children) - set(of_ray), 30)
+    wait_until_ended(of_ray, 150)
 
 
 def test_parts_of_a_group() -> None:

@@ -30,6 +30,20 @@ pytestmark = pytest.mark.timeout(400)
 _SCALING_S = 90.0
 
 
+def wait_until_ready(url: URL) -> None:
+    """Returns when a gateway has found a replica: it asks for them each second."""
+    deadline = time.monotonic() + 30
+    while True:
+        connection = HTTPConnection(url.host or "", url.port or 0, timeout=10)
+        connection.request("GET", "/health/ready")
+        status = connection.getresponse().status
+        connection.close()
+        if status == 200:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 class Cluster:
     """The process that deploys, and a client of its gateways in turn."""
 
@@ -47,6 +61,8 @@ class Cluster:
             )  # fmt: skip
         try:
             self.urls = [URL(url) for url in self.read().split()]
+            for url in self.urls:
+                wait_until_ready(url)
         except BaseException:
             self.close()
             raise
