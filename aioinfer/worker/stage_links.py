@@ -75,6 +75,24 @@ class StageLinks:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._expected: deque[_ExpectedTokens] = deque()
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if device.type == "cuda":
+            self._connect()
+
+    def _connect(self) -> None:
+        """Sends a message over every link, in the same order on all stages.
+
+        NCCL connects two ranks in their first message, and the host waits until both have posted
+        it. In a first step the first stage would post a receive for tokens before it sends hidden
+        states, and the last one a receive for hidden states: each would wait for the other.
+        """
+        if not self.is_first:
+            self.receive_counts(1)
+        if not self.is_last:
+            self.send_counts(torch.zeros(1, dtype=torch.int32, device=self._device))
+        if self.is_last:
+            self.return_tokens(torch.zeros(1, dtype=torch.int32, device=self._device))
+        if self.is_first:
+            self._wait(self._post_receive((1,), torch.int32, self._last, self._token_group)[1])
 
     # ---------------------------------------------------------------- hidden states
 
