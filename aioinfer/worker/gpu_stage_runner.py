@@ -5,6 +5,10 @@ states of the stage before, copies them to where the graphs read them, replays o
 runner of a whole model does, and sends a copy of what came out. The graphs of the last stage end
 with the sampled tokens, those of the others with hidden states in a buffer. So a stage may receive
 and send while it computes another step, and the host waits for nothing but masks.
+
+A receive of tokens is posted behind all that the tokens depend on: a kernel that waits for another
+GPU may hold up the loading of modules and the freeing of memory on its own, and with them the
+kernels launched behind it.
 """
 
 from __future__ import annotations
@@ -88,7 +92,6 @@ class GpuStageRunner(GpuModelRunner):
         links, num_tokens = self._links, plan.num_tokens
         if links.is_first:
             links.enter_tokens(plan, self.slots)
-            links.expect_tokens(plan)
         elif num_tokens:
             self._received[:num_tokens].copy_(links.receive(num_tokens))
         received = torch.cuda.Event(enable_timing=True)
@@ -98,6 +101,8 @@ class GpuStageRunner(GpuModelRunner):
         computed.record()
         if not links.is_last and num_tokens:
             links.send(self._outgoing)
+        if links.is_first:
+            links.expect_tokens(plan)
         elif links.is_last and plan.samples.any():
             links.return_tokens(self._sampled)
         self._stage_report.pass_on(plan.step_id)

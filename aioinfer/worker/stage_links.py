@@ -8,7 +8,7 @@ knows how many there will be, and of which rows.
 
 Nobody waits for a receiver. A send is kept until it must have been received: with `depth` steps in
 flight, those before the last `depth` are over. The first stage posts a receive for the tokens of
-each step when it begins the step, and waits for them when a plan comes that has a row of one of
+each step, and waits for them when a plan comes that has a row of one of
 their slots. Tokens for a slot that another request has taken meanwhile, or for which others were
 forced, are dropped.
 
