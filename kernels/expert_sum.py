@@ -19,10 +19,9 @@ from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, ScaledExperts
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: Output features of a program, each of all experts, and inputs of a step; not measured yet. Of 768
-#: bf16 inputs and 8 experts a thread asks for 16 times 16 bytes of weights, in 106 registers: four
-#: programs a multiprocessor, so that 2048 features are two rounds on an H200.
-CONFIG = VectorConfig(2, 1024, 4)
+#: Output features of a program, each of all experts, and inputs of a step: the fastest of nine on an
+#: H200 for 8 of 128 experts of 2048 x 768 (docs/notes/experts.md).
+CONFIG = VectorConfig(4, 1024, 4)
 
 
 def supports(weight: ExpertWeights) -> bool:

@@ -55,14 +55,15 @@ def test_the_kernel_measured_to_be_faster_is_selected(
 @pytest.mark.parametrize(
     ("name", "tiles"),
     [  # weight rows and tokens of a tile, from 64, 128, 256, 512, 2048 and 8192 rows
-        ("qkv", ((64, 64), (64, 128), (192, 64), (192, 128), (128, 128), (128, 128))),
+        ("qkv", ((64, 64), (64, 128), (192, 64), (192, 64), (128, 128), (128, 128))),
         ("o", ((32, 64), (64, 64), (64, 128), (128, 128), (128, 128), (128, 128))),
-        ("gate_up", ((192, 64), (192, 128), (128, 128), (128, 128), (128, 128), (128, 128))),
-        ("down", ((32, 64), (64, 64), (64, 128), (128, 128), (128, 128), (128, 128))),
+        ("gate_up", ((192, 64), (192, 64), (128, 128), (128, 128), (128, 128), (128, 128))),
+        ("down", ((32, 64), None, (64, 128), (128, 128), (128, 128), (128, 128))),
     ],
 )
-def test_tiles_of_whole_blocks(name: str, tiles: tuple[tuple[int, int], ...]) -> None:
-    """By predicted times: 33 rows or more, where the tiles occupy most multiprocessors."""
+def test_tiles_of_whole_blocks(name: str, tiles: tuple[tuple[int, int] | None, ...]) -> None:
+    """The fastest ones on an H200 from 128 to 256 and with 8192 rows; tiles of 32 weight rows were
+    not measured."""
     lines, inputs, gated = SHAPES[name]
     selected = []
     for rows in (64, 128, 256, 512, 2048, 8192):
