@@ -284,7 +284,9 @@ class ParallelConfig:
     pipeline_parallel_size: int = key(
         "Pipeline stages: groups of `tensor_parallel_size` workers, each with some of the layers, "
         "of about equal weight bytes. A step passes through one after the other, and as many steps "
-        "are in flight as there are stages, each with its part of the requests.",
+        "are in flight as there are stages, each with its part of the requests. On GPUs it is not "
+        "known to work: two stages did not start when they were last tried (docs/notes/"
+        "distributed.md).",
         1,
         minimum=1,
     )
