@@ -19,8 +19,8 @@ from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, ScaledExperts
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-#: Output features of a program, each of all experts, and inputs of a step: the fastest of nine on an
-#: H200 for 8 of 128 experts of 2048 x 768 (docs/notes/experts.md).
+#: Output features of a program, each of all experts, and inputs of a step: the fastest of nine on
+#: an H200 for 8 of 128 experts of 2048 x 768 (docs/notes/experts.md).
 CONFIG = VectorConfig(4, 1024, 4)
 
 

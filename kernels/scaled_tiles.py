@@ -185,28 +185,47 @@ def hopper_config(
     """
     if rows <= _FEW_ROWS[grouped]:
         return None
-
-    def time(config: BlockConfig | HopperConfig) -> float:
-        tiles = -(-lines // config.lines) * -(-rows // config.tokens)
-        step = _step_time(config, gated, grouped)
-        return -(-tiles // programs) * inputs / STEP * step
-
     is_narrow = 2 * lines <= programs * 3 * CONSUMER_ROWS
-    configs: list[BlockConfig | HopperConfig] = []
-    if rows > _NARROW_ROWS or not is_narrow:
-        configs += HOPPER_TIMES[gated, grouped]
-    if blocks and USE_BLOCK_HOPPER:
-        configs += [config for config in BLOCK_TIMES if config.allows(gated=gated)]
-    best = min(configs, key=time, default=None)
+    times = _hopper_times(rows, lines, inputs, programs, gated, grouped, blocks)
+    if rows <= _NARROW_ROWS and is_narrow:
+        times = {one: time for one, time in times.items() if isinstance(one, BlockConfig)}
+    best = min(times, key=times.__getitem__, default=None)
     other = product_config(rows, lines, inputs, grouped=grouped)
     other_time = _product_time(other, rows, lines, inputs, programs, grouped)
-    return best if best is not None and time(best) < other_time else None
+    return best if best is not None and times[best] < other_time else None
 
 
-def _step_time(config: BlockConfig | HopperConfig, gated: bool, grouped: bool) -> float:
-    if isinstance(config, BlockConfig):
-        return BLOCK_TIMES[config]
-    return HOPPER_TIMES[gated, grouped][config]
+def close_configs(
+    rows: int,
+    lines: int,
+    inputs: int,
+    programs: int,
+    *,
+    gated: bool,
+    grouped: bool,
+    blocks: bool = False,
+) -> list[BlockConfig | HopperConfig]:
+    """Returns the configurations of the Gluon kernels whose predicted times are at most a quarter
+    longer than the shortest, that first; arguments as for `hopper_config`. They are worth timing:
+    each takes a compilation of a second or two."""
+    times = _hopper_times(rows, lines, inputs, programs, gated, grouped, blocks)
+    ordered = sorted(times, key=times.__getitem__)
+    return [config for config in ordered if times[config] <= 1.25 * times[ordered[0]]]
+
+
+def _hopper_times(
+    rows: int, lines: int, inputs: int, programs: int, gated: bool, grouped: bool, blocks: bool
+) -> dict[BlockConfig | HopperConfig, float]:
+    """Returns the predicted microseconds of each configuration of the Gluon kernels."""
+    steps: dict[BlockConfig | HopperConfig, float] = dict(HOPPER_TIMES[gated, grouped])
+    if blocks and USE_BLOCK_HOPPER:
+        steps |= {one: time for one, time in BLOCK_TIMES.items() if one.allows(gated=gated)}
+
+    def waves(config: BlockConfig | HopperConfig) -> int:
+        tiles = -(-lines // config.lines) * -(-rows // config.tokens)
+        return -(-tiles // programs)
+
+    return {config: waves(config) * inputs / STEP * time for config, time in steps.items()}
 
 
 def _product_time(

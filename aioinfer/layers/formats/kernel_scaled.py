@@ -38,7 +38,7 @@ from aioinfer.kernels.scaled_product import (
     scaled_product,
     use_cublas,
 )
-from aioinfer.kernels.scaled_tiles import BLOCK_TIMES, HOPPER_TIMES, BlockConfig, hopper_rows
+from aioinfer.kernels.scaled_tiles import BlockConfig, close_configs, hopper_rows
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
 from aioinfer.layers.formats.schemes import ScaledScheme
@@ -165,12 +165,12 @@ class KernelScaledWeight(ScaledWeight):
             yield CUBLAS
         yield self._triton(x)
         if self._is_for_hopper(x, options["residual"], options["out"]):
-            for config in HOPPER_TIMES[options["gated"], self.matrix.is_grouped]:
+            programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
+            for config in close_configs(
+                len(x), *self.matrix.values.shape, programs, gated=options["gated"],
+                grouped=self.matrix.is_grouped, blocks=block_supports(x, self.matrix, self._dtype),
+            ):  # fmt: skip
                 yield Candidate(_HOPPER, config)
-            if block_supports(x, self.matrix, self._dtype):
-                for tiles in BLOCK_TIMES:
-                    if tiles.allows(gated=options["gated"]):
-                        yield Candidate(_HOPPER, tiles)
 
     def _default(self, x: Inputs, **options: Any) -> Candidate:
         """Returns what computes a product where nothing was timed; options as in
