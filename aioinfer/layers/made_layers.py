@@ -40,7 +40,8 @@ _Converted = TypeVar("_Converted", bound=Converted)
 
 
 class MadeLayers:
-    """Layers in the order in which they were made. Each method that takes a layer returns it."""
+    """Layers in the order in which they were made. `keep`, `prepare` and `count` return what they
+    are given."""
 
     def __init__(self) -> None:
         self._layers: list[Loadable] = []
