@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from aioinfer.kernels.cpu_functions import Compiled, compile_functions
+from aioinfer.kernels.cpu_functions import Compiled, compile_functions, own_scratch, run_work
 from aioinfer.kernels.cpu_vectors import (
     HAS_AVX512,
     LANES,
@@ -30,7 +30,6 @@ from aioinfer.kernels.cpu_vectors import (
     add,
     add_outer,
     broadcast,
-    call,
     divide,
     exponential,
     fetch_add,
@@ -43,9 +42,7 @@ from aioinfer.kernels.cpu_vectors import (
     low_bits,
     multiply,
     multiply_add,
-    run_in_threads,
     store,
-    store_integer,
     store_tile,
     sum_lanes,
     zero_tile,
@@ -116,6 +113,8 @@ _INPUTS, _PAIRS, _SEGMENTS, _NEXT, _ARRIVED = list(_T.values())[16:]
 _S = {place.name: 8 * place.value for place in Segment}
 _END, _BITS, _GROUP, _INTEGERS, _SCALES, _OFFSETS, _COLUMN, _STEP, _SECOND = _S.values()
 _SEGMENT_BYTES = 8 * len(Segment)
+#: What `run_work` reads.
+_WORK = (_THREADS, _START, _BODY, _ARRIVED, _NEXT)
 
 
 @njit
@@ -350,8 +349,8 @@ def _tile_rows(rows):
 
 def _work(task):
     """One thread's part of a product: takes pairs of panels until none is left."""
-    thread = fetch_add(task + _ARRIVED, 1)
-    scratch = load_integer(task + _SCRATCH) + thread * load_integer(task + _SCRATCH_STRIDE)
+    stride = load_integer(task + _SCRATCH_STRIDE)
+    scratch = own_scratch(task + _ARRIVED, load_integer(task + _SCRATCH), stride)
     pairs, chunk = load_integer(task + _PAIRS), load_integer(task + _CHUNK)
     first = fetch_add(task + _NEXT, chunk)
     while first < pairs:
@@ -364,13 +363,7 @@ def _run(task):
     """Computes a product."""
     if load_integer(task + _NORM):
         _norm_rows(task)
-    store_integer(task + _NEXT, 0)
-    store_integer(task + _ARRIVED, 0)
-    threads = load_integer(task + _THREADS)
-    if threads > 1:
-        run_in_threads(load_integer(task + _START), load_integer(task + _BODY), task, threads)
-    else:
-        call(load_integer(task + _BODY), task)
+    run_work(task, _WORK)
 
 
 @cache

@@ -14,14 +14,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from aioinfer.kernels.cpu_functions import Compiled, compile_functions
+from aioinfer.kernels.cpu_functions import Compiled, compile_functions, own_scratch, run_work
 from aioinfer.kernels.cpu_vectors import (
     LANES,
     VECTOR_BYTES,
     add,
     add_outer,
     broadcast,
-    call,
     exponential,
     fetch_add,
     load,
@@ -30,9 +29,7 @@ from aioinfer.kernels.cpu_vectors import (
     load_short,
     multiply,
     multiply_add,
-    run_in_threads,
     store,
-    store_integer,
     store_number,
     store_tile,
     subtract,
@@ -88,6 +85,8 @@ _TOKENS, _ROWS, _QUERIES, _QUERY_STRIDE, _OUT, _OUT_STRIDE, _TABLES, _TABLE_STRI
 _LENGTHS, _SCRATCH, _SCRATCH_STRIDE, _THREADS, _KEYS, _VALUES, _KV_HEADS, _SHARED = _T[8:16]
 _HEAD_SIZE, _BLOCK_SIZE, _WINDOW, _SCALE, _COS_SIN, _ROTATED, _START, _BODY = _T[16:24]
 _NEXT, _ARRIVED = _T[24:]
+#: What `run_work` reads.
+_WORK = (_THREADS, _START, _BODY, _ARRIVED, _NEXT)
 
 
 @njit
@@ -241,8 +240,8 @@ def _attend(task, row, kv_head, scratch):
 
 def _work(task):
     """One thread's part: takes rows and KV heads until none is left."""
-    thread = fetch_add(task + _ARRIVED, 1)
-    scratch = load_integer(task + _SCRATCH) + thread * load_integer(task + _SCRATCH_STRIDE)
+    stride = load_integer(task + _SCRATCH_STRIDE)
+    scratch = own_scratch(task + _ARRIVED, load_integer(task + _SCRATCH), stride)
     kv_heads = load_integer(task + _KV_HEADS)
     total = load_integer(task + _ROWS) * kv_heads
     number = fetch_add(task + _NEXT, 1)
@@ -256,13 +255,7 @@ def _run(task):
     if load_integer(task + _TOKENS):
         _rotate(task)
         return
-    store_integer(task + _NEXT, 0)
-    store_integer(task + _ARRIVED, 0)
-    threads = load_integer(task + _THREADS)
-    if threads > 1:
-        run_in_threads(load_integer(task + _START), load_integer(task + _BODY), task, threads)
-    else:
-        call(load_integer(task + _BODY), task)
+    run_work(task, _WORK)
 
 
 @cache

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 import numba
 from aioinfer.kernels.cpu_cache import KERNELS, cache_folder, complete_mark
-from numba import cfunc, types
+from aioinfer.kernels.cpu_vectors import (
+    call,
+    fetch_add,
+    load_integer,
+    run_in_threads,
+    store_integer,
+)
+from numba import cfunc, njit, types
 
 
 class Compiled(NamedTuple):
@@ -56,6 +63,31 @@ def compile_functions(run: Callable[..., None], work: Callable[..., None], kerne
     start = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     address = 0 if start is None else ctypes.cast(start, ctypes.c_void_p).value or 0
     return Compiled(compiled_run.ctypes, compiled_work.address, address)
+
+
+@njit
+def run_work(task, places):
+    """Has the threads of a task call its `work` and waits for them.
+
+    `places` are the offsets, in bytes, of: the number of threads; the addresses of GOMP_parallel
+    and of `Compiled.work`; two counters, which begin at zero: of threads that have begun, and of
+    work that a thread has taken.
+    """
+    threads_place, start, body, arrived, taken = places
+    store_integer(task + arrived, 0)
+    store_integer(task + taken, 0)
+    threads = load_integer(task + threads_place)
+    if threads > 1:
+        run_in_threads(load_integer(task + start), load_integer(task + body), task, threads)
+    else:
+        call(load_integer(task + body), task)
+
+
+@njit
+def own_scratch(arrived, scratch, stride):
+    """Returns the scratch memory of a thread that begins: the next part, of `stride` bytes, of
+    `scratch`. The threads that have begun are counted at the address `arrived`."""
+    return scratch + fetch_add(arrived, 1) * stride
 
 
 def _end_with_parent() -> None:

@@ -14,8 +14,8 @@ from aioinfer.ipc.expert_placement import LayerPlacement
 from aioinfer.ipc.expert_tokens import ExpertTokens
 from aioinfer.ipc.plan import StepResult
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.experts import ExpertCounter
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.worker.expert_report import ExpertReport
 
 CPU = torch.device("cpu")

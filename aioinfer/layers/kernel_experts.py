@@ -39,9 +39,12 @@ from aioinfer.kernels.expert_weights import PackedExperts
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
-from aioinfer.layers.experts import MixtureMLP, PlacedExperts, Router, Routing, SharedExpert
+from aioinfer.layers.experts import MixtureMLP, SharedExpert
+from aioinfer.layers.mixture_shape import Routing
 from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.router import Router
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 

@@ -42,6 +42,10 @@ class Shard:
         start, end = total * rank // size, total * (rank + 1) // size
         return cls(start, end - start, total)
 
+    def times(self, length: int) -> Shard:
+        """Returns the same part of a dimension that has `length` elements for each one of this."""
+        return Shard(self.start * length, self.size * length, self.total * length)
+
 
 @dataclass(frozen=True, slots=True)
 class StackIndex:
@@ -72,6 +76,25 @@ class Source:
     name: str
     rows: Shard
     stack: StackIndex | None = None
+
+
+def merged_sources(
+    name: str, modules: Sequence[str], shards: Sequence[Shard], merged: str | None
+) -> list[Source]:
+    """Returns which rows of the checkpoint this rank has: `shards[i]` of `modules[i]` of module
+    `name`, or of module `merged`, which holds the modules one after the other."""
+    if merged is None:
+        return [
+            Source(f"{name}.{module}", shard) for module, shard in zip(modules, shards, strict=True)
+        ]
+    total, starts = 0, []
+    for shard in shards:
+        starts.append(total + shard.start)
+        total += shard.total
+    return [
+        Source(f"{name}.{merged}", Shard(start, shard.size, total))
+        for start, shard in zip(starts, shards, strict=True)
+    ]
 
 
 def sharded_part(rows: Shard, columns: Shard) -> tuple[int, Shard]:

@@ -17,12 +17,13 @@ from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.experts import ExpertCounter, MixtureMLP
+from aioinfer.layers.experts import MixtureMLP
 from aioinfer.layers.kv_cache import KVScales
 from aioinfer.layers.latent_attention import LatentAttention
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mlp import GatedMLP
 from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.experts import MixtureShape, Routing
 from aioinfer.layers.latents import LatentShape
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
 from aioinfer.models.decoder import DecoderLayer, DecoderModel

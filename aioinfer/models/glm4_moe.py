@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.experts import MixtureShape
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.mixture_shape import MixtureShape
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
 from aioinfer.models.deepseek import read_v3_mixture

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.experts import MixtureShape, Routing
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.experts import MixtureShape, Routing
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import read_num_experts
 from aioinfer.models.decoder import DecoderLayer, DecoderModel
 from aioinfer.models.qwen import Qwen2Config, Qwen3Config, qwen_attention

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from aioinfer.ipc.expert_tokens import ExpertTokens
-from aioinfer.layers.experts import ExpertCounter
+from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.prompt_rows import PendingSection
 from aioinfer.worker.stage_links import StageLinks
