@@ -227,6 +227,42 @@ def _begin_row(
     return _repeated(query, m.shape[0]), m, l, acc
 
 
+@triton.jit
+def _attend(
+    query, m, l, acc, k_tiles, v_tiles, k_strides, v_strides, table, head, begin, end, cached,
+    seq_len, scale, soft_cap,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAIRED: tl.constexpr, BY_ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
+    added: those of its keys that are among the first `cached` of `seq_len`. With PAIRED the
+    elements of tiles are words of two channels."""
+    width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
+    if PAIRED:
+        q_even, q_odd = split_channels(query)
+        even, odd = split_channels(acc)
+    for index in range(begin, tl.minimum(end, (cached + TILE - 1) // TILE)):
+        key, value, position = load_tile(
+            k_tiles, v_tiles, table, index, cached, head, k_strides, v_strides,
+            HEAD_SIZE // width, HEAD_PAD // width, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+        visible = position < cached
+        if WINDOW > 0:
+            visible = visible & (position >= seq_len - WINDOW)
+        if PAIRED:
+            m, l, even, odd = paired_softmax_step(
+                q_even, q_odd, key, value, visible[None, :], m, l, even, odd, scale, soft_cap,
+                SOFT_CAP, BY_ASSEMBLY,
+            )  # fmt: skip
+        else:
+            m, l, acc = softmax_step(
+                query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP
+            )
+    if PAIRED:
+        acc = joined_channels(even, odd)
+    return m, l, acc
+
+
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
@@ -258,7 +294,6 @@ def _decode_kernel(
         (v_block_stride, v_token_stride, v_head_stride),
     )
     k_tiles, v_tiles, k_tile_strides, v_tile_strides = k_cache, v_cache, k_strides, v_strides
-    width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
     if PAIRED:
         k_tiles = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
         v_tiles = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -309,28 +344,11 @@ def _decode_kernel(
                     m, l, acc, shared_rows, prefix_states, row, head, GROUP, GROUP_PAD, HEAD_PAD,
                     PREFIX_ROWS, MAX_ROWS, PREFIX_LINES,
                 )  # fmt: skip
-        if PAIRED:
-            q_even, q_odd = split_channels(query)
-            even, odd = split_channels(acc)
-        for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
-            key, value, position = load_tile(
-                k_tiles, v_tiles, table, index, cached, head, k_tile_strides, v_tile_strides,
-                HEAD_SIZE // width, HEAD_PAD // width, BLOCK_SIZE, TILE,
-            )  # fmt: skip
-            visible = position < cached
-            if WINDOW > 0:
-                visible = visible & (position >= seq_len - WINDOW)
-            if PAIRED:
-                m, l, even, odd = paired_softmax_step(
-                    q_even, q_odd, key, value, visible[None, :], m, l, even, odd, score_scale,
-                    soft_cap, SOFT_CAP, BY_ASSEMBLY,
-                )  # fmt: skip
-            else:
-                m, l, acc = softmax_step(
-                    query, key, value, visible[None, :], m, l, acc, score_scale, soft_cap, SOFT_CAP
-                )
-        if PAIRED:
-            acc = joined_channels(even, odd)
+        m, l, acc = _attend(
+            query, m, l, acc, k_tiles, v_tiles, k_tile_strides, v_tile_strides, table, head,
+            first + tile, first + end, cached, seq_len, score_scale, soft_cap,
+            HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, PAIRED, BY_ASSEMBLY,
+        )  # fmt: skip
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
