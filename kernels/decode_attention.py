@@ -1,14 +1,8 @@
 """Attention of rows of one token over the paged KV cache, split along the keys. Called through
 `paged_attention`.
 
-The work of a step is the sequence of all KV tiles, row by row and head by head. It is divided among
-a fixed number of programs in spans of equal length ("stream-K", Osama et al. 2023; for attention
-"Lean Attention", Sanovar et al. 2024): a span may begin in the middle of one (row, head) and end in
-the middle of another. So a long sequence is split over as many programs as its length needs,
-whatever else is in the batch, and the grid never changes: `plan_decode` computes the spans on the
-GPU from the lengths, once a step, so that they are right in a replayed CUDA graph too. Where the
-tiles of a (row, head) lie in several spans, the last program to finish merges the partial results,
-always in the same order.
+The tiles of a (row, head) may lie in the spans of several programs (`decode_plan`): each leaves a
+partial result, and the last of them to finish merges these, always in the same order.
 
 The kernel can take the output of the fused qkv projection as it is (`Projection`): each program
 applies norm and RoPE to the queries that it needs, and the program with a row's last tile does so
@@ -23,8 +17,6 @@ Sinks join the sum of a (row, head) where its output is written: once, however i
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -44,12 +36,14 @@ from aioinfer.kernels.attention_tiles import (
     split_channels,
     to_cache_dtype,
 )
-from aioinfer.kernels.cascade_attention import (
-    CascadeConfig,
-    CascadeWorkspace,
-    add_prefix,
-    find_shared_prefix,
-    launch_prefix,
+from aioinfer.kernels.cascade_attention import add_prefix, launch_prefix
+from aioinfer.kernels.decode_plan import (
+    PLAN_FIELDS,
+    DecodeConfig,
+    DecodeWorkspace,
+    load_plan,
+    tile_range,
+    tiles_behind,
 )
 from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -57,58 +51,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
 # them
 QUERY_ROWS = 16
-# first row, head and tile, number of tiles, tiles a program, keys of the first row: one 32-byte
-# sector
-PLAN_FIELDS = 8
-MIN_ROWS_PAD = 256
-# a part of a row has at least a tenth of its tiles, up to `DecodeConfig.min_tiles`
-TILES_A_PART = tl.constexpr(10)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a
-    multiprocessor; and how rows are split: parts of long rows have at least `min_tiles` tiles, and
-    rows of up to `whole_tiles` are not split if there are enough of them to occupy the GPU.
-
-    With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
-    a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
-    Queries above 65504 would be infinite.
-
-    With `paired_channels`, too, where the operands are float16, keys and values in float8 are read
-    from shared memory in words of two channels, which GPUs can transpose there (single bytes they
-    cannot), and even and odd channels are multiplied apart.
-    """
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    min_tiles: int
-    fp16_operands: bool = False
-    paired_channels: bool = False
-    whole_tiles: int = 0
-
-
-def decode_config(head_size: int, element_size: int) -> DecodeConfig:
-    """Returns the configuration for a KV cache of this head size and bytes an element, measured on
-    an H200."""
-    bytes_a_token = triton.next_power_of_2(head_size) * element_size
-    tile = max(16, min(64, 8192 // bytes_a_token))
-    return (
-        DecodeConfig(
-            tile,
-            2,
-            6,
-            4,
-            4,
-            fp16_operands=element_size == 1,
-            paired_channels=element_size == 1,
-            whole_tiles=12,
-        )
-        if tile * bytes_a_token <= 8192
-        else DecodeConfig(tile, 4, 2, 2, 1)
-    )
 
 
 def _uses_fp16(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor) -> bool:
@@ -129,206 +71,6 @@ def merged_splits(group: int, head_size: int) -> int:
     return max(
         2, min(32, 8192 // (triton.next_power_of_2(group) * triton.next_power_of_2(head_size)))
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWorkspace:
-    """Buffers of the decode kernel, shared by all layers of one shape. P programs, G query heads a
-    KV head, D head size.
-
-    Attributes:
-        config, num_kv_heads, window: what the buffers and the plan were made for.
-        plan: int32 [P, 8], each program's span of the step's tiles.
-        partials: float32 [P, 2, G, D], unnormalised outputs of (row, head) pairs that a span covers
-            in part: the one that the span begins in the middle of, and the one that it ends in the
-            middle of.
-        maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
-        counters: int32 [P], how many programs have finished their part of the (row, head) that
-            the span of program p ends in the middle of. All zero between launches.
-        cascade: of the prefix that rows share, or None where it is not looked for.
-    """
-
-    config: DecodeConfig
-    num_kv_heads: int
-    window: int
-    plan: torch.Tensor
-    partials: torch.Tensor
-    maxima: torch.Tensor
-    sums: torch.Tensor
-    counters: torch.Tensor
-    cascade: CascadeWorkspace | None = None
-
-    @classmethod
-    def create(
-        cls,
-        num_q_heads: int,
-        k_cache: torch.Tensor,
-        *,
-        window: int = 0,
-        config: DecodeConfig | None = None,
-        programs: int | None = None,
-        cascade_rows: int = 0,
-        cascade_config: CascadeConfig | None = None,
-    ) -> DecodeWorkspace:
-        """Returns a workspace for layers with caches like `k_cache` [num_blocks, block_size, Hkv,
-        D] on its device.
-
-        Args:
-            window: the sliding window of these layers, 0 for none; layers with another one need
-                another workspace.
-            config: instead of `decode_config`'s (for tests and tuning).
-            programs: P, instead of one number for each multiprocessor (for tests and tuning).
-            cascade_rows: the maximum of rows of a step in which a shared prefix is looked for; 0:
-                it is not. Not with a window.
-            cascade_config: of the prefix kernel, instead of the usual one.
-        """
-        _, _, kv_heads, head_size = k_cache.shape
-        config = config or decode_config(head_size, k_cache.element_size())
-        group = num_q_heads // kv_heads
-        workspace = cls.empty(config, kv_heads, group, head_size, window, k_cache.device, programs)
-        if not cascade_rows or window:
-            return workspace
-        cascade = CascadeWorkspace.create(
-            num_q_heads, k_cache, cascade_rows, config.tile, config=cascade_config,
-            programs=programs,
-        )  # fmt: skip
-        return replace(workspace, cascade=cascade)
-
-    @classmethod
-    def empty(
-        cls,
-        config: DecodeConfig,
-        kv_heads: int,
-        group: int,
-        head_size: int,
-        window: int,
-        device: torch.device,
-        programs: int | None = None,
-    ) -> DecodeWorkspace:
-        """Returns a workspace for `kv_heads` groups of `group` query heads whose outputs have
-        `head_size` channels; see `create`."""
-        if programs is None:
-            programs = (
-                torch.cuda.get_device_properties(device).multi_processor_count
-                * config.programs_per_sm
-            )
-        floats = torch.empty(
-            programs * 2 * group * (triton.next_power_of_2(head_size) + 2),
-            dtype=torch.float32,
-            device=device,
-        )
-        maxima, sums, partials = floats.split(
-            [programs * 2 * group] * 2 + [programs * 2 * group * triton.next_power_of_2(head_size)]
-        )
-        plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
-        counters = torch.zeros(programs, dtype=torch.int32, device=device)
-        return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
-
-
-@triton.jit
-def _tiles_behind(tiles, shared, TILE: tl.constexpr):
-    """Returns how many of a row's tiles are behind a shared prefix of `shared` keys, one at
-    least."""
-    return tl.maximum(tiles - shared // TILE, 1)
-
-
-@triton.jit
-def _tile_range(seq_len, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Returns the first tile that a row's token attends to and the number of tiles, which is at
-    least one so that the output of every row is written."""
-    first = seq_len * 0
-    if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0) // TILE
-    return first, tl.maximum((seq_len + TILE - 1) // TILE - first, 1)
-
-
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens"])
-def _plan_kernel(
-    seq_lens, plan, num_rows, shared_rows, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, MIN_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr, ROWS_PAD: tl.constexpr, FIELDS: tl.constexpr,
-    CASCADE: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    rows = tl.arange(0, ROWS_PAD)
-    lens = tl.load(seq_lens + rows, rows < num_rows, 0)
-    _, tiles = _tile_range(lens, WINDOW, TILE)
-    if CASCADE:
-        shared = tl.load(shared_rows + 8 + rows, rows < num_rows, 0)
-        tiles = _tiles_behind(tiles, shared, TILE)
-    tiles = tl.where(rows < num_rows, tiles, 0)
-    longest = tl.max(tiles)
-    # Merging parts takes longer the more there are. With enough (row, head) pairs to occupy the GPU
-    # one program reads all tiles of a short row sooner than several read and merge them.
-    fewest = tl.minimum(tl.maximum(longest // TILES_A_PART, 1), MIN_TILES)
-    if 4 * num_rows * KV_HEADS >= PROGRAMS:
-        fewest = tl.where(longest <= WHOLE_TILES, longest, fewest)
-    span = tl.maximum(tl.cdiv(tl.sum(tiles) * KV_HEADS, PROGRAMS), fewest)
-    # the shortest span with which no program has parts of two (row, head) pairs, if it is hardly
-    # longer than the even one
-    high = tl.maximum(span, tl.minimum(longest, span + span // 8 + 1))
-    low = span
-    while low < high:
-        middle = (low + high) // 2
-        fits = tl.sum(tl.cdiv(tiles, middle)) * KV_HEADS <= PROGRAMS
-        low, high = tl.where(fits, low, middle + 1), tl.where(fits, middle, high)
-    apart = tl.sum(tl.cdiv(tiles, low)) * KV_HEADS <= PROGRAMS
-    span = tl.where(apart, low, span)
-    padded = tl.where(apart, tl.cdiv(tiles, span) * span, tiles)
-    start = program * span
-    row = tl.sum((tl.cumsum(padded) * KV_HEADS <= start).to(tl.int32))
-    before = tl.sum(tl.where(rows < row, padded, 0)) * KV_HEADS
-    here = tl.maximum(tl.sum(tl.where(rows == row, padded, 0)), 1)
-    tile = (start - before) % here
-    todo = tl.maximum(tl.minimum(span, tl.sum(padded) * KV_HEADS - start), 0)
-    todo = tl.where(apart, tl.minimum(todo, tl.sum(tl.where(rows == row, tiles, 0)) - tile), todo)
-    place = plan + program * FIELDS
-    tl.store(place, row)
-    tl.store(place + 1, (start - before) // here)
-    tl.store(place + 2, tile)
-    tl.store(place + 3, tl.maximum(todo, 0))
-    tl.store(place + 4, span)
-    tl.store(place + 5, tl.sum(tl.where(rows == row, lens, 0)))
-
-
-@triton.jit
-def _load_plan(place):
-    """Returns the fields of a program's span in the order in which `_plan_kernel` stores them."""
-    return (
-        tl.load(place),
-        tl.load(place + 1),
-        tl.load(place + 2),
-        tl.load(place + 3),
-        tl.load(place + 4),
-        tl.load(place + 5),
-    )
-
-
-def plan_decode(
-    workspace: DecodeWorkspace, seq_lens: torch.Tensor, block_tables: torch.Tensor | None = None
-) -> None:
-    """Divides a step's KV tiles among the programs. Called once a step, before the first layer.
-
-    Args:
-        workspace: of the layers that the plan is for; its `plan` is written.
-        seq_lens: int32 [R], keys that each row of one token attends to, its own included. A row of
-            0 is padding: its output becomes zeros.
-        block_tables: int32 [R, max_blocks], to look for a shared prefix where the workspace has
-            buffers for it; None: there is none.
-    """
-    rows, programs = seq_lens.shape[0], workspace.plan.shape[0]
-    cascade = workspace.cascade
-    if cascade is not None:
-        find_shared_prefix(cascade, block_tables, seq_lens)
-    _plan_kernel[(programs,)](
-        seq_lens, workspace.plan, rows, workspace.plan if cascade is None else cascade.rows,
-        KV_HEADS=workspace.num_kv_heads, WINDOW=workspace.window,
-        TILE=workspace.config.tile,
-        MIN_TILES=workspace.config.min_tiles, WHOLE_TILES=workspace.config.whole_tiles,
-        PROGRAMS=programs,
-        ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)),
-        FIELDS=PLAN_FIELDS, CASCADE=cascade is not None, num_warps=4,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -371,7 +113,7 @@ def _merge(
 
 
 @triton.jit
-def _store_part(
+def store_part(
     m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, span, v_scale,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
     SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
@@ -485,6 +227,42 @@ def _begin_row(
     return _repeated(query, m.shape[0]), m, l, acc
 
 
+@triton.jit
+def _attend(
+    query, m, l, acc, k_tiles, v_tiles, k_strides, v_strides, table, head, begin, end, cached,
+    seq_len, scale, soft_cap,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAIRED: tl.constexpr, BY_ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
+    added: those of its keys that are among the first `cached` of `seq_len`. With PAIRED the
+    elements of tiles are words of two channels."""
+    width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
+    if PAIRED:
+        q_even, q_odd = split_channels(query)
+        even, odd = split_channels(acc)
+    for index in range(begin, tl.minimum(end, (cached + TILE - 1) // TILE)):
+        key, value, position = load_tile(
+            k_tiles, v_tiles, table, index, cached, head, k_strides, v_strides,
+            HEAD_SIZE // width, HEAD_PAD // width, BLOCK_SIZE, TILE,
+        )  # fmt: skip
+        visible = position < cached
+        if WINDOW > 0:
+            visible = visible & (position >= seq_len - WINDOW)
+        if PAIRED:
+            m, l, even, odd = paired_softmax_step(
+                q_even, q_odd, key, value, visible[None, :], m, l, even, odd, scale, soft_cap,
+                SOFT_CAP, BY_ASSEMBLY,
+            )  # fmt: skip
+        else:
+            m, l, acc = softmax_step(
+                query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP
+            )
+    if PAIRED:
+        acc = joined_channels(even, odd)
+    return m, l, acc
+
+
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _decode_kernel(
     q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
@@ -504,7 +282,7 @@ def _decode_kernel(
     BY_ASSEMBLY: tl.constexpr = False,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
+    row, head, tile, todo, span, seq_len = load_plan(plan + program * FIELDS)
     if CASCADE:
         shared = tl.load(shared_rows + 8 + row, todo > 0, 0)
     at = program * span
@@ -516,7 +294,6 @@ def _decode_kernel(
         (v_block_stride, v_token_stride, v_head_stride),
     )
     k_tiles, v_tiles, k_tile_strides, v_tile_strides = k_cache, v_cache, k_strides, v_strides
-    width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
     if PAIRED:
         k_tiles = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
         v_tiles = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -531,9 +308,9 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     while todo > 0:
-        first, tiles = _tile_range(seq_len, WINDOW, TILE)
+        first, tiles = tile_range(seq_len, WINDOW, TILE)
         if CASCADE:
-            first, tiles = shared // TILE, _tiles_behind(tiles, shared, TILE)
+            first, tiles = shared // TILE, tiles_behind(tiles, shared, TILE)
         end = tl.minimum(tiles, tile + todo)
         heads = head * GROUP + g
         line = q + row.to(tl.int64) * q_stride
@@ -567,28 +344,11 @@ def _decode_kernel(
                     m, l, acc, shared_rows, prefix_states, row, head, GROUP, GROUP_PAD, HEAD_PAD,
                     PREFIX_ROWS, MAX_ROWS, PREFIX_LINES,
                 )  # fmt: skip
-        if PAIRED:
-            q_even, q_odd = split_channels(query)
-            even, odd = split_channels(acc)
-        for index in range(first + tile, tl.minimum(first + end, (cached + TILE - 1) // TILE)):
-            key, value, position = load_tile(
-                k_tiles, v_tiles, table, index, cached, head, k_tile_strides, v_tile_strides,
-                HEAD_SIZE // width, HEAD_PAD // width, BLOCK_SIZE, TILE,
-            )  # fmt: skip
-            visible = position < cached
-            if WINDOW > 0:
-                visible = visible & (position >= seq_len - WINDOW)
-            if PAIRED:
-                m, l, even, odd = paired_softmax_step(
-                    q_even, q_odd, key, value, visible[None, :], m, l, even, odd, score_scale,
-                    soft_cap, SOFT_CAP, BY_ASSEMBLY,
-                )  # fmt: skip
-            else:
-                m, l, acc = softmax_step(
-                    query, key, value, visible[None, :], m, l, acc, score_scale, soft_cap, SOFT_CAP
-                )
-        if PAIRED:
-            acc = joined_channels(even, odd)
+        m, l, acc = _attend(
+            query, m, l, acc, k_tiles, v_tiles, k_tile_strides, v_tile_strides, table, head,
+            first + tile, first + end, cached, seq_len, score_scale, soft_cap,
+            HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, PAIRED, BY_ASSEMBLY,
+        )  # fmt: skip
         l = tl.sum(l, axis=1)
         place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
         if end - tile == tiles:
@@ -600,7 +360,7 @@ def _decode_kernel(
                 own,
             )
         else:
-            _store_part(
+            store_part(
                 m, l, acc, partials, maxima, sums, counters,
                 out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
                 program, tile, tiles, at, span, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,

@@ -6,9 +6,9 @@ rotated key (64). The values are the latent vectors themselves, so a tile is loa
 products. A program computes a group of heads (`head_group`), as many as fill the rows of a
 tensor-core product.
 
-The work is divided as in `decode_attention`, whose plan and merge these are: all tiles of a step,
-row by row and group by group, in spans of equal length, which `plan_decode` computes on the GPU
-from the lengths. So the launch depends on the number of rows alone, and a CUDA graph may hold it.
+The work is divided by `decode_plan`: all tiles of a step, row by row and group by group, in spans
+of equal length, which `plan_decode` computes on the GPU from the lengths. So the launch depends on
+the number of rows alone, and a CUDA graph may hold it. Parts are merged as in `decode_attention`.
 """
 # ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
 
@@ -17,15 +17,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.decode_attention import (
+from aioinfer.kernels.decode_attention import QUERY_ROWS, merged_splits, store_part
+from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
-    QUERY_ROWS,
     DecodeConfig,
     DecodeWorkspace,
-    _load_plan,
-    _store_part,
-    _tile_range,
-    merged_splits,
+    load_plan,
+    tile_range,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -125,10 +123,10 @@ def _latent_decode_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row, head, tile, todo, span, seq_len = _load_plan(plan + program * FIELDS)
+    row, head, tile, todo, span, seq_len = load_plan(plan + program * FIELDS)
     at = program * span
     while todo > 0:
-        _, tiles = _tile_range(seq_len, 0, TILE)
+        _, tiles = tile_range(seq_len, 0, TILE)
         end = tl.minimum(tiles, tile + todo)
         heads = (head * GROUP + g)[:, None]
         line = row.to(tl.int64)
@@ -161,7 +159,7 @@ def _latent_decode_kernel(
             output = acc / tl.where(l == 0.0, 1.0, l)[:, None]
             tl.store(place, output.to(out.dtype.element_ty), own)
         else:
-            _store_part(
+            store_part(
                 m, l, acc, partials, maxima, sums, counters,
                 out + line * out_stride + head * GROUP * LATENT,
                 program, tile, tiles, at, span, 1.0, GROUP, GROUP_PAD, LATENT, LATENT_PAD, SPLITS,

@@ -13,7 +13,8 @@ import math
 from typing import Any
 
 import torch
-from aioinfer.kernels.decode_attention import DecodeWorkspace, launch_decode
+from aioinfer.kernels.decode_attention import launch_decode
+from aioinfer.kernels.decode_plan import DecodeWorkspace
 from aioinfer.kernels.prefill_attention import launch_prefill, prefill_config
 from aioinfer.kernels.prefill_hopper import ROWS as HOPPER_ROWS
 from aioinfer.kernels.prefill_hopper import launch_prefill_hopper, supports

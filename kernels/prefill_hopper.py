@@ -13,8 +13,8 @@ them to float16 into the ring of the operands, which wgmma reads in 16 bits. Que
 probabilities are float16 then, as in `DecodeConfig.fp16_operands`: float8 becomes float16 in one
 instruction for two numbers, bfloat16 in three.
 """
-# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's
-# sum)
+# ruff: noqa: E741, N803, N806, RUF005  (compile-time constants are written in capitals; l is the
+# softmax's sum; Triton does not unpack tuples)
 
 from __future__ import annotations
 
@@ -98,14 +98,15 @@ def _work(
 
 @gluon.jit
 def _produce(
-    keys, values, block_tables, query_starts, seq_lens, plan, count, table_stride, k_smem, v_smem,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, ROWS: gl.constexpr,
+    keys, values, block_tables, table_stride, query_starts, seq_lens, plan, count, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    TILE: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Loads the KV blocks of every work item, last block first, as stages of the ring become
     free."""
+    STAGES: gl.constexpr = k_smem.shape[0]
+    TILE: gl.constexpr = k_smem.shape[1]
+    HEAD_SIZE: gl.constexpr = k_smem.shape[2]
     loaded = gl.program_id(0) * 0
     for wave in range(count):
         item = _item(wave)
@@ -153,12 +154,15 @@ def _convert_block(raw, operand, HEAD_SIZE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _convert(
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, ROWS: gl.constexpr,
     query_starts, seq_lens, plan, count, k_raw, v_raw, raw_k_full, raw_k_empty, raw_v_full,
     raw_v_empty, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    TILE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Converts the float8 KV blocks of every work item, in the order in which they are loaded."""
+    STAGES: gl.constexpr = k_smem.shape[0]
+    RAW_STAGES: gl.constexpr = k_raw.shape[0]
+    TILE: gl.constexpr = k_smem.shape[1]
+    HEAD_SIZE: gl.constexpr = k_smem.shape[2]
     converted = gl.program_id(0) * 0
     for wave in range(count):
         _, _, _, _, begin, end = _work(
@@ -353,15 +357,16 @@ def _attend(
 
 @gluon.jit
 def _consume(
+    WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr,
+    ROWS: gl.constexpr, SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SCALES: gl.constexpr,
     q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, scales, sinks,
     q_stride, out_stride, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, HAS_SCALES: gl.constexpr,
 ):  # fmt: skip
     """Computes half of the packed query rows of every work item, in one warpgroup."""
     HALF: gl.constexpr = ROWS // 2
+    STAGES: gl.constexpr = k_smem.shape[0]
+    TILE: gl.constexpr = k_smem.shape[1]
+    HEAD_SIZE: gl.constexpr = k_smem.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     wide: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0]
@@ -400,6 +405,28 @@ def _consume(
         gl.store(place, gl.convert_layout(result.to(q.dtype.element_ty), wide), in_row)
 
 
+@gluon.jit
+def _ring(
+    dtype: gl.constexpr, layout: gl.constexpr, STAGES: gl.constexpr, TILE: gl.constexpr,
+    HEAD_SIZE: gl.constexpr, READERS: gl.constexpr,
+):  # fmt: skip
+    """Returns shared memory for `STAGES` KV blocks, keys and values, and the barriers of its stages
+    (keys full, keys empty, values full, values empty). A stage is empty when `READERS` warpgroups
+    have read it."""
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), 1)
+        mbarrier.init(v_full.index(stage), 1)
+        mbarrier.init(k_empty.index(stage), READERS)
+        mbarrier.init(v_empty.index(stage), READERS)
+    return k_smem, v_smem, k_full, k_empty, v_full, v_empty
+
+
 @gluon.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
     q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
@@ -413,79 +440,40 @@ def _prefill_kernel(
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, HEAD_SIZE], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_SIZE], q_layout)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HEAD_SIZE], dtype)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], kv_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD_SIZE], kv_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), 1)
-        mbarrier.init(v_full.index(stage), 1)
-        mbarrier.init(k_empty.index(stage), 2)  # two warpgroups arrive
-        mbarrier.init(v_empty.index(stage), 2)
+    ring = _ring(dtype, kv_layout, STAGES, TILE, HEAD_SIZE, 2)
+    rows = (query_starts, seq_lens, plan, count)
+    ends = (q, out) + rows + (scale, soft_cap, v_scale, scales, sinks, q_stride, out_stride)
+    # Constants have to be named first in each tuple: those of a variable would be constants of
+    # constants. A table's stride of 1 is one, too.
     if RAW_STAGES == 0:
         fence_async_shared()
         gl.thread_barrier()
         gl.warp_specialize(
             [
-                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                            scales, sinks, q_stride, out_stride,
-                            q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
-                            ROWS, STAGES, HAS_SCALES)),
-                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                            scales, sinks, q_stride, out_stride,
-                            q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
-                            ROWS, STAGES, HAS_SCALES)),
-                (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
-                            table_stride, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES)),
+                (_consume, (0, KV_HEADS, GROUP, WINDOW, ROWS, SOFT_CAP, HAS_SINKS, HAS_SCALES)
+                           + ends + (q_smem.index(0),) + ring),
+                (_consume, (1, KV_HEADS, GROUP, WINDOW, ROWS, SOFT_CAP, HAS_SINKS, HAS_SCALES)
+                           + ends + (q_smem.index(1),) + ring),
+                (_produce, (KV_HEADS, GROUP, WINDOW, ROWS, keys, values, block_tables, table_stride)
+                           + rows + ring),
             ],
             [4, 1],
             [240, 24],
         )  # fmt: skip
     else:
-        k_raw = gl.allocate_shared_memory(gl.float8e4nv, [RAW_STAGES, TILE, HEAD_SIZE], keys.layout)
-        v_raw = gl.allocate_shared_memory(
-            gl.float8e4nv, [RAW_STAGES, TILE, HEAD_SIZE], values.layout
-        )
-        raw_k_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout())
-        raw_k_empty = gl.allocate_shared_memory(
-            gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout()
-        )
-        raw_v_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout())
-        raw_v_empty = gl.allocate_shared_memory(
-            gl.int64, [RAW_STAGES, 1], mbarrier.MBarrierLayout()
-        )
-        for stage in gl.static_range(RAW_STAGES):
-            mbarrier.init(raw_k_full.index(stage), 1)
-            mbarrier.init(raw_v_full.index(stage), 1)
-            mbarrier.init(raw_k_empty.index(stage), 1)  # the converting warpgroup arrives
-            mbarrier.init(raw_v_empty.index(stage), 1)
+        raw_layout: gl.constexpr = keys.layout
+        raw = _ring(gl.float8e4nv, raw_layout, RAW_STAGES, TILE, HEAD_SIZE, 1)
         fence_async_shared()
         gl.thread_barrier()
         gl.warp_specialize(
             [
-                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                            scales, sinks, q_stride, out_stride,
-                            q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            0, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
-                            ROWS, STAGES, HAS_SCALES)),
-                (_consume, (q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale,
-                            scales, sinks, q_stride, out_stride,
-                            q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                            1, KV_HEADS, GROUP, HEAD_SIZE, WINDOW, SOFT_CAP, HAS_SINKS, TILE,
-                            ROWS, STAGES, HAS_SCALES)),
-                (_convert, (query_starts, seq_lens, plan, count, k_raw, v_raw, raw_k_full,
-                            raw_k_empty, raw_v_full, raw_v_empty, k_smem, v_smem, k_full, k_empty,
-                            v_full, v_empty,
-                            KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, STAGES, RAW_STAGES)),
-                (_produce, (keys, values, block_tables, query_starts, seq_lens, plan, count,
-                            table_stride, k_raw, v_raw, raw_k_full, raw_k_empty, raw_v_full,
-                            raw_v_empty,
-                            KV_HEADS, GROUP, HEAD_SIZE, WINDOW, TILE, ROWS, RAW_STAGES)),
+                (_consume, (0, KV_HEADS, GROUP, WINDOW, ROWS, SOFT_CAP, HAS_SINKS, HAS_SCALES)
+                           + ends + (q_smem.index(0),) + ring),
+                (_consume, (1, KV_HEADS, GROUP, WINDOW, ROWS, SOFT_CAP, HAS_SINKS, HAS_SCALES)
+                           + ends + (q_smem.index(1),) + ring),
+                (_convert, (KV_HEADS, GROUP, WINDOW, ROWS) + rows + raw + ring),
+                (_produce, (KV_HEADS, GROUP, WINDOW, ROWS, keys, values, block_tables, table_stride)
+                           + rows + raw),
             ],
             [4, 4, 1],
             [224, 40, 24],

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from aioinfer.kernels.decode_attention import DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_plan import DecodeWorkspace, plan_decode
 from aioinfer.kernels.paged_attention import (
     BLOCK_SIZES,
     HEAD_SIZES,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.kernels.decode_attention import plan_decode
+from aioinfer.kernels.decode_plan import plan_decode
 from aioinfer.kernels.latent_attention import latent_decode, make_latent_workspace
 from aioinfer.kernels.latent_cache import latent_cache
 from aioinfer.kernels.latent_prefill import (

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 from aioinfer.kernels.cascade_attention import CascadeConfig, cascade_config
-from aioinfer.kernels.decode_attention import DecodeWorkspace, launch_decode, plan_decode
+from aioinfer.kernels.decode_attention import launch_decode
+from aioinfer.kernels.decode_plan import DecodeWorkspace, plan_decode
 
 from benchlib.kernel_cases import LOG2_E, Case, attention_check, ints, paged, random_tensor
 

@@ -9,13 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from aioinfer.kernels.decode_attention import (
-    DecodeConfig,
-    DecodeWorkspace,
-    decode_config,
-    launch_decode,
-    plan_decode,
-)
+from aioinfer.kernels.decode_attention import launch_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config
 from aioinfer.kernels.prefill_hopper import ROWS, launch_prefill_hopper
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill

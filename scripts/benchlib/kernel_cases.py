@@ -10,13 +10,8 @@ from functools import partial
 
 import torch
 from aioinfer.kernels.activation import gated_activation
-from aioinfer.kernels.decode_attention import (
-    DecodeConfig,
-    DecodeWorkspace,
-    decode_config,
-    launch_decode,
-    plan_decode,
-)
+from aioinfer.kernels.decode_attention import launch_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.gated_product import (
     TILE_TIMES,
     GatedConfig,

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from aioinfer.kernels.decode_attention import DecodeConfig, plan_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, plan_decode
 from aioinfer.kernels.latent_attention import (
     latent_config,
     latent_decode,

@@ -12,13 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 from aioinfer.kernels.cascade_attention import _find_kernel, _prefix_kernel, cascade_config
-from aioinfer.kernels.decode_attention import (
-    PLAN_FIELDS,
-    _decode_kernel,
-    _plan_kernel,
-    decode_config,
-    merged_splits,
-)
+from aioinfer.kernels.decode_attention import _decode_kernel, merged_splits
+from aioinfer.kernels.decode_plan import PLAN_FIELDS, _plan_kernel, decode_config
 from hopper import SHARED_MEMORY, compile_kernel, spilled
 
 TYPES = {

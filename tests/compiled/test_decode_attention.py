@@ -9,12 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.decode_attention import (
-    PLAN_FIELDS,
-    _decode_kernel,
-    decode_config,
-    merged_splits,
-)
+from aioinfer.kernels.decode_attention import _decode_kernel, merged_splits
+from aioinfer.kernels.decode_plan import PLAN_FIELDS, decode_config
 
 from tests.compiled.hopper import compile_kernel, names_to_types
 

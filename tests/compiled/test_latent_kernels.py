@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.decode_attention import PLAN_FIELDS, QUERY_ROWS, merged_splits
+from aioinfer.kernels.decode_attention import QUERY_ROWS, merged_splits
+from aioinfer.kernels.decode_plan import PLAN_FIELDS
 from aioinfer.kernels.latent_attention import _latent_decode_kernel, head_group, latent_config
 from aioinfer.kernels.latent_cache import _latent_cache_kernel
 from aioinfer.kernels.latent_prefill import ITEM_FIELDS, _latent_prefill_kernel, tile_config

@@ -39,9 +39,10 @@ NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks")
 
 def compiled(
     head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool,
-    *, is_float8: bool = False,
+    *, is_float8: bool = False, table_stride: int | None = None,
 ) -> CompiledKernel:  # fmt: skip
-    """Returns the kernel that `launch_prefill_hopper` launches for queries in bf16."""
+    """Returns the kernel that `launch_prefill_hopper` launches for queries in bf16; `table_stride`
+    is a constant where it is given."""
     block = [block_size, head_size]
     element = gl.float8e4nv if is_float8 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
@@ -52,6 +53,8 @@ def compiled(
         "STAGES": pipeline_stages(head_size, block_size, is_float8=is_float8),
         "RAW_STAGES": raw_stages(head_size, block_size) if is_float8 else 0,
     }  # fmt: skip
+    if table_stride is not None:
+        constants["table_stride"] = table_stride
     types = POINTERS | NUMBERS | {"keys": descriptor, "values": descriptor}
     names = _prefill_kernel.arg_names
     signature = {
@@ -86,6 +89,12 @@ def test_every_supported_shape_compiles(
     head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool
 ) -> None:
     check(compiled(head_size, block_size, window, soft_cap, has_sinks))
+
+
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_block_tables_of_one_column(is_float8: bool) -> None:
+    """Triton makes an argument of 1 a constant, as the stride of such tables is."""
+    check(compiled(64, 64, 0, False, False, is_float8=is_float8, table_stride=1))
 
 
 @pytest.mark.parametrize(

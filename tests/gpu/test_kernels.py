@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.activation import KINDS
-from aioinfer.kernels.decode_attention import DecodeWorkspace, decode_config, plan_decode
+from aioinfer.kernels.decode_plan import DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.gated_product import (
     TILE_TIMES,
     GatedConfig,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.activation import gated_activation, gated_activation_reference
-from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from aioinfer.kernels.paged_attention import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from aioinfer.kernels.decode_attention import DecodeConfig, plan_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, plan_decode
 from aioinfer.kernels.latent_attention import (
     latent_decode,
     latent_decode_reference,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aioinfer.kernels.decode_attention import DecodeConfig, DecodeWorkspace, plan_decode
+from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from cases import AttentionCase, attention, error, projected_attention, random_rows
 from channel_cases import expand_all_words
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from aioinfer.kernels import cascade_attention as kernels
 from aioinfer.kernels.cascade_attention import CascadeConfig, CascadeWorkspace, find_shared_prefix
-from aioinfer.kernels.decode_attention import DecodeConfig
+from aioinfer.kernels.decode_plan import DecodeConfig
 from cascade_cases import CascadeCase, cascade_attention, tables_of
 from cases import error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioinfer.kernels.decode_attention import DecodeConfig
+from aioinfer.kernels.decode_plan import DecodeConfig
 from cases import error
 from latent_cases import LatentCase, cache_write, decode, prefill
 
