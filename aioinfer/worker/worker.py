@@ -269,7 +269,7 @@ class Worker:
             self._calibrate()
             runner.capture()
         runner.expert_report.begin()
-        self.graph_bytes = runner.graph_bytes
+        self.graph_bytes = runner.graphs.nbytes
         self.compilations = CompilationWatch()
 
     def _make_kernel_timing(self) -> KernelTiming | None:
@@ -347,7 +347,7 @@ class Worker:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
         if self.device.type == "cpu" or not self._config.parallel.cuda_graphs:
             return 0.0
-        from aioinfer.worker.gpu_runner import MIXED_GRAPH_TOKENS
+        from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS
 
         limits = self._config.scheduler
         return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
