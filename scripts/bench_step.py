@@ -206,8 +206,8 @@ def decode(
     """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace, with
     `kernels` what each kernel took."""
     slots = np.arange(rows, dtype=np.int32)
-    graphs = runner._decode_graphs.graphs
-    size = runner._decode_graphs.fit(rows)
+    graphs = runner.graphs.decode.graphs
+    size = runner.graphs.decode.fit(rows)
     timed = TimedGraph(graphs[size])
     graphs[size] = timed  # type: ignore[assignment]
     plans = [make_plan(step, slots, context + step, 1, 1) for step in range(STEPS)]

@@ -1,7 +1,7 @@
 """CUDA graphs of one sequence of launches for several sizes, of which the next larger one serves.
 
-The GPU model runner has such sets of decode steps, by their rows (another where attention looks for
-shared prefixes), and of the layers of steps with prompts, by their tokens.
+`StepGraphs` has such sets of decode steps, by their rows (another where attention looks for shared
+prefixes), and of the layers of steps with prompts, by their tokens.
 """
 
 from __future__ import annotations

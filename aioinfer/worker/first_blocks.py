@@ -1,8 +1,8 @@
 """Which steps have rows that begin with the same KV blocks, known on the host.
 
 Decode attention finds shared prefixes on the GPU (`kernels.cascade_attention`). A graph that looks
-for them costs a launch a layer; so there are graphs with and without, and the GPU model runner
-takes those with where the block tables say that something may be saved.
+for them costs a launch a layer; so there are graphs with and without, and `StepGraphs` takes those
+with where the block tables say that something may be saved.
 """
 
 from __future__ import annotations

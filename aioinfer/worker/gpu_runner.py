@@ -7,16 +7,14 @@ refer to; on a CPU a step computes on tensors of just its size, and such buffers
 without use.
 
 A step that only decodes is one CUDA graph, from the growth of block tables to the sampled tokens,
-replayed for the next larger captured number of rows. Where rows may share a prefix whose keys
-attention reads once, it is a graph of a second set. Constrained rows are sampled behind it, from
-the graph's logits, once their masks have come; what the graph sampled for them is overwritten. (A
-graph without sampling would save some 50 us of such a step, and take a second set of graphs.) Of a
-step with prompts the layers are a graph, all but the last, for the next larger captured number of
-tokens: launched one by one, their kernels cost the host more time than a small model's cost the
-GPU. A step without rows, in which other engines' ranks wait for this one's experts, is a graph,
-too. The host waits for nothing but masks: it stages a plan in pinned memory (`staging`), launches,
-and has the tokens copied back on a stream of their own, so that the next step can be launched
-behind this one.
+replayed for the next larger captured number of rows; `step_graphs` has these and the other graphs.
+Constrained rows are sampled behind it, from the graph's logits, once their masks have come; what
+the graph sampled for them is overwritten. (A graph without sampling would save some 50 us of such a
+step, and take a second set of graphs.) Of a step with prompts the layers are a graph, all but the
+last, for the next larger captured number of tokens: launched one by one, their kernels cost the
+host more time than a small model's cost the GPU. The host waits for nothing but masks: it stages a
+plan in pinned memory (`staging`), launches, and has the tokens copied back on a stream of their
+own, so that the next step can be launched behind this one.
 """
 
 from __future__ import annotations
@@ -24,24 +22,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
-from aioinfer.kernels import prepare
-from aioinfer.kernels.cascade_attention import MIN_ROWS, MIN_SAVED_KEYS
+from aioinfer.kernels.cascade_attention import MIN_ROWS
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.layers.formats.dense import SKINNY_ROWS
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
+from aioinfer.layers.step import HostRows, SampledRows, Step
 from aioinfer.models.decoder import CausalLM
-from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes, shared_sizes
 from aioinfer.worker.expert_report import ExpertReport
-from aioinfer.worker.first_blocks import SharedPrefixes
 from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
@@ -56,6 +49,8 @@ from aioinfer.worker.prompt_rows import (
 from aioinfer.worker.requested_logprobs import requested_logprobs
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
+from aioinfer.worker.step_buffers import StepBuffers, Tensors
+from aioinfer.worker.step_graphs import StepGraphs
 from aioinfer.worker.step_inputs import count_decodes
 
 #: The longest row of a mixed step counts as at least so long in input preparation, so that there
@@ -64,13 +59,6 @@ _MIN_MIXED_ROW = 1024
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
-
-#: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
-#: kernel takes longer than its launch.
-MIXED_GRAPH_TOKENS = 4096
-
-
-Tensors = Sequence[torch.Tensor] | torch.Tensor
 
 
 @dataclass(slots=True)
@@ -126,7 +114,7 @@ class GpuModelRunner:
         model: the rank's part of the model.
         kv: keys and values of all layers.
         slots: the running requests.
-        graph_bytes: GPU memory that the graphs have taken.
+        graphs: the captured steps; none before `capture`.
         expert_report: of the tokens that experts were given.
     """
 
@@ -152,13 +140,12 @@ class GpuModelRunner:
         self.model = model
         self.kv = kv
         self.slots = slots
-        self.graph_bytes = 0
         device, rows, groups = slots.device, len(slots.tokens), len(slots.tables_by_group)
         self._max_tokens = max(max_tokens, rows)
         self._use_graphs = use_graphs and model.supports_graphs
         self._staging = Staging(device)
         self._plan = PlanBuffer(rows, rows * groups, device)
-        self._inputs = _make_inputs(slots, rows, self._max_tokens)
+        self._buffers = StepBuffers(slots, rows, self._max_tokens)
         self._sampler = GpuSampler(slots, model.vocabulary, rows)
         self._mask_uploads = MaskUploads(device)
         dtype = model.backend.dtype
@@ -168,13 +155,10 @@ class GpuModelRunner:
         # of the step that is being launched
         self._outputs: Sequence[PendingSection] = ()
         self._copies = torch.cuda.Stream(device)
-        self._decode_graphs = CudaGraphs()
-        self._mixed_graphs = CudaGraphs()
-        # of a step without rows, which other engines' ranks wait for
-        self._idle_graphs = CudaGraphs()
+        # whether other engines' ranks wait for steps without rows
         self._takes_part = model.backend.expert_group is not None
-        self._shared_graphs = CudaGraphs()
-        self._prefixes = _make_prefixes(slots) if model.backend.cascade else None
+        cascade = model.backend.cascade
+        self.graphs = StepGraphs(self._plan, slots, looks_for_prefixes=cascade)
         self._stream = torch.empty(0, model.hidden_size, dtype=dtype, device=device)
 
     # ---------------------------------------------------------------- steps
@@ -187,9 +171,8 @@ class GpuModelRunner:
         began = time.perf_counter_ns()
         index = self._staging.begin()
         staged = self.slots.stage(plan)
-        if self._prefixes is not None:
-            self._prefixes.update(plan)
-        if self._has_graph(plan):
+        self.graphs.update(plan)
+        if self.graphs.has_decode(plan):
             launched = self._replay(plan, index)
         else:
             launched = self._launch(plan, index, staged)
@@ -203,28 +186,12 @@ class GpuModelRunner:
         busy_ns = time.perf_counter_ns() - began - waited_ns
         return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, outputs)
 
-    def _has_graph(self, plan: StepPlan) -> bool:
-        """Whether the step does nothing but decode, and is captured."""
-        rows = len(plan.slots)
-        return (
-            0 < rows <= self._decode_graphs.fit(rows)
-            and not plan.admissions
-            and plan.section(ForcedTokens) is None
-            and not len(plan.copy_sources)
-            and len(plan.table_rows) <= self._plan.growth
-            and plan.num_tokens == rows
-            and bool(plan.samples.all())
-            and not (plan.sections and has_prompt_rows(plan))
-        )
-
     def _replay(self, plan: StepPlan, index: int) -> _Launched:
         """Replays the graph of a step. Rows with penalties, biases or log-probabilities are sampled
         again behind it, from the graph's logits."""
         rows, buffer = len(plan.slots), self._plan
         buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)))
-        shares = self._prefixes is not None and self._prefixes.may_save(plan.slots)
-        graphs = self._shared_graphs if shares else self._decode_graphs
-        graphs.replay(graphs.fit(rows))
+        self.graphs.replay_decode(plan)
         if not self._samples:
             return _Launched(None, (), buffer.buffer_index)
         logits = self._logits[:rows, : self.model.vocabulary.local_size]
@@ -233,7 +200,7 @@ class GpuModelRunner:
             return _Launched(logits, (), buffer.buffer_index)
         sampling = SamplingRows(
             buffer.row_section(0, rows),
-            self._inputs.seq_lens[:rows],
+            self._buffers.whole.seq_lens[:rows],
             buffer.row_section(3, rows),
             plan.slots,
             positions,
@@ -284,8 +251,8 @@ class GpuModelRunner:
 
     def _take_part(self) -> None:
         """Launches what the ranks of other engines wait for in a step without rows."""
-        if self._idle_graphs.graphs:
-            self._idle_graphs.replay(1)
+        if self.graphs.idle.graphs:
+            self.graphs.idle.replay(1)
         else:
             self.model.take_part()
 
@@ -360,14 +327,15 @@ class GpuModelRunner:
     ) -> torch.Tensor:  # fmt: skip
         """Computes a step of any rows; see `_compute`. `longest`: at least the tokens of a row;
         `every_token`: return the hidden states of all tokens."""
-        size = self._mixed_graphs.fit(num_tokens)
-        self._prepare(rows, size or num_tokens, max_length=max(_MIN_MIXED_ROW, longest))
-        inputs = self._views(num_tokens, len(rows[0]))
+        size = self.graphs.mixed.fit(num_tokens)
+        max_length = max(_MIN_MIXED_ROW, longest)
+        self._buffers.prepare(rows, size or num_tokens, max_length=max_length)
+        inputs = self._buffers.views(num_tokens, len(rows[0]))
         sampled = None if every_token else SampledRows.of(inputs, places[0], places[1])
         step = Step(inputs, num_decodes, sampled, host)
         self.model.plan(step)
         if size:
-            self._mixed_graphs.replay(size)
+            self.graphs.mixed.replay(size)
             stream = ResidualStream(self._stream[:num_tokens], self.model.backend)
         else:
             stream = self._begin(step)
@@ -377,35 +345,6 @@ class GpuModelRunner:
     def _begin(self, step: Step, out: torch.Tensor | None = None) -> ResidualStream:
         """Computes all layers but the model's last; see `CausalLM.begin`."""
         return self.model.begin(step, out)
-
-    def _views(self, num_tokens: int, rows: int) -> StepInputs:
-        """Returns the beginnings of the buffers of a step's inputs."""
-        whole = self._inputs
-        return StepInputs(
-            whole.input_ids[:num_tokens],
-            whole.positions[:num_tokens],
-            whole.query_starts[: rows + 1],
-            whole.seq_lens[:rows],
-            tuple(
-                GroupInputs(group.slot_mapping[:num_tokens], group.block_tables[:rows])
-                for group in whole.groups
-            ),
-        )
-
-    def _prepare(self, rows: Tensors, num_tokens: int, *, max_length: int) -> StepInputs:
-        """Prepares and returns the inputs of rows (slots, starts and lengths, each int32 [R]); what
-        `num_tokens` exceeds the lengths' sum becomes padding."""
-        slots, inputs = self.slots, self._views(num_tokens, len(rows[0]))
-        for group, tables in zip(inputs.groups, slots.tables_by_group, strict=True):
-            filled = prepare.StepInputs(
-                inputs.input_ids, inputs.positions, group.slot_mapping, inputs.query_starts,
-                inputs.seq_lens, group.block_tables,
-            )  # fmt: skip
-            prepare.prepare_inputs(
-                *rows, slots.tokens, tables, filled,
-                block_size=slots.block_size, max_length=max_length,
-            )  # fmt: skip
-        return inputs
 
     def _fetch(
         self, index: int, count: int, logprobs: tuple[torch.Tensor, ...]
@@ -426,55 +365,24 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures decode steps, and the layers of steps with prompts.
-
-        For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's,
-        for thousands it is slower. Where a process prefers it from the start (it cannot be set
-        later without a warning), that ends here.
-        """
+        """Captures what `StepGraphs.capture` says, if the runner uses graphs."""
         if self._use_graphs:
-            # a capture begins by giving unused memory back, which would count against the graphs
-            torch.cuda.empty_cache()
-            before = torch.cuda.mem_get_info(self.slots.device)[0]
-            pool = torch.cuda.graph_pool_handle()
-            self._plan.clear_growth()
-            sizes = decode_sizes(self._plan.rows)
-            self._decode_graphs.capture(sizes, self._decode, pool, run_each=True)
-            if self._takes_part:
-                self._idle_graphs.capture([1], self._launch_idle, pool, run_each=True)
-            if self._prefixes is not None:
-                shared = shared_sizes(self._plan.rows, MIN_ROWS)
-                self._shared_graphs.capture(shared, self._decode_sharing, pool, run_each=True)
-            torch.backends.cuda.preferred_blas_library("cublas")
-            if self.model.supports_prefill_graphs:
-                self._capture_mixed(pool)
-            torch.cuda.synchronize()
-            self.graph_bytes = before - torch.cuda.mem_get_info(self.slots.device)[0]
+            mixed = self._max_tokens if self.model.supports_prefill_graphs else None
+            self.graphs.capture(self, has_idle=self._takes_part, max_mixed_tokens=mixed)
         torch.backends.cuda.preferred_blas_library("cublas")
 
-    def _capture_mixed(self, pool: Any) -> None:
-        """Captures the layers of steps with prompts; `pool` as in `CudaGraphs.capture`."""
-        sizes = mixed_sizes(min(self._max_tokens, MIXED_GRAPH_TOKENS + self._plan.rows))
-        self._stream = self._stream.new_empty(sizes[-1], self._stream.shape[1])
-        self._clear_inputs()
-        self._mixed_graphs.capture(sizes, self._begin_mixed, pool, run_each=False)
-
-    def _launch_idle(self, _: int) -> None:
-        """Launches a step without rows: the body of a graph."""
+    def launch_idle(self, _: int) -> None:
+        """See `GraphBodies`."""
         self.model.take_part()
 
-    def _clear_inputs(self) -> None:
-        """Makes a step find nothing to cache and nothing to attend."""
-        for group in self._inputs.groups:
-            group.slot_mapping.fill_(-1)
-        self._inputs.query_starts.zero_()
-        self._inputs.seq_lens.zero_()
-        self.model.plan(Step(self._views(self._max_tokens, self._plan.rows), 0))
+    def clear_mixed(self, max_tokens: int) -> None:
+        """See `GraphBodies`; makes the buffer of the hidden states, too."""
+        self._stream = self._stream.new_empty(max_tokens, self._stream.shape[1])
+        self.model.plan(Step(self._buffers.clear(), 0))
 
-    def _begin_mixed(self, tokens: int) -> None:
-        """Launches all layers but the last for `tokens` tokens, as the plans on the GPU
-        describe them: the body of a graph."""
-        step = Step(self._views(tokens, self._plan.rows), None)
+    def launch_mixed(self, tokens: int) -> None:
+        """See `GraphBodies`: for the rows that the plans on the GPU describe."""
+        step = Step(self._buffers.views(tokens, self._plan.rows), None)
         _ = self._begin(step, self._stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()
@@ -486,16 +394,16 @@ class GpuModelRunner:
         if not self.model.supports_graphs:
             return
         if self.model.supports_prefill_graphs:
-            self._begin(Step(self._views(WARM_UP_TOKENS, self._plan.rows), None))
+            self._begin(Step(self._buffers.views(WARM_UP_TOKENS, self._plan.rows), None))
         capacity = self._plan.rows
         # beyond SKINNY_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
         sizes = (1, 2, SKINNY_ROWS + 1, 17, 33, 65, 129, 193)
         few = [rows for rows in sizes if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
         for rows in (*few, *(size + 1 for size in many), capacity):
-            self._decode(rows)
-            if self._prefixes is not None and rows >= MIN_ROWS:
-                self._decode_sharing(rows)
+            self.launch_decode(rows)
+            if self.graphs.looks_for_prefixes and rows >= MIN_ROWS:
+                self.launch_sharing_decode(rows)
             section = self._plan.row_section(0, rows)
             tokens = rows + WARM_UP_TOKENS
             if tokens <= self._max_tokens:
@@ -511,16 +419,20 @@ class GpuModelRunner:
         lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]
         return HostRows(lengths, [min(length, self.slots.max_model_len) for length in lengths])
 
-    def _decode_sharing(self, rows: int) -> None:
-        """Launches `_decode` with attention that looks for shared prefixes."""
+    def launch_decode(self, rows: int) -> None:
+        """See `GraphBodies`."""
+        self._decode(rows, shares_prefix=False)
+
+    def launch_sharing_decode(self, rows: int) -> None:
+        """See `GraphBodies`."""
         self._decode(rows, shares_prefix=True)
 
-    def _decode(self, rows: int, *, shares_prefix: bool = False) -> None:
-        """Launches a decode step of `rows` rows from the plan buffer: the body of a graph."""
+    def _decode(self, rows: int, *, shares_prefix: bool) -> None:
+        """Launches a decode step of `rows` rows from the plan buffer."""
         buffer, slots = self._plan, self.slots
         grow_tables(*buffer.growth_sections(), slots.block_tables)
         there = [buffer.row_section(number, rows) for number in range(3)]
-        inputs = self._prepare(there, rows, max_length=1)
+        inputs = self._buffers.prepare(there, rows, max_length=1)
         step = Step(inputs, rows, has_prefill=False, shares_prefix=shares_prefix)
         self.model.plan(step)
         self._sample_decodes(self.model.finish(step, self._begin(step)), rows)
@@ -530,25 +442,5 @@ class GpuModelRunner:
         buffer = self._plan
         logits = self.model.logits(hidden, self._logits[:rows])
         slot_ids, is_real = buffer.row_section(0, rows), buffer.row_section(3, rows)
-        positions = self._inputs.seq_lens[:rows]
+        positions = self._buffers.whole.seq_lens[:rows]
         self._sampler.sample_plain(logits, slot_ids, positions, is_real, buffer.buffer_index)
-
-
-def _make_prefixes(slots: Slots) -> SharedPrefixes:
-    """Returns what finds the steps of which attention may read a shared prefix once."""
-    count = len(slots.tokens)
-    return SharedPrefixes(count, slots.block_size, min_rows=MIN_ROWS, min_saved=MIN_SAVED_KEYS)
-
-
-def _make_inputs(slots: Slots, rows: int, tokens: int) -> StepInputs:
-    """Returns buffers for R rows and T tokens. Block tables start as zeros: padding names a block
-    that exists."""
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=slots.device)
-
-    groups = tuple(
-        GroupInputs(zeros(tokens, dtype=torch.int64), zeros(rows, tables.shape[1]))
-        for tables in slots.tables_by_group
-    )
-    return StepInputs(zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups)

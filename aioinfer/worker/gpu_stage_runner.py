@@ -22,11 +22,12 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.expert_report import StageExpertReport
-from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult, Tensors, _Launched
+from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult, _Launched
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.masks import MaskSource
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.stage_links import StageLinks
+from aioinfer.worker.step_buffers import Tensors
 
 
 @dataclass(slots=True)

@@ -297,7 +297,7 @@ class _FinishingThread:
 
 def _join_groups(spec: WorkerSpec) -> ProcessGroups:
     from aioinfer.layers.parallel import ProcessGroups
-    from aioinfer.worker.worker import select_device
+    from aioinfer.worker.devices import select_device
 
     if spec.place.world_size == 1:
         return ProcessGroups.single()

@@ -7,31 +7,22 @@ plan, in order.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from aioinfer.config import Config
-from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.ipc.expert_placement import ExpertPlacement
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, group_layers, groups_of_stage
-from aioinfer.ipc.masks import mask_words
-from aioinfer.ipc.plan import I32, Admission, StepPlan
-from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
+from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
+from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ProcessGroups
-from aioinfer.models.config import read_json
-from aioinfer.models.kv_scales import has_float8_cache, load_kv_scales
 from aioinfer.models.registry import build_model, load_model_config
-from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioinfer.worker.devices import select_device, set_up_device
+from aioinfer.worker.dtypes import select_cache_dtype, select_dtype
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
@@ -43,10 +34,10 @@ from aioinfer.worker.memory import (
     report_shortage,
 )
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
+from aioinfer.worker.peers import Peers
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.stage_links import StageLinks
 from aioinfer.worker.stage_runner import StageRunner
-from aioinfer.worker.trial_plans import EVERYTHING, trial_admission, trial_plan
+from aioinfer.worker.trial_steps import TrialSteps
 
 if TYPE_CHECKING:
     from aioinfer.worker.compilation import CompilationWatch
@@ -57,12 +48,9 @@ if TYPE_CHECKING:
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
-#: Seconds that start-up steps may take, once all ranks that share experts have compiled theirs.
-STUCK_AFTER_S = 180.0
 CPU_BLOCK_SIZE = 16
 # a block is then a tile of prefill attention, which a Hopper GPU copies at a stroke
 GPU_BLOCK_SIZE = 128
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +118,11 @@ class Worker:
         """
         self._config = config
         self._folder = folder
-        self._groups_of_ranks = groups
-        self._group, self._pipeline = groups.tp, groups.pp
-        self._links: StageLinks | None = None
         place = groups.spec
-        self._expert_group = groups.dp if config.parallel.data_parallel_attention else None
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
+        self._peers = Peers(config, groups, self.device)
         self.graph_bytes = 0
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
@@ -155,8 +140,8 @@ class Worker:
         Raises:
             ConfigError: the model cannot be loaded with this configuration, or memory is too short.
         """
-        config = self._config
-        device_name = self._set_up_device()
+        config, peers = self._config, self._peers
+        device_name = set_up_device(config, self.device, peers.groups.spec.world_size)
         trusted, quantization = config.model.trust_remote_code, config.model.quantization
         model_config = load_model_config(
             self._folder, trust_remote_code=trusted, quantization=quantization
@@ -166,12 +151,12 @@ class Worker:
         self._backend = Backend.of(
             self.device,
             dtype,
-            self._group,
+            peers.tp,
             expert_parallel=config.parallel.expert_parallel,
-            expert_group=self._expert_group,
+            expert_group=peers.experts,
             expert_placement=_read_placement(config),
-            stage=self._pipeline.rank,
-            num_stages=self._pipeline.size,
+            stage=peers.pp.rank,
+            num_stages=peers.pp.size,
         )
         self._backend.cascade = config.cache.cascade_attention
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
@@ -183,8 +168,9 @@ class Worker:
                 quantization=quantization,
             )
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
-        cache_text = self._select_cache()
-        self._connect_experts()
+        cache = select_cache_dtype(config, self._folder, self._model, dtype)
+        self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
+        peers.connect_experts(self._model)
         self._groups = group_layers(self._model.kv_specs)
         self._own_groups = groups_of_stage(self._groups, self._model.layer_numbers)
         available = available_bytes(
@@ -206,39 +192,9 @@ class Worker:
             model_max_len=model_config.max_len,
             vocab_size=model_config.vocab_size,
             implementation=self._model.describe(self.block_size),
-            cache_dtype=cache_text,
+            cache_dtype=cache.text,
             layers=self._model.layer_numbers,
         )
-
-    def _connect_experts(self) -> None:
-        """Connects the layers with experts to those of other engines' ranks, on GPUs."""
-        if self._expert_group is None or self.device.type == "cpu":
-            return
-        limits = self._config.scheduler
-        remedy = "lower scheduler.max_num_batched_tokens, or take fewer engines"
-        with report_shortage("the exchange of tokens between engines", remedy):
-            self._model.connect_experts(max(limits.max_num_batched_tokens, limits.max_num_seqs))
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Context in which steps are run that ranks of other engines wait for, and this one for
-        theirs. All begin it together; what does not end is reported by `on_stuck`."""
-        if self._expert_group is None or self.device.type == "cpu":
-            yield
-            return
-        self._expert_group.meet()
-        place, report = self._groups_of_ranks.spec, self.on_stuck
-        error = EngineDeadError(
-            f"worker {place.rank} of {place.world_size} that share experts did not end {what} "
-            f"within {STUCK_AFTER_S:g} s: it waits for another, or another GPU for it"
-        )
-        timer = threading.Timer(STUCK_AFTER_S, lambda: report and report(error))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def _block_bytes(self, groups: Sequence[KVGroup]) -> tuple[int, ...]:
         """Returns the bytes of a KV block of each group."""
@@ -260,51 +216,11 @@ class Worker:
         counts = iter(count_blocks(self._config, self.device, demand, model_max_len, available))
         return tuple(next(counts) if group.layers else NO_LIMIT for group in self._own_groups)
 
-    def _select_cache(self) -> str:
-        """Selects the dtype of the KV cache, and loads its scales if the checkpoint has them.
-        Returns how to call it in the start-up table."""
-        wanted, scales = self._config.cache.dtype, self._config.cache.scales
-        if wanted == "auto":
-            wanted = "fp8" if has_float8_cache(read_json(self._folder)) else "model"
-        self._is_calibrated = False
-        self._cache_dtype = FLOAT8 if wanted == "fp8" else self._backend.dtype
-        if wanted != "fp8":
-            return str(self._cache_dtype).removeprefix("torch.")
-        if not self._model.kv_scales:
-            raise ConfigError(
-                "a KV cache in float8 is not supported for latent vectors: set cache.dtype to "
-                "'model'"
-            )
-        if scales == "one":
-            return "float8 (e4m3; scales: 1)"
-        is_stored = not self._config.model.has_random_weights
-        if scales == "auto" and is_stored and load_kv_scales(self._folder, self._model.kv_scales):
-            return "float8 (e4m3; scales: the checkpoint's)"
-        self._is_calibrated = True
-        numbers = self._model.layer_numbers
-        own_specs = self._model.kv_specs[numbers.start : numbers.stop]
-        for layer, spec in zip(self._model.kv_scales, own_specs, strict=True):
-            if isinstance(spec, AttentionSpec):
-                layer.allow_key_shifts(spec.head_size)
-        return "float8 (e4m3; scales: calibrated)"
-
     def _growth_bytes(self) -> int:
         """Returns the memory that counts of tokens take while they grow to their full size, beyond
         that size, which is part of the largest step."""
         rows, words = self._config.scheduler.max_num_seqs, self.vocab_size
         return Slots.max_sampling_bytes(rows, words) - rows * words * 4
-
-    def _set_up_device(self) -> str:
-        """Makes the device this process's own; returns its name for the start-up table."""
-        if self.device.type != "cpu":
-            torch.cuda.set_device(self.device)
-            return torch.cuda.get_device_name(self.device)
-        parallel = self._config.parallel
-        num_workers = self._groups_of_ranks.spec.world_size * parallel.data_parallel_size
-        cores = len(os.sched_getaffinity(0))
-        threads = parallel.cpu_threads or max(1, cores // num_workers)
-        torch.set_num_threads(threads)
-        return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
 
     def allocate(self, num_blocks: Sequence[int], max_model_len: int) -> None:
         """Makes the KV cache and the slots.
@@ -329,10 +245,10 @@ class Worker:
         On a GPU all kernels are compiled first, then those of products are timed, and at last CUDA
         graphs are captured.
         """
-        runner = self._runner
+        runner, steps = self._runner, self._trial_steps(self._runner)
         if isinstance(runner, ModelRunner):
             keep_freed_memory()
-            self._run_warm_up_steps()
+            steps.run_sampling()
             self._calibrate()
             runner.expert_report.begin()
             return
@@ -340,20 +256,20 @@ class Worker:
 
         timing = self._make_kernel_timing()
         with compile_only():
-            self._run_warm_up_steps()
-            self._run_prompt_rows()
+            steps.run_sampling()
+            steps.run_prompt_rows()
             runner.warm_up()
             if timing is not None:
                 timing.prepare()
-        with self._together("warming up"):
-            self._run_warm_up_steps()
-            self._run_prompt_rows()
+        with self._peers.together("warming up", self.on_stuck):
+            steps.run_sampling()
+            steps.run_prompt_rows()
             if timing is not None:
                 self.timed_choices = timing.run()
             self._calibrate()
             runner.capture()
         runner.expert_report.begin()
-        self.graph_bytes = runner.graph_bytes
+        self.graph_bytes = runner.graphs.nbytes
         self.compilations = CompilationWatch()
 
     def _make_kernel_timing(self) -> KernelTiming | None:
@@ -364,68 +280,25 @@ class Worker:
 
         return KernelTiming.of(self._backend)
 
-    def _run_warm_up_steps(self) -> None:
-        """Executes a prefill and a decode step in which requests use all of the sampler, with and
-        without masks, and forgets them."""
-        runner, slots = self._runner, self._runner.slots
-        rows = min(2, len(slots.tokens), *(kv.shape[2] for kv in runner.kv.tensors))
-        prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        greedy = trial_admission(0, prompt_len, SamplingParams(temperature=0))
-        admissions = [greedy, trial_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
-        groups = len(self._groups)
-        for num_masked in (0, 1):
-            lengths = [prompt_len] * rows
-            plan = trial_plan(
-                lengths, 0, self.block_size, groups, len(slots.tokens), admissions, num_masked
-            )
-            runner.step(plan, self._allow_all).wait()
-        if prompt_len < min(self.block_size, slots.max_model_len):
-            plan = trial_plan([1] * rows, prompt_len, self.block_size)
-            runner.step(plan, self._allow_all).wait()
-        slots.reset()
-        runner.kv.zero(rows)
-
     def _calibrate(self) -> None:
         """Measures the scales of a KV cache in float8 that has none; leaves no other trace."""
         if not self._is_calibrated:
             return
-        runner, slots, size = self._runner, self._runner.slots, self.block_size
+        runner, size, peers = self._runner, self.block_size, self._peers
+        max_len = runner.slots.max_model_len
         most = size * min(kv.shape[2] for kv in runner.kv.tensors)
         budget = self._config.scheduler.max_num_batched_tokens
-        count = max(1, min(CALIBRATION_TOKENS, budget, most, slots.max_model_len - 1))
+        count = max(1, min(CALIBRATION_TOKENS, budget, most, max_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
-        admission = Admission(0, tokens, count, SamplingParams(temperature=0), 0, ())
-
-        def compute_prompt() -> None:
-            groups, slot_count = len(self._groups), len(slots.tokens)
-            plan = trial_plan([count], 0, size, groups, slot_count, [admission])
-            runner.step(plan).wait()
-            slots.reset()
-
-        blocks = -(-count // size)
+        steps = self._trial_steps(runner)
         calibrate(
-            self._model.kv_scales, self._own_groups, runner.kv.tensors, count, slots.max_model_len,
-            compute_prompt, self._group, self._groups_of_ranks.world,
+            self._model.kv_scales, self._own_groups, runner.kv.tensors, count, max_len,
+            lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
-        runner.kv.zero(blocks)
+        runner.kv.zero(-(-count // size))
 
-    def _run_prompt_rows(self) -> None:
-        """Executes a prefill step with log-probabilities of the prompt and one that pools, so that
-        their kernels are compiled, and forgets them."""
-        runner, slots = self._runner, self._runner.slots
-        prompt_len = max(1, min(8, self.block_size - 1, slots.max_model_len - 1))
-        admission = trial_admission(0, prompt_len, SamplingParams(temperature=0))
-        one, count = np.ones(1, np.int32), np.full(1, prompt_len, np.int32)
-        slot, top = np.zeros(1, np.int32), np.full(1, MAX_LOGPROBS, np.int32)
-        scored, pooled = PromptLogprobRows(slot, count, top), PooledRows(slot, MEAN * one, one)
-        for section in (scored, pooled):
-            plan = trial_plan(
-                [prompt_len], 0, self.block_size, len(self._groups), len(slots.tokens), [admission]
-            )
-            plan.sections = [*plan.sections, section]
-            runner.step(plan).wait()
-        slots.reset()
-        runner.kv.zero(1)
+    def _trial_steps(self, runner: ModelRunner | GpuModelRunner) -> TrialSteps:
+        return TrialSteps(runner, len(self._groups), self.block_size, self.vocab_size)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
         """Starts a plan; the result can be waited for.
@@ -434,10 +307,6 @@ class Worker:
         when all else is computed or launched.
         """
         return self._runner.step(plan, masks)
-
-    def _allow_all(self, plan: StepPlan, count: int) -> I32:
-        """Implements `MaskSource` for steps that nobody asked for: every token is allowed."""
-        return np.full((count, mask_words(self.vocab_size)), -1, np.int32)
 
     def _make_runner(
         self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
@@ -455,9 +324,10 @@ class Worker:
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
         )
         tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
-        self._make_all_reduce()
+        hidden_size = self._model.hidden_size
+        self._peers.connect_all_reduce(self._backend, hidden_size)
         self._model.bind(self._own_groups, kv.tensors, max_num_seqs, tokens)
-        links = self._link_stages()
+        links = self._peers.link_stages(hidden_size, self._backend.dtype)
         if self.device.type == "cpu":
             if links is not None:
                 return StageRunner(self._model, kv, slots, links)
@@ -473,42 +343,18 @@ class Worker:
 
         return GpuModelRunner(self._model, kv, slots, tokens, use_graphs=use_graphs)
 
-    def _link_stages(self) -> StageLinks | None:
-        """Returns the links to the other stages, with nothing on its way; None for one stage."""
-        if self._pipeline.size > 1 and self._links is None:
-            self._links = StageLinks(
-                self._groups_of_ranks, self._model.hidden_size, self._backend.dtype, self.device
-            )
-        elif self._links is not None:
-            self._links.drain()
-        return self._links
-
-    def _make_all_reduce(self) -> None:
-        """Gives the layers their sum over the ranks, at the first call; none for one GPU."""
-        backend, group = self._backend, self._group
-        if group.size == 1 or not backend.has_kernels or backend.all_reduce is not None:
-            return
-        from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
-
-        limits, hidden = self._config.scheduler, self._model.hidden_size
-        max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        layout = AllReduceLayout.of(group.size, max_tokens, hidden, backend.dtype)
-        memory = group.symmetric_buffer(layout.nbytes)
-        backend.all_reduce = AllReduce(memory, layout, hidden, backend.dtype)
-
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
         if self.device.type == "cpu" or not self._config.parallel.cuda_graphs:
             return 0.0
-        from aioinfer.worker.gpu_runner import MIXED_GRAPH_TOKENS
+        from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS
 
         limits = self._config.scheduler
         return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and samples as many, as a step may, with a cache that is just
-        large enough. Every request uses all of the sampler: float32 logits, counts of
-        tokens, log-probabilities."""
+        large enough, of requests that use all of the sampler."""
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
         rows = min(limits.max_num_seqs, budget)
@@ -518,75 +364,17 @@ class Worker:
         # the slots are as long as those of the real runner: they are part of the peak
         longest = self._config.model.max_model_len or model_max_len
         runner = self._make_runner(num_blocks, rows, max(max_len, min(longest, model_max_len)))
-        admissions = [
-            trial_admission(slot, length, EVERYTHING, banned=(1,))
-            for slot, length in enumerate(lengths)
-        ]
-        plan = trial_plan(lengths, 0, self.block_size, len(self._groups), rows, admissions, rows)
+        steps = self._trial_steps(runner)
+        plan = steps.largest_plan(lengths)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only
 
             with compile_only():
-                runner.step(plan, self._allow_all).wait()
-        with self._together("the largest step"):
-            runner.step(plan, self._allow_all).wait()
+                steps.run(plan)
+        with self._peers.together("the largest step", self.on_stuck):
+            steps.run(plan)
 
 
 def _read_placement(config: Config) -> ExpertPlacement | None:
     path = config.parallel.expert_placement
     return None if path is None else ExpertPlacement.read(Path(path))
-
-
-def select_device(
-    config: Config, rank: int, engine: int = 0, *, owns_devices: bool = False
-) -> torch.device:
-    """Returns the device of an engine's rank, by its number on its host; `owns_devices` is as in
-    `RankSpec`.
-
-    Raises `ConfigError` if it should be a GPU and there are too few.
-    """
-    wanted = config.parallel.device
-    count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and not count):
-        return torch.device("cpu")
-    if not count:
-        raise ConfigError(
-            "parallel.device = 'cuda', and there is no GPU that torch can use: set "
-            "it to 'cpu' or 'auto'"
-        )
-    if owns_devices:
-        if rank >= count:
-            raise ConfigError(f"{rank + 1} ranks of one host need as many GPUs, and it has {count}")
-        return torch.device("cuda", rank)
-    parallel = config.parallel
-    names = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
-    settings = {f"parallel.{name}": getattr(parallel, name) for name in names}
-    size, engines = parallel.world_size, parallel.data_parallel_size
-    if size * engines > count:
-        above_one = {name: value for name, value in settings.items() if value > 1}
-        product = " times ".join(f"{name} = {value}" for name, value in above_one.items())
-        raise ConfigError(
-            f"{product} takes {size * engines} GPUs, and torch finds {count}: lower "
-            f"{' or '.join(above_one)}"
-        )
-    return torch.device("cuda", engine * size + rank)
-
-
-def select_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
-    """Returns the dtype of weights and arithmetic, and how to call it in the start-up table.
-
-    Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as
-    long: on a CPU it is float32, unless the configuration names another.
-
-    Args:
-        wanted: the configured dtype, or "auto".
-        stored: the checkpoint's.
-    """
-    name = str(stored).removeprefix("torch.")
-    if wanted != "auto":
-        return _DTYPES[wanted], wanted
-    if device.type == "cpu" and name != "float32":
-        return torch.float32, f"float32 (the weights are {name}, in which few CPUs compute fast)"
-    if name not in _DTYPES:
-        return torch.bfloat16, f"bfloat16 (the weights are {name})"
-    return stored, name

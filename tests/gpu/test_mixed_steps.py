@@ -98,7 +98,7 @@ def test_graphs_compute_what_launches_do(
 ) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=head_dim, num_hidden_layers=3)
     worker, runner = start(tmp_path, dtype)
-    graphs, none = runner._mixed_graphs, CudaGraphs()
+    graphs, none = runner.graphs.mixed, CudaGraphs()
     rng = random.Random(0)
     admit(worker, rng)
     computed, sizes = [0] * SLOTS, set()
@@ -113,7 +113,7 @@ def test_graphs_compute_what_launches_do(
         for used in (none, graphs):
             runner_kv.copy_(before)
             runner.slots.tokens.copy_(tokens)
-            runner._mixed_graphs = used
+            runner.graphs.mixed = used
             runner._logits.fill_(torch.nan)
             worker.execute(plan).wait()
             found.append((runner_kv.clone(), runner._logits[: int(plan.samples.sum())].clone()))

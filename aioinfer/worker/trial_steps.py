@@ -1,0 +1,105 @@
+"""Steps that nobody asked for, executed on a worker's runner: so that the first request is not
+slower, so that memory can be measured, and so that the scales of the KV cache can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aioinfer.ipc.masks import mask_words
+from aioinfer.ipc.plan import I32, Admission, StepPlan
+from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
+from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.trial_plans import EVERYTHING, trial_admission, trial_plan
+
+if TYPE_CHECKING:
+    from aioinfer.worker.gpu_runner import GpuModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSteps:
+    """Executes trial plans on a runner that no request uses yet.
+
+    Attributes:
+        runner: of the rank.
+        num_groups: the KV groups of the whole model.
+        block_size: tokens a KV block.
+        vocab_size: of the model's logits.
+    """
+
+    runner: ModelRunner | GpuModelRunner
+    num_groups: int
+    block_size: int
+    vocab_size: int
+
+    def run_sampling(self) -> None:
+        """Executes a prefill and a decode step in which requests use all of the sampler, with and
+        without masks, and forgets them."""
+        runner, slots = self.runner, self.runner.slots
+        rows = min(2, len(slots.tokens), *(kv.shape[2] for kv in runner.kv.tensors))
+        prompt_len = self._short_prompt()
+        greedy = trial_admission(0, prompt_len, SamplingParams(temperature=0))
+        admissions = [greedy, trial_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
+        for num_masked in (0, 1):
+            self.run(self._admit([prompt_len] * rows, admissions, num_masked))
+        if prompt_len < min(self.block_size, slots.max_model_len):
+            self.run(trial_plan([1] * rows, prompt_len, self.block_size))
+        slots.reset()
+        runner.kv.zero(rows)
+
+    def run_prompt_rows(self) -> None:
+        """Executes a prefill step with log-probabilities of the prompt and one that pools, so that
+        their kernels are compiled, and forgets them."""
+        prompt_len = self._short_prompt()
+        admission = trial_admission(0, prompt_len, SamplingParams(temperature=0))
+        one, count = np.ones(1, np.int32), np.full(1, prompt_len, np.int32)
+        slot, top = np.zeros(1, np.int32), np.full(1, MAX_LOGPROBS, np.int32)
+        scored, pooled = PromptLogprobRows(slot, count, top), PooledRows(slot, MEAN * one, one)
+        for section in (scored, pooled):
+            plan = self._admit([prompt_len], [admission])
+            plan.sections = [*plan.sections, section]
+            self.runner.step(plan).wait()
+        self.runner.slots.reset()
+        self.runner.kv.zero(1)
+
+    def run_prompt(self, tokens: I32) -> None:
+        """Executes a prefill step of one prompt, and forgets the request; what it wrote into the
+        first KV blocks stays."""
+        count = len(tokens)
+        admission = Admission(0, tokens, count, SamplingParams(temperature=0), 0, ())
+        self.runner.step(self._admit([count], [admission])).wait()
+        self.runner.slots.reset()
+
+    def largest_plan(self, lengths: list[int]) -> StepPlan:
+        """Returns the plan that computes prompts of these lengths, of requests that use all of the
+        sampler: float32 logits, counts of tokens, log-probabilities."""
+        admissions = [
+            trial_admission(slot, length, EVERYTHING, banned=(1,))
+            for slot, length in enumerate(lengths)
+        ]
+        return self._admit(lengths, admissions, len(lengths))
+
+    def run(self, plan: StepPlan) -> None:
+        """Executes a plan; its constrained rows may sample every token."""
+        self.runner.step(plan, self._allow_all).wait()
+
+    def _short_prompt(self) -> int:
+        """Returns a number of tokens after which a decode step needs no further KV block, unless
+        blocks have one token."""
+        return max(1, min(8, self.block_size - 1, self.runner.slots.max_model_len - 1))
+
+    def _admit(
+        self, lengths: list[int], admissions: list[Admission], num_masked: int = 0
+    ) -> StepPlan:
+        """Returns a `trial_plan` from the first token on."""
+        slots = len(self.runner.slots.tokens)
+        return trial_plan(
+            lengths, 0, self.block_size, self.num_groups, slots, admissions, num_masked
+        )
+
+    def _allow_all(self, plan: StepPlan, count: int) -> I32:
+        """Implements `MaskSource` for steps that nobody asked for: every token is allowed."""
+        return np.full((count, mask_words(self.vocab_size)), -1, np.int32)
