@@ -473,7 +473,7 @@ class LayerMaker:
             return ExpertPlaces(f"{name}.experts", index, channels, self.hidden_size)
 
         if self._takes_stacked(routing, channels):
-            from aioinfer.kernels.expert_linear import Activation
+            from aioinfer.kernels.expert_arguments import Activation
             from aioinfer.layers.expert_stacks import ProjectionShape, interleaved_order
 
             channels = self._whole_blocks(channels, f"{name}.experts.down_proj")
