@@ -35,8 +35,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MAX_ROWS = 8
 TILE = 16  # output features of a tensor-core product
 LOG2_E = gl.constexpr(1.4426950408889634)
-
-
 #: Bytes of shared memory of a thread block.
 SHARED_MEMORY = 227 * 1024
 
