@@ -21,10 +21,16 @@ for all loads. The rest of the schedule is `gated_product`'s.
 from __future__ import annotations
 
 import torch
-from aioinfer.kernels.gated_product import LOG2_E, _load_weights, _place, _rows_are_aligned
+from aioinfer.kernels.hopper_pipeline import (
+    LOG2_E,
+    descriptor,
+    next_stage,
+    produce_boxes,
+    rows_are_aligned,
+    tiles_of_item,
+)
 from aioinfer.kernels.quantize import GROUP as BLOCK
 from aioinfer.kernels.quantize import ScaledInputs
-from aioinfer.kernels.scaled_hopper import _descriptor
 from aioinfer.kernels.scaled_hopper import supports as supports_hopper
 from aioinfer.kernels.scaled_linear import ScaledMatrix
 from aioinfer.kernels.scaled_product import Inputs
@@ -46,57 +52,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RUN = gl.constexpr(8)  # neighbouring weight rows of the gate, and of up
 PAIR = gl.constexpr(16)  # of both
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    """Returns the stage after `stage`, and the phase of its barriers."""
-    stage += 1
-    wraps = stage == STAGES
-    return gl.where(wraps, 0, stage), phase ^ wraps.to(gl.int32)
-
-
-@gluon.jit
-def _produce(
-    PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items,
-    token_tiles, weight_tiles, steps
-):  # fmt: skip
-    """Loads the stages of every work item as they become free; with PDL, the first weights are
-    loaded before waiting for the preceding kernel, which writes x (see `gated_product._produce`).
-    """
-    STAGES: gl.constexpr = full.shape[0]
-    STEP: gl.constexpr = x_smem.shape[2]
-    TOKENS: gl.constexpr = x_smem.shape[0] // STAGES * x_smem.shape[1]
-    LINES: gl.constexpr = w_smem.shape[0] // STAGES * w_smem.shape[1]
-    NBYTES: gl.constexpr = (TOKENS + LINES) * STEP
-    early = gl.program_id(0) * 0
-    if PDL:
-        early = gl.minimum(steps, STAGES)
-        _, weight_tile = _place(gl.program_id(0), token_tiles, weight_tiles, GROUP)
-        for stage in range(early):
-            mbarrier.expect(full.index(stage), NBYTES)
-            _load_weights(weight, w_smem, full, stage, weight_tile * LINES, stage * STEP, True)
-        gdc_wait()
-    stage = gl.program_id(0) * 0
-    phase = stage + 1
-    loaded = stage
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
-        for index in range(steps):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
-            _load_weights(x, x_smem, full, stage, token_tile * TOKENS, index * STEP, True)
-            _load_weights(
-                weight, w_smem, full, stage, weight_tile * LINES, index * STEP, loaded >= early
-            )
-            stage, phase = _next(stage, phase, STAGES)
-            loaded += 1
-    if PDL:
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -163,7 +121,7 @@ def _sums(
     later = _load_scales(x_place, x_stride, gl.minimum(1, last))
     later_first, later_second = _load_pair(w_place, groups, gl.minimum(1, last), PAIRED)
     for index in range(2, steps, 2):
-        following, phase = _next(stage, phase, STAGES)
+        following, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(following), phase)
         right = _start(X_BOX, W_BOX, odd, following, x_smem, w_smem, full)
         even = warpgroup_mma_wait(1, [left])
@@ -172,7 +130,7 @@ def _sums(
         total = warpgroup_mma_wait(1, [total])  # or the compiler adds some after the next start
         tokens = _load_scales(x_place, x_stride, index)
         first, second = _load_pair(w_place, groups, index, PAIRED)
-        stage, phase = _next(following, phase, STAGES)
+        stage, phase = next_stage(following, phase, STAGES)
         mbarrier.wait(full.index(stage), phase)
         left = _start(X_BOX, W_BOX, even, stage, x_smem, w_smem, full)
         odd = warpgroup_mma_wait(1, [right])
@@ -183,7 +141,7 @@ def _sums(
         later = _load_scales(x_place, x_stride, ahead)
         later_first, later_second = _load_pair(w_place, groups, ahead, PAIRED)
     if steps % 2 == 0:
-        following, phase = _next(stage, phase, STAGES)
+        following, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(following), phase)
         right = _start(X_BOX, W_BOX, odd, following, x_smem, w_smem, full)
         even = warpgroup_mma_wait(1, [left])
@@ -227,7 +185,7 @@ def _sums_of_halves(
         right = _start(X_BOX + 1, W_BOX, sums, stage, x_smem, w_smem, full)
         tokens = _load_scales(x_place, x_stride, index)
         next_first, next_second = _load_pair(w_place, groups, index, PAIRED)
-        following, next_phase = _next(stage, phase, STAGES)
+        following, next_phase = next_stage(stage, phase, STAGES)
         sums = warpgroup_mma_wait(0, [right])
         mbarrier.arrive(empty.index(stage))
         other = _add_scaled(other, sums, others, first, second, layout, PAIRED)
@@ -268,7 +226,7 @@ def _sums_in_turn(
         mbarrier.arrive(empty.index(stage))
         total = _add_scaled(total, sums, tokens, first, second, layout, PAIRED)
         total = warpgroup_mma_wait(0, [total])  # see `_sums`
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(full.index(stage), phase)
         left = _start(X_BOX, W_BOX, sums, stage, x_smem, w_smem, full)
         tokens = next_tokens
@@ -323,7 +281,7 @@ def _consume(
     phase = stage
     turn = stage
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
         token = (token_tile * X_BOXES + X_BOX) * TOKENS
         part = weight_tile * W_BOXES + W_BOX
         mbarrier.wait(full.index(stage), phase)
@@ -362,7 +320,7 @@ def _consume(
                 X_BOX, W_BOX, PAIRED, begun, stage, phase, steps, x_place, x_stride, w_place,
                 groups, x_smem, w_smem, full, empty, layout
             )  # fmt: skip
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         if HAS_RESIDUAL:
             mbarrier.wait(added.index(PART), turn & 1)
             turn += 1
@@ -426,7 +384,7 @@ def _product_kernel(
                             OVERLAPPED, ROWS_PER_SCALE) + ends),
                 (_consume, (1, GROUP, GATED, PAIRED, HAS_RESIDUAL, HALVES, SPLITS_LINES,
                             OVERLAPPED, ROWS_PER_SCALE) + ends),
-                (_produce, (PDL, GROUP, x, weight) + ring),
+                (produce_boxes, (PDL, GROUP, x, weight) + ring),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -440,7 +398,7 @@ def _product_kernel(
                             OVERLAPPED, ROWS_PER_SCALE) + ends),
                 (_consume, (2, GROUP, GATED, PAIRED, HAS_RESIDUAL, HALVES, SPLITS_LINES,
                             OVERLAPPED, ROWS_PER_SCALE) + ends),
-                (_produce, (PDL, GROUP, x, weight) + ring),
+                (produce_boxes, (PDL, GROUP, x, weight) + ring),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -471,7 +429,7 @@ def select_config(
     these arguments and is faster than `scaled_product`, otherwise None."""
     if not isinstance(x, ScaledInputs) or not supports_hopper(x, weight, dtype):
         return None
-    if not all(t is None or (t.stride(0) and _rows_are_aligned(t)) for t in (residual, out)):
+    if not all(t is None or (t.stride(0) and rows_are_aligned(t)) for t in (residual, out)):
         return None
     programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
     lines, inputs = weight.values.shape
@@ -512,10 +470,10 @@ def block_product(
     token_tiles, weight_tiles = -(-rows // config.tokens), -(-lines // config.lines)
     items = token_tiles * weight_tiles
     tile = [HALF, config.part_lines // 2 if gated else config.part_lines]
-    target = _descriptor(out, tile)
+    target = descriptor(out, tile)
     _product_kernel[(min(items, programs),)](
-        _descriptor(x.values, [HALF, STEP]), _descriptor(weight.values, [config.part_lines, STEP]),
-        target, target if residual is None else _descriptor(residual, tile), x.scales,
+        descriptor(x.values, [HALF, STEP]), descriptor(weight.values, [config.part_lines, STEP]),
+        target, target if residual is None else descriptor(residual, tile), x.scales,
         weight.scales, rows, lines, x.scales.stride(1), weight.scales.shape[1], items, token_tiles,
         weight_tiles, inputs // STEP,
         STAGES=config.stages(gated=gated), GROUP=config.group, GATED=gated, PAIRED=weight.is_paired,

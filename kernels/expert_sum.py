@@ -4,7 +4,7 @@ two.
 
 Called by `layers.kernel_experts` in decode steps of one row. A program has the same output features
 of all of the token's experts: each thread multiplies and adds up over the experts first, so that
-the threads of a program add up once, as they do for one expert in `expert_linear`.
+the threads of a program add up once, as they do for one expert in `expert_vector`.
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -13,10 +13,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.expert_arguments import first_expert
 from aioinfer.kernels.expert_configs import VectorConfig
-from aioinfer.kernels.expert_linear import _first_expert, _parts
 from aioinfer.kernels.expert_routing import RoutedTokens
-from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, ScaledExperts
+from aioinfer.kernels.expert_weights import (
+    ExpertWeights,
+    PackedExperts,
+    ScaledExperts,
+    values_and_scales,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Output features of a program, each of all experts, and inputs of a step: the fastest of nine on
@@ -111,7 +116,7 @@ def summed_product(
         ValueError: the shapes do not fit, or the weight is not supported.
     """
     (tokens, top_k), (num_experts, features, inputs) = routed.experts.shape, weight.shape
-    values, scales = _parts(weight)
+    values, scales = values_and_scales(weight)
     others = [tensor for tensor in (residual, added, out) if tensor is not None]
     if tokens != 1 or routed.counts is not None or not supports(weight):
         raise ValueError("only one token without buckets, of weights with a scale for each row")
@@ -127,7 +132,7 @@ def summed_product(
     _sum_vector_kernel[(triton.cdiv(features, config.features),)](
         x, values, scales, values if bias is None else bias, routed.weights, routed.experts,
         x if residual is None else residual, x if added is None else added, out,
-        _first_expert(routed), FEATURES=features, INPUTS=inputs, OUTPUTS=config.features,
+        first_expert(routed), FEATURES=features, INPUTS=inputs, OUTPUTS=config.features,
         STEP=min(config.step, triton.next_power_of_2(inputs)), TOP_K=top_k, EXPERTS=num_experts,
         SCALED=is_scaled, ROWS_PER_SCALE=weight.rows_per_scale if is_scaled else 1,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,

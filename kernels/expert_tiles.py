@@ -1,9 +1,10 @@
 """A tile of a product of experts: the sums over the inputs, in a loop of its own for each format of
 weights, and what follows them: scales, bias, activation, routing weight.
 
-Called by the kernels of `expert_linear`, which find the rows of a tile. FORMAT is one of
-`PLAIN`, `SCALED`, `INTEGERS` and `FLOATS`. Weights in four bits are dequantized in registers, as
-the left operand of the tensor cores: two 16-bit words become eight numbers, without a shuffle.
+Called by the kernel of `expert_matrix`, which finds the rows of a tile; `expert_vector` has the
+activation from here. FORMAT is one of `PLAIN`, `SCALED`, `INTEGERS` and `FLOATS`. Weights in four
+bits are dequantized in registers, as the left operand of the tensor cores: two 16-bit words become
+eight numbers, without a shuffle.
 
 A number of MXFP4 (a bit of sign s, two of exponent, one of mantissa) becomes bfloat16 by writing
 its sign and its magnitude where bfloat16 has the sign, the lowest two bits of the exponent and the

@@ -180,3 +180,23 @@ def pack_floats(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
     stored = F.pad(scales.int() + SCALE_OFFSET, missing).unflatten(1, (-1, PARTS))
     shifts = torch.arange(0, 32, 8, device=scales.device)
     return tiles, (stored << shifts).sum(-1).to(torch.int32).t().contiguous()
+
+
+def values_and_scales(weight: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what is multiplied, and its scales, or anything if there are none."""
+    if isinstance(weight, torch.Tensor):
+        return weight, weight
+    values = weight.values if isinstance(weight, ScaledExperts) else weight.words
+    return values, weight.scales
+
+
+def format_name(weight: ExpertWeights, *, quantized: bool = True) -> str:
+    """Returns the format by which a configuration is selected, a key of `expert_configs.TABLES`;
+    `quantized` says whether activations are, where weights have one byte."""
+    if isinstance(weight, torch.Tensor):
+        return "plain"
+    if isinstance(weight, ScaledExperts):
+        if not quantized:
+            return "weights alone"
+        return "blocks" if weight.is_grouped else "scaled"
+    return "mxfp4" if weight.is_float else "integers"

@@ -5,7 +5,7 @@ The alternative to `scaled_linear` for float8_e4m3 weights and 16-bit activation
 which), whose time is that of reading the weights. The tensor cores multiply: the left operand of
 `mma.sync.m16n8k16` is sixteen output features, its eight columns are the rows of x, repeated where
 there are fewer. Both operands are float16: two weights are converted by one instruction, exactly,
-and rows of x are scaled by powers of two that bring their largest magnitude to 2^14 .. 2^15.
+and rows of x are scaled by powers of two (`few_rows_inputs`).
 
 Weights do not pass through shared memory. A sum over the inputs may be taken in any order, and so
 the order of the inputs within the operands is one in which each thread's part are 16 neighbouring
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from aioinfer.kernels.few_rows_inputs import CHUNK, allocate_x, load_row, stage_x
 from aioinfer.kernels.linear import EARLY_TRIGGER_BYTES
 from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.quantize import GROUP
@@ -33,13 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 8
 TILE = 16  # output features of a tensor-core product
-#: Inputs of a warp's step: those that share a scale of blocks.
-CHUNK = gl.constexpr(GROUP)
-#: Steps times rows of x that are kept in registers while they are measured.
-KEPT = gl.constexpr(8)
 LOG2_E = gl.constexpr(1.4426950408889634)
-
-
 #: Bytes of shared memory of a thread block.
 SHARED_MEMORY = 227 * 1024
 
@@ -183,111 +178,6 @@ def _add_step(
     return accs
 
 
-@gluon.constexpr_function
-def _staging_layout(warps):
-    """The layout [1, rows, warps * CHUNK] in which x is read and written to shared memory."""
-    return gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 1, warps], [2, 1, 0])
-
-
-@gluon.jit
-def _load_step(place, STEP: gl.constexpr, WARPS: gl.constexpr, INPUTS: gl.constexpr):
-    """Returns the inputs of a step, zeros beyond the last."""
-    WIDTH: gl.constexpr = WARPS * CHUNK
-    if (STEP + 1) * WIDTH > INPUTS:
-        layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _staging_layout(WARPS)))
-        k = gl.arange(0, WIDTH, layout)[None, None, :]
-        value = gl.load(place + STEP * WIDTH, STEP * WIDTH + k < INPUTS, 0.0)
-    else:
-        value = gl.load(place + STEP * WIDTH)
-    return value
-
-
-@gluon.jit
-def _load_row(row, STEPS: gl.constexpr, WARPS: gl.constexpr, INPUTS: gl.constexpr):
-    """Returns the steps of a row [K] as a tuple."""
-    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _staging_layout(WARPS)))
-    place = row + gl.arange(0, WARPS * CHUNK, layout)[None, None, :]
-    values = ()
-    for step in gl.static_range(STEPS):
-        values = values + (_load_step(place, step, WARPS, INPUTS),)
-    return values
-
-
-@gluon.jit
-def _fold(parts, MAXIMUM: gl.constexpr):
-    """Returns the maxima or the sums over a tuple of tensors."""
-    total = parts[0]
-    for index in gl.static_range(1, len(parts)):
-        total = gl.maximum(total, parts[index]) if MAXIMUM else total + parts[index]
-    return total
-
-
-@gluon.jit
-def _maximum_and_sum(maximum, total, other_maximum, other_total):
-    return gl.maximum(maximum, other_maximum), total + other_total
-
-
-@gluon.jit
-def _measure(
-    place, norms, INPUTS: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr,
-    WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
-):  # fmt: skip
-    """Returns the largest magnitude of each row of x (times the weight of the norm), and its sum of
-    squares without that weight, [1, ROWS]; and x, as a tuple of steps."""
-    of_row: gl.constexpr = gl.SliceLayout(2, _staging_layout(WARPS))
-    OWN: gl.constexpr = [1, ROWS, WARPS * CHUNK // 4, 4]  # a thread's inputs are summed first
-    values = ()
-    sizes = ()
-    sums = ()
-    for step in gl.static_range(STEPS):
-        value = _load_step(place, step, WARPS, INPUTS).to(gl.float32)
-        if HAS_NORM:
-            sums = sums + (gl.sum((value * value).reshape(OWN), 3),)
-            value = value * norms[step].to(gl.float32)
-        sizes = sizes + (gl.max(gl.abs(value).reshape(OWN), 3),)
-        values = values + (value,)
-    own_largest = _fold(sizes, True)
-    if HAS_NORM:
-        largest, squares = gl.reduce((own_largest, _fold(sums, False)), 2, _maximum_and_sum)
-        squares = gl.convert_layout(squares, of_row, assert_trivial=True)
-    else:
-        largest = gl.max(own_largest, 2)
-        squares = gl.zeros([1, ROWS], gl.float32, of_row)
-    largest = gl.convert_layout(largest, of_row, assert_trivial=True)
-    return largest, squares, values
-
-
-@gluon.jit
-def _stage_x(
-    x, norms, x_smem, rows, x_stride, eps, INPUTS: gl.constexpr, STEPS: gl.constexpr,
-    ROWS: gl.constexpr, WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
-):  # fmt: skip
-    """Writes x to shared memory as float16, each row times a power of two; returns by what the sums
-    have to be multiplied, [1, 1, 8]."""
-    layout: gl.constexpr = _staging_layout(WARPS)
-    k = gl.arange(0, WARPS * CHUNK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    place = x + (gl.minimum(row, rows - 1) * x_stride + k)
-    largest, squares, values = _measure(place, norms, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
-    # 2^14 .. 2^15 once multiplied; both factors are normal numbers
-    exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 15)
-    scale = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-    for step in gl.static_range(STEPS):
-        value = values[step]
-        if STEPS * ROWS > KEPT:  # more than the registers hold: read again
-            value = _load_step(place, step, WARPS, INPUTS).to(gl.float32)
-            if HAS_NORM:
-                value = value * norms[step].to(gl.float32)
-        x_smem[step].store((value * scale[:, :, None]).to(gl.float16))
-    factor = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    if HAS_NORM:
-        factor = factor * gl.rsqrt(squares / INPUTS + eps)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    by_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, mma))
-    factor = factor.broadcast_to([8 // ROWS, ROWS]).reshape([8])
-    return gl.convert_layout(factor, by_column)[None, None, :]
-
-
 @gluon.jit
 def _sum_of_warps(acc, parts, FEATURES: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr):
     """Returns the sums over the warps, [outputs, 8]; of a gated weight silu(gate) * up."""
@@ -329,18 +219,6 @@ def _multiply(
                 WARPS, GROUPED, True,
             )  # fmt: skip
     return accs[0] + accs[1], queue
-
-
-@gluon.jit
-def _allocate_x(STEPS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Returns a buffer for each step, so that no barrier is put between writing one and the
-    next."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 2 if ROWS > 1 else 1, [2, 1, 0])
-    buffers = ()
-    for _ in gl.static_range(STEPS):
-        buffer = gl.allocate_shared_memory(gl.float16, [1, ROWS, WARPS * CHUNK], layout)
-        buffers = buffers + (buffer,)
-    return buffers
 
 
 @gluon.jit
@@ -391,7 +269,7 @@ def _few_rows_kernel(
         gl.float32, [WARPS, FEATURES // 16, HALVES, 16 // HALVES, 8],
         gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]),
     )  # fmt: skip
-    x_smem = _allocate_x(STEPS, ROWS, WARPS)
+    x_smem = allocate_x(STEPS, ROWS, WARPS)
     tile = gl.program_id(0)
     programs = gl.num_programs(0)
 
@@ -409,7 +287,7 @@ def _few_rows_kernel(
         scale = gl.load(scale_place)
     norms = ()
     if HAS_NORM:
-        norms = _load_row(norm, STEPS, WARPS, INPUTS)
+        norms = load_row(norm, STEPS, WARPS, INPUTS)
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
@@ -420,7 +298,7 @@ def _few_rows_kernel(
     added = 0.0
     if HAS_RESIDUAL:
         added = gl.load(residual_place, row < rows, 0.0)
-    factor = _stage_x(x, norms, x_smem, rows, x_stride, eps, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
+    factor = stage_x(x, norms, x_smem, rows, x_stride, eps, INPUTS, STEPS, ROWS, WARPS, HAS_NORM)
 
     for tile in range(gl.program_id(0), tiles, programs):
         following = tile + programs

@@ -24,6 +24,17 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.hopper_pipeline import (
+    CONSUMERS,
+    REGISTERS,
+    TORCH_DTYPES,
+    WEIGHT_ROWS,
+    apply_gate,
+    descriptor,
+    produce,
+    rows_are_aligned,
+    tiles_of_item,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,19 +45,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# weight rows of a consumer warpgroup, gate and up together: the rows of one wgmma
-WEIGHT_ROWS = 64
-# consumer warpgroups; the width of a tile is what their registers hold
-CONSUMERS = gl.constexpr(3)
-# registers of a consumer thread: a third of the 65 536 that the producer leaves, in the granularity
-# of setmaxnreg
-REGISTERS = 160
 STEP = 64  # input features of a stage: 128 bytes, the widest swizzle of TMA and wgmma
-LOG2_E = gl.constexpr(1.4426950408889634)
-TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,78 +113,6 @@ def use_fused(rows: int, weight: torch.Tensor) -> bool:
 
 
 @gluon.jit
-def _place(item, token_tiles, weight_tiles, GROUP: gl.constexpr):
-    """Returns the token tile and the weight tile of work item `item`."""
-    first = item // (GROUP * weight_tiles) * GROUP
-    size = gl.minimum(token_tiles - first, GROUP)
-    rest = item % (GROUP * weight_tiles)
-    return first + rest % size, rest // size
-
-
-@gluon.jit
-def _load_weights(weight, w_smem, full, stage, row, k, pred):
-    """Loads each consumer's weight rows, from `row` on, into a stage."""
-    ROWS: gl.constexpr = weight.block_type.shape[0]
-    PARTS: gl.constexpr = w_smem.shape[0] // full.shape[0]
-    for part in gl.static_range(PARTS):
-        place = [row + part * ROWS, k]
-        tma.async_copy_global_to_shared(
-            weight, place, full.index(stage), w_smem.index(stage * PARTS + part), pred=pred
-        )
-
-
-@gluon.jit
-def _produce(
-    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, x, weight, scales, scale_smem,
-    x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
-):  # fmt: skip
-    """Loads the stages of every work item as they become free; with PDL, the first weights are
-    loaded before waiting for the preceding kernel, which writes x. Also `scaled_hopper`'s producer:
-    with GROUPED, a stage has a row of `scales`, one for each token.
-
-    The consumers need not wait for the preceding kernel: they read its results and write theirs
-    only after a stage whose x was loaded behind the wait.
-    """
-    STAGES: gl.constexpr = x_smem.shape[0]
-    TOKENS: gl.constexpr = x_smem.shape[1]
-    STEP: gl.constexpr = x_smem.shape[2]
-    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
-    ROWS: gl.constexpr = PARTS * weight.block_type.shape[0]
-    NBYTES: gl.constexpr = (
-        x.block_type.nbytes + PARTS * weight.block_type.nbytes + GROUPED * 4 * TOKENS
-    )
-    early = gl.program_id(0) * 0
-    if PDL:
-        early = gl.minimum(steps, STAGES)
-        _, weight_tile = _place(gl.program_id(0), token_tiles, weight_tiles, GROUP)
-        for stage in range(early):
-            mbarrier.expect(full.index(stage), NBYTES)
-            _load_weights(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True)
-        gdc_wait()
-    loaded = gl.program_id(0) * 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
-        for index in range(steps):
-            stage = loaded % STAGES
-            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
-            tma.async_copy_global_to_shared(
-                x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage)
-            )
-            if GROUPED:
-                tma.async_copy_global_to_shared(
-                    scales, [index, token_tile * TOKENS], full.index(stage),
-                    scale_smem.index(stage)
-                )  # fmt: skip
-            _load_weights(
-                weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
-            )
-            loaded += 1
-    if PDL:
-        gdc_launch_dependents()
-
-
-@gluon.jit
 def _consume(
     PART: gl.constexpr, GROUP: gl.constexpr, out, staging, x_smem, w_smem, full, empty, items,
     token_tiles, weight_tiles, steps
@@ -202,7 +130,7 @@ def _consume(
     mine = staging.index(PART)
     used = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
         acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
         for index in range(steps):
             stage = used % STAGES
@@ -218,10 +146,7 @@ def _consume(
             used += 1
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
-        gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        value = (
-            (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS]).to(out.dtype)
-        )
+        value = apply_gate(acc).to(out.dtype)
         tma.store_wait(0)  # until the store of the preceding tile has read `mine`
         gl.thread_barrier()
         mine.permute((1, 0)).store(value)
@@ -262,7 +187,7 @@ def _gated_kernel(
             (_consume, (0, GROUP, out, staging) + ring),
             (_consume, (1, GROUP, out, staging) + ring),
             (_consume, (2, GROUP, out, staging) + ring),
-            (_produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),  # no scales
+            (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),  # no scales
         ],
         [4, 4, 1],
         [REGISTERS, REGISTERS, 24],
@@ -283,12 +208,8 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.shape[1] % STEP == 0
         and weight.shape[0] % (2 * GATE_RUN) == 0
         and weight.is_contiguous()
-        and _rows_are_aligned(x)
+        and rows_are_aligned(x)
     )
-
-
-def _rows_are_aligned(t: torch.Tensor) -> bool:
-    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def gated_product(
@@ -320,7 +241,7 @@ def gated_product(
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
-    if out.shape != (rows, features) or out.dtype != x.dtype or not _rows_are_aligned(out):
+    if out.shape != (rows, features) or out.dtype != x.dtype or not rows_are_aligned(out):
         raise ValueError(
             f"out must be [{rows}, {features}] of {x.dtype} with aligned rows, not "
             f"{tuple(out.shape)} of {out.dtype}"
@@ -331,23 +252,13 @@ def gated_product(
     config = config or gated_config(rows, features, programs)
     items, token_tiles = _count_tiles(rows, features, config), -(-rows // config.tokens)
     _gated_kernel[(min(items, programs),)](
-        _descriptor(x, [config.tokens, STEP]), _descriptor(weight, [WEIGHT_ROWS, STEP]),
-        _descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
+        descriptor(x, [config.tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
+        descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
         items, token_tiles, items // token_tiles, inputs // STEP, STAGES=config.stages,
         GROUP=config.group,
         REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def _descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(
-        t,
-        list(t.shape),
-        list(t.stride()),
-        block,
-        gl.NVMMASharedLayout.get_default_for(block, TORCH_DTYPES[t.dtype]),
-    )
 
 
 def interleave(weight: torch.Tensor) -> torch.Tensor:

@@ -25,16 +25,7 @@ The last to finish sums their parts in a fixed order.
 from __future__ import annotations
 
 import torch
-from aioinfer.kernels.gated_product import (
-    CONSUMERS,
-    LOG2_E,
-    REGISTERS,
-    TORCH_DTYPES,
-    WEIGHT_ROWS,
-    _descriptor,
-    _place,
-    _rows_are_aligned,
-)
+from aioinfer.kernels.grouped_expansion import expand, scale_of
 from aioinfer.kernels.grouped_hopper_configs import (
     GroupedHopperConfig,
     grouped_hopper_config,
@@ -42,6 +33,17 @@ from aioinfer.kernels.grouped_hopper_configs import (
     weight_tiles_of,
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups
+from aioinfer.kernels.hopper_pipeline import (
+    CONSUMERS,
+    REGISTERS,
+    TORCH_DTYPES,
+    WEIGHT_ROWS,
+    apply_gate,
+    descriptor,
+    rows_are_aligned,
+    scale_layout,
+    tiles_of_item,
+)
 from aioinfer.kernels.linear_arguments import check_linear
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,59 +63,6 @@ SCALE_BOX = 256  # scales of one load: those of the 192 rows of a tile, and of t
 #: `MIN_WEIGHTS` integers: smaller ones have too few tiles.
 MIN_ROWS, MIN_GATED_ROWS, MAX_ROWS = 65, 33, 512
 MIN_WEIGHTS = 20 * 2**20
-
-
-@gluon.constexpr_function
-def _instructions(run: int, offset: int) -> str:
-    """Returns what makes two integers out of run `run` of two words ($1), less their zero points
-    ($2) and times their scales ($3): see `grouped_linear`."""
-    shift = f"shr.u32 a, $1, {4 * run};" if run else "mov.b32 a, $1;"
-    if offset == 128:
-        return f"""{{
-            .reg .b32 a, one;
-            mov.b32 one, 0x3F803F80;
-            {shift}
-            lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 a, a, one, $2;
-            mul.rn.bf16x2 $0, a, $3;
-            }}"""
-    return f"""{{
-        .reg .b32 a;
-        {shift}
-        lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA;
-        add.rn.f16x2 a, a, $2;
-        mul.rn.f16x2 $0, a, $3;
-        }}"""
-
-
-@gluon.jit
-def _scale_of(kept, HAS_ZEROS: gl.constexpr, dtype: gl.constexpr):
-    """Returns, in `dtype`, the negative zero points that `_instructions` adds and the scales, both
-    [N, 1], of elements [N] of `PackedGroups.scales`."""
-    is_bf16: gl.constexpr = dtype == gl.bfloat16
-    if HAS_ZEROS:
-        sign_and_offset: gl.constexpr = 0xC300 if is_bf16 else 0xE400
-        zero = ((kept & 255) | sign_and_offset).to(gl.int16).to(dtype, bitcast=True)
-        scale = (kept & -256).to(gl.float32, bitcast=True).to(dtype)
-    else:
-        offset: gl.constexpr = 128 if is_bf16 else 1024
-        zero = (kept * 0).to(dtype) - (offset + 8)
-        scale = kept.to(gl.float32, bitcast=True).to(dtype)
-    return zero[:, None], scale[:, None]
-
-
-@gluon.jit
-def _expand(words, zero, scale, RUN: gl.constexpr):
-    """Returns run `RUN` of words [N, 64], less its zero points and scaled, in `scale`'s dtype."""
-    if scale.dtype == gl.bfloat16:
-        values = gl.inline_asm_elementwise(
-            _instructions(RUN, 128), "=r,r,r,r", [words, zero, scale], gl.bfloat16, True, 2
-        )
-    else:
-        values = gl.inline_asm_elementwise(
-            _instructions(RUN, 1024), "=r,r,r,r", [words, zero, scale], gl.float16, True, 2
-        )
-    return values
 
 
 @gluon.jit
@@ -139,7 +88,7 @@ def _produce_words(
     NBYTES: gl.constexpr = CONSUMERS * packed.block_type.nbytes + SCALES * scales.block_type.nbytes
     loaded = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, weight_tile = _place(item // SPLITS, token_tiles, weight_tiles, GROUP)
+        _, weight_tile = tiles_of_item(item // SPLITS, token_tiles, weight_tiles, GROUP)
         begin, end = _share(item, units, SPLITS)
         for unit in range(begin, end):
             stage = loaded % STAGES
@@ -177,7 +126,7 @@ def _produce_x(
         gdc_wait()
     loaded = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, _ = _place(item // SPLITS, token_tiles, weight_tiles, GROUP)
+        token_tile, _ = tiles_of_item(item // SPLITS, token_tiles, weight_tiles, GROUP)
         begin, end = _share(item, units, SPLITS)
         for run in range(begin * RUNS, end * RUNS):
             stage = loaded % STAGES
@@ -243,8 +192,8 @@ def _sums(
     words, kept = _take_words(PART, used, True, scale_smem, w_smem, w_full, w_empty, operand)
     for index in range(count):
         for run in gl.static_range(RUNS):
-            zero, scale = _scale_of(kept[run * SCALES // RUNS], HAS_ZEROS, dtype)
-            values = _expand(words, zero, scale, run)
+            zero, scale = scale_of(kept[run * SCALES // RUNS], HAS_ZEROS, dtype)
+            values = expand(words, zero, scale, run)
             stage, phase = _place_of_run(used, run, STAGES)
             mbarrier.wait(full.index(stage), phase)
             acc = warpgroup_mma(values, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
@@ -301,8 +250,6 @@ def _write(
     residual, mine, added
 ):  # fmt: skip
     """Applies the gate or adds the residual to the sums of a tile and writes them."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     tma.store_wait(0)  # until the store of the preceding tile has read `mine`
     gl.thread_barrier()
@@ -314,8 +261,7 @@ def _write(
         gl.thread_barrier()
     value = acc
     if GATED:
-        gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        value = (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([ROWS // 2, TOKENS])
+        value = apply_gate(acc)
     mine.permute((1, 0)).store(value.to(out.dtype))
     fence_async_shared()
     gl.thread_barrier()
@@ -339,7 +285,7 @@ def _consume(
     turn = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile = item // SPLITS
-        token_tile, weight_tile = _place(tile, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = tiles_of_item(tile, token_tiles, weight_tiles, GROUP)
         begin, end = _share(item, units, SPLITS)
         acc = _sums(
             PART, HAS_ZEROS, end - begin, used, scale_smem, w_smem, w_full, w_empty, x_smem, full,
@@ -438,7 +384,7 @@ def supports(
         and weight.run == MAX_RUN
         and outputs % 8 == 0
         and (residual is None or residual.stride(0) > 0)
-        and all(_rows_are_aligned(t) for t in (x, residual, out) if t is not None)
+        and all(rows_are_aligned(t) for t in (x, residual, out) if t is not None)
     )
 
 
@@ -501,11 +447,11 @@ def grouped_hopper(
     items = token_tiles * weight_tiles * config.splits
     partials = weight.counters if config.splits == 1 else _partials(x, weight, config, items)
     tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
-    target = _descriptor(out, tile)
+    target = descriptor(out, tile)
     _kernel[(min(items, programs),)](
-        _descriptor(x, [config.tokens, MAX_RUN]), _word_descriptor(weight),
+        descriptor(x, [config.tokens, MAX_RUN]), _word_descriptor(weight),
         _scale_descriptor(weight), target,
-        target if residual is None else _descriptor(residual, tile), partials, weight.counters,
+        target if residual is None else descriptor(residual, tile), partials, weight.counters,
         items, token_tiles, weight_tiles, weight.units,
         STAGES=config.stages, WORD_STAGES=config.word_stages, SCALES=scales_of_unit(weight.group),
         SIZE=weight.group, SPLITS=config.splits, GROUP=config.group, HAS_ZEROS=weight.has_zeros,
@@ -534,11 +480,6 @@ def scales_of_unit(group: int) -> int:
 def word_layout() -> gl.NVMMASharedLayout:
     """Returns the layout of a consumer's words of a unit in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([WEIGHT_ROWS // TILE, 1, TILE, MAX_RUN], gl.int16)
-
-
-def scale_layout() -> gl.NVMMASharedLayout:
-    """Returns the layout of a group's scales in shared memory: in their order."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _word_descriptor(weight: PackedGroups) -> TensorDescriptor:

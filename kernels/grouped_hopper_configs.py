@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from aioinfer.kernels.gated_product import CONSUMERS, WEIGHT_ROWS
 from aioinfer.kernels.grouped_weight import PackedGroups
+from aioinfer.kernels.hopper_pipeline import CONSUMERS, WEIGHT_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,15 @@ products run, into the buffer from which the result is written.
 from __future__ import annotations
 
 import torch
-from aioinfer.kernels.gated_product import (
-    LOG2_E,
+from aioinfer.kernels.hopper_pipeline import (
     TORCH_DTYPES,
     WEIGHT_ROWS,
-    _place,
-    _produce,
-    _rows_are_aligned,
+    apply_gate,
+    descriptor,
+    produce,
+    rows_are_aligned,
+    scale_layout,
+    tiles_of_item,
 )
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_linear import ScaledMatrix
@@ -193,7 +195,7 @@ def _consume(
     used = gl.program_id(0) * 0
     turn = gl.program_id(0) * 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token_tile, weight_tile = _place(item, token_tiles, weight_tiles, GROUP)
+        token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
         first = (weight_tile * PARTS + PART) * ROWS
         place = [token_tile * TOKENS, (weight_tile * PARTS + PART) * OUTPUTS]
         begun = _start(
@@ -227,8 +229,7 @@ def _consume(
         gl.thread_barrier()
         value = acc
         if GATED:
-            gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-            value = (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([OUTPUTS, TOKENS])
+            value = apply_gate(acc)
         mine.permute((1, 0)).store(value.to(out.dtype))
         fence_async_shared()
         gl.thread_barrier()
@@ -278,7 +279,7 @@ def _product_kernel(
             [
                 (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
                 (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-                (_produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+                (produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -289,7 +290,7 @@ def _product_kernel(
                 (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
                 (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
                 (_consume, (2, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-                (_produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+                (produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -309,7 +310,7 @@ def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
         and len(weight.values) % 16 == 0
         and (x.scales.shape[1] > 1) == weight.is_grouped
         and (not weight.is_grouped or x.scales.stride(1) % 4 == 0)  # TMA: rows of 16 bytes
-        and _rows_are_aligned(values)
+        and rows_are_aligned(values)
         and weight.values.is_contiguous()
     )
 
@@ -349,13 +350,13 @@ def hopper_product(
     weight_tiles = -(-lines // config.lines)
     items = token_tiles * weight_tiles
     tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
-    target = _descriptor(out, tile)
+    target = descriptor(out, tile)
     scales = x.scales.t() if grouped else weight.scales.view(1, -1)
     _product_kernel[(min(items, programs),)](
-        _descriptor(x.values, [config.tokens, STEP]),
-        _descriptor(weight.values, [WEIGHT_ROWS, STEP]),
+        descriptor(x.values, [config.tokens, STEP]),
+        descriptor(weight.values, [WEIGHT_ROWS, STEP]),
         _scale_descriptor(scales, config.tokens), target,
-        target if residual is None else _descriptor(residual, tile), x.scales, weight.scales,
+        target if residual is None else descriptor(residual, tile), x.scales, weight.scales,
         rows, lines, weight.scales.shape[1], items, token_tiles, weight_tiles, inputs // STEP,
         STAGES=config.stages, GROUP=config.group, GATED=gated, HAS_RESIDUAL=residual is not None,
         GROUPED=grouped, ROWS_PER_SCALE=weight.rows_per_scale, CONSUMERS=config.consumers,
@@ -363,17 +364,6 @@ def hopper_product(
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def _descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    kind = gl.float8e4nv if t.dtype == torch.float8_e4m3fn else TORCH_DTYPES[t.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
-
-
-def scale_layout() -> gl.NVMMASharedLayout:
-    """Returns the layout of a stage's scales of tokens: in their order."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _scale_descriptor(scales: torch.Tensor, tokens: int) -> TensorDescriptor:

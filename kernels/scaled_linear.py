@@ -91,7 +91,7 @@ def scaled_linear_config(
 
 
 @triton.jit
-def _row_sums(
+def row_sums(
     products, scales, lines, begin, inside, groups,
     FEATURES: tl.constexpr, STEP: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr,
     RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
@@ -144,12 +144,12 @@ def _vector_kernel(
         if HAS_NORM:
             square += tl.sum(value * value)
             value = value * tl.load(norm + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
-        total += _row_sums(
+        total += row_sums(
             w.to(tl.float32) * value[None, :], scales, lines, begin, inside, groups,
             FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
         )  # fmt: skip
         if GATED:
-            up_total += _row_sums(
+            up_total += row_sums(
                 up_w.to(tl.float32) * value[None, :], scales, lines + RUN, begin, inside, groups,
                 FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
             )  # fmt: skip

@@ -21,14 +21,14 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.kernels.expert_configs import TABLES, WIDE_CONFIG, ExpertConfig
 from aioinfer.kernels.expert_exchange import NO_LIMIT, ExchangeLayout, ExpertExchange
-from aioinfer.kernels.expert_linear import expert_product, format_name
+from aioinfer.kernels.expert_linear import expert_product
 from aioinfer.kernels.expert_routing import (
     FEW_TOKENS,
     MAX_SHARED_TILES,
     RoutedTokens,
     routing_config,
 )
-from aioinfer.kernels.expert_weights import ExpertWeights
+from aioinfer.kernels.expert_weights import ExpertWeights, format_name
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from aioinfer.layers.residual import ResidualStream

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from aioinfer.kernels.activation import GATE_RUN
-from aioinfer.kernels.expert_linear import SILU, Activation
+from aioinfer.kernels.expert_arguments import SILU, Activation
 from aioinfer.kernels.expert_weights import (
     BLOCK,
     MAX_SCALE,

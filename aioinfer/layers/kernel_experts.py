@@ -19,7 +19,7 @@ import torch
 
 from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
-from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
+from aioinfer.kernels.expert_linear import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import (
     FEW_TOKENS,
     MAX_SHARED_TILES,
@@ -35,7 +35,7 @@ from aioinfer.kernels.expert_routing import (
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_sum import summed_product
 from aioinfer.kernels.expert_sum import supports as supports_sum
-from aioinfer.kernels.expert_weights import PackedExperts
+from aioinfer.kernels.expert_weights import PackedExperts, format_name
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts

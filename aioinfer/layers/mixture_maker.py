@@ -178,7 +178,7 @@ def _stacked_biased_experts(
 ) -> StackedExperts:
     """Returns some channels of this rank's experts, whose places in checkpoint tensors are
     `here`."""
-    from aioinfer.kernels.expert_linear import Activation
+    from aioinfer.kernels.expert_arguments import Activation
     from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts, interleaved_order
 
     whole = Shard.whole(make.hidden_size)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from aioinfer.kernels.expert_arguments import SILU, Activation
 from aioinfer.kernels.expert_configs import (
     SCANNED_TOKENS,
     TABLES,
@@ -20,14 +21,7 @@ from aioinfer.kernels.expert_configs import (
     expert_config,
     vector_config,
 )
-from aioinfer.kernels.expert_linear import (
-    SILU,
-    Activation,
-    expert_product,
-    experts_reference,
-    format_name,
-    sum_pairs,
-)
+from aioinfer.kernels.expert_linear import expert_product, experts_reference, sum_pairs
 from aioinfer.kernels.expert_routing import RoutedTokens, RoutingRule, make_counters, route
 from aioinfer.kernels.expert_weights import (
     BLOCK,
@@ -35,6 +29,7 @@ from aioinfer.kernels.expert_weights import (
     ExpertWeights,
     PackedExperts,
     ScaledExperts,
+    format_name,
     packed_shape,
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels import expert_linear, expert_routing, expert_sum
+from aioinfer.kernels import expert_matrix, expert_routing, expert_sum, expert_vector
 from aioinfer.kernels.expert_configs import (
     CONFIGS,
     SCANNED_CONFIGS,
@@ -22,7 +22,7 @@ from aioinfer.kernels.expert_configs import (
     ExpertConfig,
     vector_config,
 )
-from aioinfer.kernels.expert_linear import scanned_pairs
+from aioinfer.kernels.expert_matrix import scanned_pairs
 from aioinfer.kernels.expert_routing import RoutingConfig, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
@@ -87,7 +87,7 @@ def product(
         "TMA": config.tma, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "PARTIAL": partial,
         "PDL": True,
     }  # fmt: skip
-    return compile_kernel(expert_linear._expert_kernel, types, constants, config)
+    return compile_kernel(expert_matrix._expert_kernel, types, constants, config)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -163,7 +163,7 @@ def test_products_of_one_token(
         "OUTPUTS": config.features, "STEP": config.step, "EXPERTS": EXPERTS, "GATED": gated,
         "RUN": 8, "PARTIAL": partial, "PDL": True, "HAS_NORM": normed,
     }  # fmt: skip
-    kernel = compile_kernel(expert_linear._vector_kernel, types, constants, config)
+    kernel = compile_kernel(expert_vector._vector_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0
     bytes_of = config.features * config.step * (1 if format else 2)
     wide = (1 + gated) * bytes_of // (config.num_warps * 32 * 16)

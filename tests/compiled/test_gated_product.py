@@ -18,11 +18,8 @@ pytest.importorskip("triton")
 import triton
 from aioinfer.kernels.activation import BLOCK, GATE_RUN, KINDS, _gated_activation_kernel
 from aioinfer.kernels.gated_product import (
-    CONSUMERS,
-    REGISTERS,
     STEP,
     TILE_TIMES,
-    WEIGHT_ROWS,
     GatedConfig,
     _gated_kernel,
     gated_config,
@@ -31,6 +28,7 @@ from aioinfer.kernels.gated_product import (
     interleave,
     supports,
 )
+from aioinfer.kernels.hopper_pipeline import CONSUMERS, REGISTERS, WEIGHT_ROWS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon import language as gl

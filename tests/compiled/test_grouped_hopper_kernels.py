@@ -13,11 +13,9 @@ pytest.importorskip("triton")
 
 import torch
 import triton
-from aioinfer.kernels.gated_product import REGISTERS, WEIGHT_ROWS
 from aioinfer.kernels.grouped_hopper import (
     SCALE_BOX,
     _kernel,
-    scale_layout,
     scales_of_unit,
     word_layout,
 )
@@ -27,6 +25,7 @@ from aioinfer.kernels.grouped_hopper_configs import (
     grouped_hopper_config,
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups, pack_groups
+from aioinfer.kernels.hopper_pipeline import REGISTERS, WEIGHT_ROWS, scale_layout
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
-from aioinfer.kernels.gated_product import WEIGHT_ROWS
-from aioinfer.kernels.scaled_hopper import _product_kernel, scale_layout
+from aioinfer.kernels.hopper_pipeline import WEIGHT_ROWS, scale_layout
+from aioinfer.kernels.scaled_hopper import _product_kernel
 from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl

@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, ExpertConfig
-from aioinfer.kernels.expert_linear import expert_product, format_name, sum_pairs
+from aioinfer.kernels.expert_linear import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingConfig, RoutingRule, route, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
-from aioinfer.kernels.expert_weights import PackedExperts, pack_floats
+from aioinfer.kernels.expert_weights import PackedExperts, format_name, pack_floats
 from aioinfer.kernels.quantize import quantize
 from cases import error
 from expert_cases import ExpertCase, check_routing, mixture, packed_weight, whole

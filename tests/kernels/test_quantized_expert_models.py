@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS
-from aioinfer.kernels.expert_linear import format_name
-from aioinfer.kernels.expert_weights import PackedExperts, ScaledExperts
+from aioinfer.kernels.expert_weights import PackedExperts, ScaledExperts, format_name
 
 from aioinfer.layers.expert_stacks import StackedExperts, _best_run, interleaved_order
 from aioinfer.layers.kernel_experts import KernelMixtureMLP

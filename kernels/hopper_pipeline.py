@@ -1,0 +1,175 @@
+"""What the Gluon kernels of products on Hopper GPUs have in common: the order of their tiles, the
+producer warp that loads stages of a ring in shared memory with TMA, and the descriptors of TMA.
+
+Used by `gated_product`, `scaled_hopper`, `block_hopper` and `grouped_hopper`. A ring has two
+barriers for each stage: `full` completes when what was loaded is there, `empty` when all consumer
+warpgroups have read it. Tiles are ordered so that the weights that a group of token tiles has in
+common stay in the L2 cache (Tillet et al., "Triton", 2019).
+"""
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# weight rows of a consumer warpgroup, gate and up together: the rows of one wgmma
+WEIGHT_ROWS = 64
+# consumer warpgroups, where a configuration does not say how many; the width of a tile is what
+# their registers hold
+CONSUMERS = gl.constexpr(3)
+# registers of a consumer thread: a third of the 65 536 that the producer leaves, in the granularity
+# of setmaxnreg
+REGISTERS = 160
+LOG2_E = gl.constexpr(1.4426950408889634)
+TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@gluon.jit
+def tiles_of_item(item, token_tiles, weight_tiles, GROUP: gl.constexpr):
+    """Returns the token tile and the weight tile of work item `item`."""
+    first = item // (GROUP * weight_tiles) * GROUP
+    size = gl.minimum(token_tiles - first, GROUP)
+    rest = item % (GROUP * weight_tiles)
+    return first + rest % size, rest // size
+
+
+@gluon.jit
+def load_rows(weight, w_smem, full, stage, row, k, pred):
+    """Loads the boxes of a stage, rows of `weight` (or of x) from `row` on."""
+    ROWS: gl.constexpr = weight.block_type.shape[0]
+    PARTS: gl.constexpr = w_smem.shape[0] // full.shape[0]
+    for part in gl.static_range(PARTS):
+        place = [row + part * ROWS, k]
+        tma.async_copy_global_to_shared(
+            weight, place, full.index(stage), w_smem.index(stage * PARTS + part), pred=pred
+        )
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Returns the stage after `stage`, and the phase of its barriers."""
+    stage += 1
+    wraps = stage == STAGES
+    return gl.where(wraps, 0, stage), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def produce(
+    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, x, weight, scales, scale_smem,
+    x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+):  # fmt: skip
+    """Loads the stages of every work item as they become free; with PDL, the first weights are
+    loaded before waiting for the preceding kernel, which writes x. Also `scaled_hopper`'s producer:
+    with GROUPED, a stage has a row of `scales`, one for each token.
+
+    The consumers need not wait for the preceding kernel: they read its results and write theirs
+    only after a stage whose x was loaded behind the wait.
+    """
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    STEP: gl.constexpr = x_smem.shape[2]
+    PARTS: gl.constexpr = w_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = PARTS * weight.block_type.shape[0]
+    NBYTES: gl.constexpr = (
+        x.block_type.nbytes + PARTS * weight.block_type.nbytes + GROUPED * 4 * TOKENS
+    )
+    early = gl.program_id(0) * 0
+    if PDL:
+        early = gl.minimum(steps, STAGES)
+        _, weight_tile = tiles_of_item(gl.program_id(0), token_tiles, weight_tiles, GROUP)
+        for stage in range(early):
+            mbarrier.expect(full.index(stage), NBYTES)
+            load_rows(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True)
+        gdc_wait()
+    loaded = gl.program_id(0) * 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
+        for index in range(steps):
+            stage = loaded % STAGES
+            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
+            tma.async_copy_global_to_shared(
+                x, [token_tile * TOKENS, index * STEP], full.index(stage), x_smem.index(stage)
+            )
+            if GROUPED:
+                tma.async_copy_global_to_shared(
+                    scales, [index, token_tile * TOKENS], full.index(stage),
+                    scale_smem.index(stage)
+                )  # fmt: skip
+            load_rows(
+                weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
+            )
+            loaded += 1
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def produce_boxes(
+    PDL: gl.constexpr, GROUP: gl.constexpr, x, weight, x_smem, w_smem, full, empty, items,
+    token_tiles, weight_tiles, steps
+):  # fmt: skip
+    """Loads the stages of every work item as they become free; with PDL, the first weights are
+    loaded before waiting for the preceding kernel, which writes x (see `produce`). A stage has
+    several boxes of x as well, and its number and phase are counted instead of divided."""
+    STAGES: gl.constexpr = full.shape[0]
+    STEP: gl.constexpr = x_smem.shape[2]
+    TOKENS: gl.constexpr = x_smem.shape[0] // STAGES * x_smem.shape[1]
+    LINES: gl.constexpr = w_smem.shape[0] // STAGES * w_smem.shape[1]
+    NBYTES: gl.constexpr = (TOKENS + LINES) * STEP
+    early = gl.program_id(0) * 0
+    if PDL:
+        early = gl.minimum(steps, STAGES)
+        _, weight_tile = tiles_of_item(gl.program_id(0), token_tiles, weight_tiles, GROUP)
+        for stage in range(early):
+            mbarrier.expect(full.index(stage), NBYTES)
+            load_rows(weight, w_smem, full, stage, weight_tile * LINES, stage * STEP, True)
+        gdc_wait()
+    stage = gl.program_id(0) * 0
+    phase = stage + 1
+    loaded = stage
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
+        for index in range(steps):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
+            load_rows(x, x_smem, full, stage, token_tile * TOKENS, index * STEP, True)
+            load_rows(
+                weight, w_smem, full, stage, weight_tile * LINES, index * STEP, loaded >= early
+            )
+            stage, phase = next_stage(stage, phase, STAGES)
+            loaded += 1
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def apply_gate(acc):
+    """Returns silu(gate) * up [ROWS / 2, TOKENS] of sums [ROWS, TOKENS] whose rows are interleaved
+    (`gated_product.interleave`)."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    return (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([ROWS // 2, TOKENS])
+
+
+def rows_are_aligned(t: torch.Tensor) -> bool:
+    """Whether TMA can load the rows of a matrix: contiguous, beginning at multiples of 16 bytes."""
+    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Returns the descriptor by which boxes [rows, columns] of a matrix are loaded or stored."""
+    kind = gl.float8e4nv if t.dtype == torch.float8_e4m3fn else TORCH_DTYPES[t.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+def scale_layout() -> gl.NVMMASharedLayout:
+    """Returns the layout of scales in shared memory: in their order."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
