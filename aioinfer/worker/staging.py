@@ -15,8 +15,8 @@ import torch
 from aioinfer.ipc.plan import I32
 
 #: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
-#: prepared, one is being read.
-NUM_BUFFERS = 4
+#: prepared, one is being read. With P pipeline stages P + 1 are in flight.
+NUM_BUFFERS = 16
 _MIN_SIZE = 1 << 14
 
 

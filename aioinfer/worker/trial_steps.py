@@ -28,18 +28,21 @@ class TrialSteps:
         num_groups: the KV groups of the whole model.
         block_size: tokens a KV block.
         vocab_size: of the model's logits.
+        fewest_blocks: KV blocks of the group that has the fewest, on all ranks: every stage of a
+            pipeline has to execute the same plans.
     """
 
     runner: ModelRunner | GpuModelRunner
     num_groups: int
     block_size: int
     vocab_size: int
+    fewest_blocks: int
 
     def run_sampling(self) -> None:
         """Executes a prefill and a decode step in which requests use all of the sampler, with and
         without masks, and forgets them."""
         runner, slots = self.runner, self.runner.slots
-        rows = min(2, len(slots.tokens), *(kv.shape[2] for kv in runner.kv.tensors))
+        rows = min(2, len(slots.tokens), self.fewest_blocks)
         prompt_len = self._short_prompt()
         greedy = trial_admission(0, prompt_len, SamplingParams(temperature=0))
         admissions = [greedy, trial_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]

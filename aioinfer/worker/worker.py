@@ -124,6 +124,7 @@ class Worker:
         )
         self._peers = Peers(config, groups, self.device)
         self.graph_bytes = 0
+        self._fewest_blocks = 1
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
         self.on_stuck: Callable[[Exception], None] | None = None
@@ -232,6 +233,7 @@ class Worker:
         Raises:
             ConfigError: memory is too short.
         """
+        self._fewest_blocks = min(num_blocks)
         remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
         with report_shortage("the KV cache and the slots", remedy):
             self._runner = self._make_runner(
@@ -286,7 +288,7 @@ class Worker:
             return
         runner, size, peers = self._runner, self.block_size, self._peers
         max_len = runner.slots.max_model_len
-        most = size * min(kv.shape[2] for kv in runner.kv.tensors)
+        most = size * self._fewest_blocks
         budget = self._config.scheduler.max_num_batched_tokens
         count = max(1, min(CALIBRATION_TOKENS, budget, most, max_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
@@ -298,7 +300,9 @@ class Worker:
         runner.kv.zero(-(-count // size))
 
     def _trial_steps(self, runner: ModelRunner | GpuModelRunner) -> TrialSteps:
-        return TrialSteps(runner, len(self._groups), self.block_size, self.vocab_size)
+        return TrialSteps(
+            runner, len(self._groups), self.block_size, self.vocab_size, self._fewest_blocks
+        )
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
         """Starts a plan; the result can be waited for.
