@@ -70,7 +70,7 @@ SLOW = frozenset(
 #: checks Ollama's paths, the command line with a model, or traces. Run them before a release.
 EXTENDED = frozenset(
     [
-        "compiled/test_block_hopper.py",
+        "compiled/test_block_hopper_kernels.py",
         "compiled/test_cascade_kernels.py",
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
         "compiled/test_few_rows_kernels.py",

@@ -115,10 +115,10 @@ def test_plan_divides_the_work_evenly_whatever_the_lengths() -> None:
 @pytest.mark.parametrize(
     ("lens", "programs", "whole", "span"),
     [
-        ([256] * 8, 528, 0, 2),  # 16 tiles a row, 64 (row, head) pairs, 8 programs each
-        ([250] * 8, 256, 16, 16),  # a row is not split
-        ([300] * 8, 512, 16, 3),  # 19 tiles in parts of 3, where the even span is 3 as well
-        ([100, 900, 30], 100, 0, 7),  # 7, 57 and 2 tiles: 1 + 9 + 1 parts of each head
+        ([256] * 8, 132, 0, 2),  # 16 tiles a row, 16 (row, head) pairs, 8 programs each
+        ([250] * 8, 64, 16, 16),  # a row is not split
+        ([300] * 8, 128, 16, 3),  # 19 tiles in parts of 3, where the even span is 3 as well
+        ([100, 900, 30], 25, 0, 7),  # 7, 57 and 2 tiles: 1 + 9 + 1 parts of each head
     ],
 )
 def test_programs_of_few_rows_have_parts_of_one_row_and_head(
@@ -126,7 +126,7 @@ def test_programs_of_few_rows_have_parts_of_one_row_and_head(
 ) -> None:
     config = replace(SMALL, whole_tiles=whole)
     workspace = DecodeWorkspace.create(
-        8, torch.zeros(1, 16, 8, 64), config=config, programs=programs
+        2, torch.zeros(1, 16, 2, 64), config=config, programs=programs
     )
     plan_decode(workspace, torch.tensor(lens, dtype=torch.int32))
     rows, heads, tiles, todo, spans, _ = workspace.plan.T[:6]
@@ -134,7 +134,7 @@ def test_programs_of_few_rows_have_parts_of_one_row_and_head(
     expected = [
         (row, head, first, min(span, -(-keys // 16) - first))
         for row, keys in enumerate(lens)
-        for head in range(8)
+        for head in range(2)
         for first in range(0, -(-keys // 16), span)
     ]
     busy = todo > 0
