@@ -36,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.expert_routing import RoutedTokens
-from aioinfer.kernels.symmetric_memory import SymmetricBuffer
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer, is_last_program
 
 _ALIGNMENT = 256
 #: Programs of the kernel that returns sums: each takes row after row.
@@ -109,17 +109,6 @@ def _await(base, at, rank, epoch):
     return word.to(tl.int32)
 
 
-@triton.jit
-def _is_last(ticket):
-    """Whether this is the last program of the launch to come here; it sets the ticket to 0."""
-    tl.debug_barrier()
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == programs - 1
-    if is_last:
-        tl.store(ticket, 0)
-    return is_last
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _send_kernel(
     x, experts, weights, firsts, addresses, epochs, ticket, tokens, sent_at, places_at, weights_at,
@@ -148,7 +137,7 @@ def _send_kernel(
             if tl.max(is_there.to(tl.int32), 0) > 0:
                 out = (base + rows_at).to(tl.pointer_type(x.dtype.element_ty)) + slot * WIDTH
                 tl.store(tl.multiple_of(out, 16) + column, row, mask)
-    if _is_last(ticket):
+    if is_last_program(ticket):
         _tell(addresses, sent_at, epoch, tokens, RANK, SIZE)
 
 
@@ -176,7 +165,7 @@ def _receive_kernel(
         # after a step that failed between two launches, counters are too high
         is_here = is_here & (rank < SIZE * max_tokens)
         tl.store(buckets + place * (SIZE * max_tokens) + rank, pair, is_here)
-    if _is_last(ticket):
+    if is_last_program(ticket):
         number = tl.arange(0, PLACES_PAD)
         count = tl.load(counts + number, number < PLACES, 0, volatile=True)
         is_few = tl.sum(count, 0) <= max_few
@@ -211,7 +200,7 @@ def _return_kernel(
                 target = out + (RANK * max_tokens + token).to(tl.int64) * WIDTH
                 total_out = total.to(out.dtype.element_ty)
                 tl.store(tl.multiple_of(target, 16) + column, total_out, mask)
-    if _is_last(ticket):
+    if is_last_program(ticket):
         number = tl.arange(0, PLACES_PAD)
         tl.store(counts + number, tl.zeros([PLACES_PAD], tl.int32), number < PLACES)
         _tell(addresses, returned_at, epoch, 0, RANK, SIZE)
@@ -244,7 +233,7 @@ def _add_kernel(
             at = tl.multiple_of(sums + (peer * max_tokens + token).to(tl.int64) * WIDTH, 16)
             total += tl.load(at + column, mask & has, 0.0).to(tl.float32)
         tl.store(out + row + column, total.to(out.dtype.element_ty), mask)
-    if _is_last(ticket):
+    if is_last_program(ticket):
         tl.store(epochs, epoch)
 
 

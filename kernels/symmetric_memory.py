@@ -68,6 +68,19 @@ class LLBuffers:
 
 
 @triton.jit
+def is_last_program(ticket):
+    """Returns whether this is the last program of the launch to come here, and sets the ticket to 0
+    then: whatever the others wrote before, on any GPU, is visible to it and to those it releases a
+    word for."""
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == programs - 1
+    if is_last:
+        tl.store(ticket, 0)
+    return is_last
+
+
+@triton.jit
 def is_rank(SIZE: tl.constexpr):
     """Returns which of P entries belong to a rank and are no padding: bool [P]."""
     return tl.arange(0, triton.next_power_of_2(SIZE)) < SIZE

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import group_layers, groups_of_stage
+from aioinfer.ipc.kv_spec import AttentionSpec, StateSpec, group_layers, groups_of_stage
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model
-from aioinfer.models.stages import divide_layers
+from aioinfer.models.stages import divide_layers, step_bytes
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.paged_model import CPU, make_step
 from tests.tiny_models import FAMILIES, tiny_model
@@ -23,9 +23,8 @@ from tests.tiny_models import FAMILIES, tiny_model
 BLOCK_SIZE = 4
 
 
-def largest(sizes: list[int], stages: list[range], before: int, behind: int) -> int:
+def largest(sizes: list[int], stages: list[range], behind: int) -> int:
     loads = [sum(sizes[number] for number in stage) for stage in stages]
-    loads[0] += before
     loads[-1] += behind
     return max(loads)
 
@@ -36,8 +35,8 @@ def test_the_largest_stage_is_as_small_as_it_can_be() -> None:
         count = noise.randint(1, 9)
         sizes = [noise.randint(1, 9) for _ in range(count)]
         num_stages = noise.randint(1, count)
-        before, behind = noise.randint(0, 20), noise.randint(0, 20)
-        divided = divide_layers(sizes, num_stages, before=before, behind=behind)
+        behind = noise.randint(0, 20)
+        divided = divide_layers(sizes, num_stages, behind=behind)
         assert [number for stage in divided for number in stage] == list(range(count))
         assert len(divided) == num_stages
         assert all(divided)
@@ -45,8 +44,18 @@ def test_the_largest_stage_is_as_small_as_it_can_be() -> None:
             [range(a, b) for a, b in itertools.pairwise((0, *cuts, count))]
             for cuts in itertools.combinations(range(1, count), num_stages - 1)
         ]
-        least = min(largest(sizes, stages, before, behind) for stages in every)
-        assert largest(sizes, divided, before, behind) == least
+        least = min(largest(sizes, stages, behind) for stages in every)
+        assert largest(sizes, divided, behind) == least
+
+
+def test_a_layer_costs_its_weights_and_the_keys_of_a_step() -> None:
+    whole, narrow = AttentionSpec(8, 128), AttentionSpec(8, 128, window=64)
+    assert step_bytes(1000, whole, 2) == 1000 + 65_536 * 4096
+    assert step_bytes(1000, narrow, 2) == 1000 + 128 * 64 * 4096
+    assert step_bytes(1000, StateSpec(77), 2) == 1000 + 128 * 77
+    # the shape of Qwen3-8B: 36 layers of 193 M weights and a head of 622 M, in bf16
+    layers = [step_bytes(2 * 193_000_000, whole, 2)] * 36
+    assert [len(stage) for stage in divide_layers(layers, 2, behind=2 * 622_000_000)] == [19, 17]
 
 
 def build_stage(folder: Path, stage: int, num_stages: int) -> CausalLM:

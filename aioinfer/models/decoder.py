@@ -29,7 +29,7 @@ from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.loader import load_weights
-from aioinfer.models.stages import divide_layers, measure_layers, whole_bytes
+from aioinfer.models.stages import divide_layers, measure_layers, step_bytes, whole_bytes
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
@@ -257,8 +257,8 @@ class DecoderModel:
     def _select_layers(
         self, num_layers: int, layer: Callable[[int], DecoderLayer], embedding: Embedding
     ) -> None:
-        """Finds out which layers this rank's stage has: stages of about equal weight bytes, with
-        the embedding in the first and the head in the last."""
+        """Finds out which layers this rank's stage has: stages that read about as many bytes in a
+        step, with the embedding in the first and the head in the last."""
         stages = self.backend.num_stages
         self.layer_numbers = range(num_layers)
         self._earlier_counters: list[ExpertCounter] = []
@@ -266,9 +266,14 @@ class DecoderModel:
             return
         layers, sizes = measure_layers(self._make, layer, num_layers)
         self.kv_specs = [layer.attention.kv_spec for layer in layers]
-        # the head is as large, tied or not
-        ends = whole_bytes(embedding.weight_shards()) // self.backend.group.size
-        divided = divide_layers(sizes, stages, before=ends, behind=ends)
+        itemsize = self.backend.dtype.itemsize
+        costs = [
+            step_bytes(size, spec, itemsize)
+            for size, spec in zip(sizes, self.kv_specs, strict=True)
+        ]
+        # the head is as large as the embedding, tied or not
+        head = whole_bytes(embedding.weight_shards()) // self.backend.group.size
+        divided = divide_layers(costs, stages, behind=head)
         self.layer_numbers = divided[self.backend.stage]
         earlier = _counters_of(layers[: self.layer_numbers.start])
         self._earlier_counters = [counter.on(self.backend.device) for counter in earlier]

@@ -67,10 +67,17 @@ class Peers:
         """Returns the links to the other stages, with nothing on its way; None for one stage.
         `hidden_size` and `dtype` are those of the residual stream."""
         if self.pp.size > 1 and self._links is None:
-            self._links = StageLinks(self.groups, hidden_size, dtype, self._device)
-        elif self._links is not None:
-            self._links.drain()
+            self._links = StageLinks(
+                self.groups, hidden_size, dtype, self._device, self._max_tokens
+            )
+        self.drain_stages()
         return self._links
+
+    def drain_stages(self) -> None:
+        """Receives what other stages have sent. To be called within `compile_only`, too: there
+        messages are neither sent nor received, and none may be received that was not sent."""
+        if self._links is not None:
+            self._links.drain()
 
     @contextmanager
     def together(self, what: str, report: Callable[[Exception], None] | None) -> Iterator[None]:

@@ -300,7 +300,7 @@ def _join_groups(spec: WorkerSpec) -> ProcessGroups:
     from aioinfer.worker.devices import select_device
 
     if spec.place.world_size == 1:
-        return ProcessGroups.single()
+        return ProcessGroups(spec.place, {})
     from torch.distributed import FileStore
 
     place = spec.place

@@ -2,42 +2,45 @@
 tokens from the last stage back to the first, whose next step embeds them. Now and then counts of
 the experts' tokens follow hidden states (`expert_report`).
 
-Everything goes point to point between ranks of the same tensor-parallel number, through NCCL on
-GPUs and gloo on CPUs. Both sides know every plan, so nothing but numbers is sent: the receiver
-knows how many there will be, and of which rows.
+Everything goes point to point between ranks of the same tensor-parallel number, over two channels
+of `stage_channels`: GPUs of one host write into each other's memory, others use NCCL, CPUs gloo.
+Both sides know every plan, so nothing but numbers is sent: the receiver knows how many there will
+be, and of which rows.
 
-Nobody waits for a receiver. A send is kept until it must have been received: with `depth` steps in
-flight, those before the last `depth` are over. The first stage posts a receive for the tokens of
-each step, and waits for them when a plan comes that has a row of one of
-their slots. Tokens for a slot that another request has taken meanwhile, or for which others were
-forced, are dropped.
-
-On a GPU no call waits on the host: a receive is posted on a stream of its own, so that it may begin
-before the step that is being computed ends, and the stream of the computation waits for it.
+The first stage notes the tokens of each step that it will get, and waits for them when a plan comes
+that has a row of one of their slots. Tokens for a slot that another request has taken meanwhile, or
+for which others were forced, are dropped.
 """
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, StepPlan
-from aioinfer.layers.parallel import ParallelGroup, ProcessGroups
+from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.stage_channels import GroupChannel, MemoryChannel, Receipt, StageChannel
+
+_log = logging.getLogger(__name__)
+
+#: Steps of hidden states that fit into a receiver's memory. One is read as its step begins; the
+#: stage before may end the next one meanwhile, and then waits.
+_HIDDEN_SLOTS = 2
+#: Bytes of a message that is no multiple of the hidden states: counts of experts' tokens.
+_MIN_SLOT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _ExpectedTokens:
-    """The tokens of a step that the last stage samples: int32 [S] in `tokens` once `work` is done.
+    """The tokens of a step that the last stage samples: `receive` returns them, int32 [S].
 
     `is_wanted` (bool [S]) becomes false where slot and position are another token's by now.
     """
@@ -45,8 +48,7 @@ class _ExpectedTokens:
     slots: I32
     positions: I32
     is_wanted: npt.NDArray[np.bool_]
-    tokens: torch.Tensor
-    work: Any
+    receive: Receipt
 
 
 class StageLinks:
@@ -54,29 +56,60 @@ class StageLinks:
 
     Attributes:
         is_first, is_last: which stage the rank belongs to.
-        waited_ns: nanoseconds that the host has waited for other stages; stays 0 on a GPU.
     """
 
     def __init__(
-        self, groups: ProcessGroups, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        groups: ProcessGroups,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
     ):
-        """`hidden_size` and `dtype` are those of the residual stream."""
-        pipeline = groups.pp
-        column = next(ranks for ranks in groups.spec.members("pp") if groups.spec.rank in ranks)
-        stage = pipeline.rank
-        self.is_first, self.is_last = stage == 0, stage == pipeline.size - 1
-        self.waited_ns = 0
-        self._before, self._after = column[stage - 1], column[(stage + 1) % pipeline.size]
-        self._first, self._last = column[0], column[-1]
-        self._hidden_group, self._token_group = pipeline, groups.tokens
+        """`hidden_size` and `dtype` are those of the residual stream; `max_tokens` of a step."""
+        stage, size = groups.pp.rank, groups.pp.size
+        self.is_first, self.is_last = stage == 0, stage == size - 1
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         # the steps in flight, and one to spare
-        self._depth = pipeline.size + 2
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._depth = size + 2
         self._expected: deque[_ExpectedTokens] = deque()
-        self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if device.type == "cuda":
-            self._connect()
+        self._hidden, self._tokens = self._open_channels(groups, max_tokens)
+        self._connect()
+
+    def _open_channels(
+        self, groups: ProcessGroups, max_tokens: int
+    ) -> tuple[StageChannel, StageChannel]:
+        """Returns the channels of hidden states and of tokens. All ranks take the same kind."""
+        size = groups.pp.size
+        before, after = (groups.pp.rank - 1) % size, (groups.pp.rank + 1) % size
+        if self._device.type == "cuda" and groups.spec.is_local:
+            try:
+                return self._open_memory(groups, max_tokens, before, after)
+            except ConfigError as error:
+                _log.warning("pipeline stages use NCCL, since memory cannot be shared: %s", error)
+        column = next(ranks for ranks in groups.spec.members("pp") if groups.spec.rank in ranks)
+        hidden, tokens = (
+            GroupChannel(group, column[source], column[target], self._depth, self._device)
+            for group, source, target in ((groups.pp, before, after), (groups.tokens, -1, 0))
+        )
+        return hidden, tokens
+
+    def _open_memory(
+        self, groups: ProcessGroups, max_tokens: int, before: int, after: int
+    ) -> tuple[StageChannel, StageChannel]:
+        from aioinfer.kernels.peer_messages import ChannelLayout, PeerChannel
+
+        row = self._hidden_size * self._dtype.itemsize
+        hidden = ChannelLayout.of(0, _HIDDEN_SLOTS, max(max_tokens * row, _MIN_SLOT_BYTES))
+        # the first stage takes tokens when it needs them, and `_depth` steps later at the latest
+        tokens = ChannelLayout.of(hidden.end, self._depth + 2, max_tokens * 4)
+        memory = groups.pp.symmetric_buffer(tokens.end)
+        ends = (hidden, before, after), (tokens, groups.pp.size - 1, 0)
+        channels = [
+            MemoryChannel(*(PeerChannel(memory, layout, peer) for peer in (source, target)))
+            for layout, source, target in ends
+        ]
+        return channels[0], channels[1]
 
     def _connect(self) -> None:
         """Sends a message over every link, in the same order on all stages.
@@ -85,56 +118,57 @@ class StageLinks:
         it. In a first step the first stage would post a receive for tokens before it sends hidden
         states, and the last one a receive for hidden states: each would wait for the other.
         """
+        nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
         if not self.is_first:
             self.receive_counts(1)
         if not self.is_last:
-            self.send_counts(torch.zeros(1, dtype=torch.int32, device=self._device))
+            self.send_counts(nothing)
         if self.is_last:
-            self.return_tokens(torch.zeros(1, dtype=torch.int32, device=self._device))
+            self.return_tokens(nothing)
         if self.is_first:
-            self._wait(self._post_receive((1,), torch.int32, self._last, self._token_group)[1])
+            self._tokens.expect((1,), torch.int32)()
+
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds that the host has waited for other stages; stays 0 on a GPU."""
+        return self._hidden.waited_ns + self._tokens.waited_ns
 
     # ---------------------------------------------------------------- hidden states
 
     def receive(self, num_tokens: int) -> torch.Tensor:
         """Returns the hidden states [T, hidden_size] of the stage before."""
-        shape = num_tokens, self._hidden_size
-        hidden, work = self._post_receive(shape, self._dtype, self._before, self._hidden_group)
-        self._wait(work)
-        return hidden
+        return self._hidden.expect((num_tokens, self._hidden_size), self._dtype)()
 
     def send(self, hidden: torch.Tensor) -> None:
         """Sends the hidden states [T, hidden_size] to the next stage; they may be written to as
         soon as this returns."""
-        self._post_send(hidden, self._after, self._hidden_group)
+        self._hidden.send(hidden)
 
     # ---------------------------------------------------------------- tokens of experts
 
     def receive_counts(self, size: int) -> torch.Tensor:
         """Returns the int32 [size] that the stage before has sent behind its last hidden states."""
-        counts, work = self._post_receive((size,), torch.int32, self._before, self._hidden_group)
-        self._wait(work)
-        return counts
+        return self._hidden.expect((size,), torch.int32)()
 
     def send_counts(self, counts: torch.Tensor) -> None:
         """Sends int32 [size] to the next stage, behind the last hidden states."""
-        self._post_send(counts, self._after, self._hidden_group)
+        self._hidden.send(counts)
 
     # ---------------------------------------------------------------- tokens
 
     def return_tokens(self, tokens: torch.Tensor) -> None:
         """Sends what the last stage has sampled in a step, int32 [S] with S > 0, to the first."""
-        self._post_send(tokens, self._first, self._token_group)
+        self._tokens.send(tokens)
 
     def expect_tokens(self, plan: StepPlan) -> None:
         """Has the first stage receive what the last one will sample for a plan."""
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return
-        tokens, work = self._post_receive((len(rows),), torch.int32, self._last, self._token_group)
+        receive = self._tokens.expect((len(rows),), torch.int32)
         positions = (plan.starts + plan.lengths)[rows]
         is_wanted = np.ones(len(rows), np.bool_)
-        self._expected.append(_ExpectedTokens(plan.slots[rows], positions, is_wanted, tokens, work))
+        self._expected.append(_ExpectedTokens(plan.slots[rows], positions, is_wanted, receive))
 
     def enter_tokens(self, plan: StepPlan, slots: Slots) -> None:
         """Enters in the slots of the first stage the tokens that a plan's rows begin with, and what
@@ -151,7 +185,7 @@ class StageLinks:
             self._enter(self._expected.popleft(), slots)
 
     def _enter(self, expected: _ExpectedTokens, slots: Slots) -> None:
-        self._wait(expected.work)
+        tokens = expected.receive()
         rows = np.flatnonzero(expected.is_wanted)
         if not len(rows):
             return
@@ -161,7 +195,7 @@ class StageLinks:
             uploaded = uploaded.pin_memory()
         row, slot, position = uploaded.to(self._device, non_blocking=True)
         # a row that failed must still leave an id that can be embedded
-        slots.tokens[slot, position] = expected.tokens[row].clamp(min=0)
+        slots.tokens[slot, position] = tokens[row].clamp(min=0)
 
     def _drop_replaced(self, plan: StepPlan) -> None:
         """Drops tokens whose slots the plan gives to others, and those that it brings itself."""
@@ -176,30 +210,4 @@ class StageLinks:
     def drain(self) -> None:
         """Waits for all tokens that are expected, and drops them: the slots are made anew."""
         while self._expected:
-            self._wait(self._expected.popleft().work)
-
-    # ---------------------------------------------------------------- messages
-
-    def _post_receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, group: ParallelGroup
-    ) -> tuple[torch.Tensor, Any]:
-        with self._on_receiving_stream():
-            values = torch.empty(shape, dtype=dtype, device=self._device)
-            work = dist.irecv(values, src=source, group=group.handle)
-        if self._receiving is not None:
-            values.record_stream(torch.cuda.current_stream())
-        return values, work
-
-    def _on_receiving_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving)
-
-    def _post_send(self, values: torch.Tensor, target: int, group: ParallelGroup) -> None:
-        values = values.clone(memory_format=torch.contiguous_format)
-        self._sent.append((dist.isend(values, dst=target, group=group.handle), values))
-        if len(self._sent) > self._depth:
-            self._sent.popleft()[0].wait()
-
-    def _wait(self, work: Any) -> None:
-        began = time.perf_counter_ns()
-        work.wait()
-        self.waited_ns += time.perf_counter_ns() - began if self._receiving is None else 0
+            self._expected.popleft().receive()

@@ -263,6 +263,7 @@ class Worker:
             runner.warm_up()
             if timing is not None:
                 timing.prepare()
+            self._peers.drain_stages()
         with self._peers.together("warming up", self.on_stuck):
             steps.run_sampling()
             steps.run_prompt_rows()
@@ -375,6 +376,7 @@ class Worker:
 
             with compile_only():
                 steps.run(plan)
+                self._peers.drain_stages()
         with self._peers.together("the largest step", self.on_stuck):
             steps.run(plan)
 
