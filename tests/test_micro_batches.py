@@ -82,7 +82,7 @@ def test_a_request_alone_is_planned_ahead_as_with_one_stage() -> None:
 
 
 def test_a_prompts_chunks_follow_each_other_at_once() -> None:
-    pipeline = Pipeline(3, token_budget=4)
+    pipeline = Pipeline(3, token_budget=12)
     pipeline.add(make_request("long", list(range(14)), 3))
     while pipeline.scheduler.num_in_flight < pipeline.depth:
         assert pipeline.post()
@@ -145,3 +145,13 @@ def test_stages_are_busy(num_stages: int) -> None:
             pipeline.add(requests[-1])
         pipeline.step()
     assert pipeline.busy / pipeline.results_at[-1] > 0.9
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_prompts_are_divided_among_the_stages(num_stages: int) -> None:
+    """The steps in flight take the budget together, so that the last stage soon has work."""
+    pipeline = Pipeline(num_stages, token_budget=300, prefill_cap=300)
+    pipeline.add(*(make_request(str(number), [number] * 60, 4) for number in range(10)))
+    assert pipeline.post()
+    assert pipeline.plans[0].num_tokens == 300 // num_stages
+    pipeline.run()

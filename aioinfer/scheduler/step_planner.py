@@ -44,6 +44,9 @@ class StepPlanner:
         self._pacing = pacing
         self._stats = stats
         self._micro_batches: MicroBatches | None = None
+        # with several stages as many steps are in flight, and the last stage has nothing to do before
+        # the first one has computed the first of them
+        self._max_prefill = -(-limits.token_budget // limits.num_stages)
         if limits.num_stages > 1:
             self._micro_batches = MicroBatches(limits.num_stages, plan_ahead=limits.plan_ahead)
 
@@ -76,7 +79,7 @@ class StepPlanner:
     def _prefill_allowance(self) -> PrefillAllowance:
         """Returns what prompts may take of this step: decodes have the first call on the budget."""
         num_decodes = self._num_decodes()
-        left = max(0, self._limits.token_budget - num_decodes)
+        left = min(max(0, self._limits.token_budget - num_decodes), self._max_prefill)
         if not num_decodes:
             return PrefillAllowance(left)
         if not self._pacing.is_active:
