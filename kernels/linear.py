@@ -53,10 +53,10 @@ def linear_config(
     if rows > 1 and itemsize > 2:
         return LinearConfig(16, 128, 4, 3)
     if rows > 1:
-        if features >= 12288:
-            return LinearConfig(64, 256, 4, 3)
         if gated:
             return LinearConfig(32, 256, 4, 4)
+        if features >= 12288:
+            return LinearConfig(64, 256, 4, 3)
         return LinearConfig(16, 512, 2, 4) if inputs >= features else LinearConfig(16, 256, 1, 5)
     step = min(4096, triton.next_power_of_2(inputs))
     if gated or normed:

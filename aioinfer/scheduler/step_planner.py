@@ -44,8 +44,8 @@ class StepPlanner:
         self._pacing = pacing
         self._stats = stats
         self._micro_batches: MicroBatches | None = None
-        # with several stages as many steps are in flight, and the last stage has nothing to do before
-        # the first one has computed the first of them
+        # with several stages as many steps are in flight, and the last one has nothing to do until
+        # the others have computed the first of them
         self._max_prefill = -(-limits.token_budget // limits.num_stages)
         if limits.num_stages > 1:
             self._micro_batches = MicroBatches(limits.num_stages, plan_ahead=limits.plan_ahead)

@@ -37,12 +37,14 @@ def trial_plan(
     max_num_seqs: int = 0,
     admissions: Sequence[Admission] = (),
     num_masked: int = 0,
+    num_blocks: int | None = None,
 ) -> StepPlan:
     """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
     one, the last `num_masked` of them under a mask.
 
     Admitted requests get their KV blocks one after the other from block 0 on, in each of
-    `num_groups` groups.
+    `num_groups` groups; after `num_blocks` of them from block 0 on again, so that requests write
+    over each other's keys.
     """
     rows, none = len(lengths), np.empty(0, np.int32)
     starts, samples = np.full(rows, start, np.int32), np.ones(rows, np.int32)
@@ -50,6 +52,8 @@ def trial_plan(
     slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
     blocks = np.arange(sum(counts), dtype=np.int32)
+    if num_blocks is not None:
+        blocks %= num_blocks
     firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
     sections: list[Section] = [Admissions.of(admissions)] if admissions else []
     if num_masked:

@@ -78,12 +78,13 @@ class TrialSteps:
 
     def largest_plan(self, lengths: list[int]) -> StepPlan:
         """Returns the plan that computes prompts of these lengths, of requests that use all of the
-        sampler: float32 logits, counts of tokens, log-probabilities."""
+        sampler: float32 logits, counts of tokens, log-probabilities. They have `fewest_blocks` KV
+        blocks together: what they compute is never read."""
         admissions = [
             trial_admission(slot, length, EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
-        return self._admit(lengths, admissions, len(lengths))
+        return self._admit(lengths, admissions, len(lengths), self.fewest_blocks)
 
     def run(self, plan: StepPlan) -> None:
         """Executes a plan; its constrained rows may sample every token."""
@@ -95,12 +96,16 @@ class TrialSteps:
         return max(1, min(8, self.block_size - 1, self.runner.slots.max_model_len - 1))
 
     def _admit(
-        self, lengths: list[int], admissions: list[Admission], num_masked: int = 0
+        self,
+        lengths: list[int],
+        admissions: list[Admission],
+        num_masked: int = 0,
+        num_blocks: int | None = None,
     ) -> StepPlan:
         """Returns a `trial_plan` from the first token on."""
         slots = len(self.runner.slots.tokens)
         return trial_plan(
-            lengths, 0, self.block_size, self.num_groups, slots, admissions, num_masked
+            lengths, 0, self.block_size, self.num_groups, slots, admissions, num_masked, num_blocks
         )
 
     def _allow_all(self, plan: StepPlan, count: int) -> I32:

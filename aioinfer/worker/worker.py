@@ -300,10 +300,11 @@ class Worker:
         )  # fmt: skip
         runner.kv.zero(-(-count // size))
 
-    def _trial_steps(self, runner: ModelRunner | GpuModelRunner) -> TrialSteps:
-        return TrialSteps(
-            runner, len(self._groups), self.block_size, self.vocab_size, self._fewest_blocks
-        )
+    def _trial_steps(
+        self, runner: ModelRunner | GpuModelRunner, fewest_blocks: int | None = None
+    ) -> TrialSteps:
+        fewest = fewest_blocks or self._fewest_blocks
+        return TrialSteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
         """Starts a plan; the result can be waited for.
@@ -358,18 +359,21 @@ class Worker:
         return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
-        """Computes as many tokens, and samples as many, as a step may, with a cache that is just
-        large enough, of requests that use all of the sampler."""
+        """Computes as many tokens, and samples as many, as a step may, of requests that use all of
+        the sampler. They share the KV blocks of one: a cache of their own would count as memory
+        that a step needs beside the cache."""
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
         rows = min(limits.max_num_seqs, budget)
         max_len = min(model_max_len, -(-budget // rows))
         lengths = [min(max_len, budget // rows + (row < budget % rows)) for row in range(rows)]
-        num_blocks = [rows * -(-max_len // self.block_size)] * len(self._groups)
+        num_blocks = -(-max_len // self.block_size)
         # the slots are as long as those of the real runner: they are part of the peak
         longest = self._config.model.max_model_len or model_max_len
-        runner = self._make_runner(num_blocks, rows, max(max_len, min(longest, model_max_len)))
-        steps = self._trial_steps(runner)
+        runner = self._make_runner(
+            [num_blocks] * len(self._groups), rows, max(max_len, min(longest, model_max_len))
+        )
+        steps = self._trial_steps(runner, num_blocks)
         plan = steps.largest_plan(lengths)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only

@@ -61,8 +61,7 @@ class DenseCandidates:
         start of a model."""
         if operation not in _NORMED:
             yield CUBLAS
-        # several rows with a gate: where there is no `gated_product`
-        if rows <= MAX_ROWS and (rows == 1 or operation not in _GATED or not self._programs):
+        if rows <= MAX_ROWS:
             yield self._skinny(operation, rows)
             for config in other_configs(**self._shape(operation, rows)):
                 yield Candidate(SKINNY, config)
