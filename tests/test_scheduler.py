@@ -889,3 +889,21 @@ def _step_and_check_order(harness: Harness) -> None:
     ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunk"), [(4, 2044), (100, 1948), (128, 2048), (250, 2048), (256, 2048)]
+)
+def test_chunks_beside_decodes_fill_tiles(decodes: int, chunk: int) -> None:
+    """As many tokens as fill whole tiles of 256 with the decodes, but where the last tile would be
+    half full at least."""
+    harness = Harness(
+        max_num_seqs=512, num_blocks=4096, token_budget=8192, prefill_cap=2048, block_size=16
+    )
+    harness.add(*(make_request(str(number), [number, 1], 60) for number in range(decodes)))
+    harness.step()
+    harness.add(make_request("long", [7] * 9000, 4))
+    harness.step()
+    lengths = [plan.lengths.max() for plan in harness.plans if len(plan.slots) > decodes]
+    assert lengths[0] == chunk
+    harness.run()
