@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 
 import psutil
 import ray
+from ray.cluster_utils import Cluster
 
 from aioinfer import LLM, SamplingParams
 from tests.gpu.engine_settings import engine_settings
@@ -41,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def generate(folder: Path, executor: str, **shape: int) -> list[list[int]]:
-    sizes = {f"parallel__{name}": size for name, size in shape.items()}
+def generate(folder: Path, executor: str, **parallel: Any) -> list[list[int]]:
+    sizes = {f"parallel__{name}": value for name, value in parallel.items()}
     settings = engine_settings(parallel__executor=executor, model__skip_tokenizer=True, **sizes)
     prompts = random_prompts((1, 5, 33, 90, 400, 17, 64, 700), VOCAB_SIZE)
     params = [PARAMS[number % len(PARAMS)] for number in range(len(prompts))]
@@ -66,6 +67,26 @@ def generate(folder: Path, executor: str, **shape: int) -> list[list[int]]:
 )
 def test_the_same_tokens_as_without_ray(folder: Path, shape: dict[str, Any]) -> None:
     assert generate(folder, "ray", **shape) == generate(folder, "multiprocess", **shape)
+    _assert_nothing_is_left()
+
+
+def test_stages_on_two_nodes(folder: Path) -> None:
+    """Both are of this host, but the ranks take them for two: hidden states and tokens go through
+    NCCL."""
+    nodes = [{"num_cpus": 1, "num_gpus": 1, "env_vars": {"CUDA_VISIBLE_DEVICES": n}} for n in "01"]
+    shape = {"pipeline_parallel_size": 2}
+    expected = generate(folder, "multiprocess", **shape)
+    cluster = Cluster(initialize_head=True, head_node_args={**nodes[0], "include_dashboard": False})
+    try:
+        cluster.add_node(**nodes[1])
+        assert generate(folder, "ray", ray_address=cluster.address, **shape) == expected
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    _assert_nothing_is_left()
+
+
+def _assert_nothing_is_left() -> None:
     assert not ray.is_initialized()
     deadline = time.monotonic() + 30
     while (lines := _processes_of_ray()) and time.monotonic() < deadline:
