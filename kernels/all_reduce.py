@@ -1,5 +1,5 @@
 """All-reduce of the partial products of tensor-parallel ranks over symmetric memory, fused with the
-residual add and the RMSNorm that follow.
+residual add and the RMSNorm that follow, and with the quantization of its result to one byte.
 
 Called after every row-parallel product on GPUs, and after the embedding; captured in the step's
 CUDA graph. A call is one launch of one of two kernels, without any copy beside it:
@@ -21,10 +21,20 @@ overwrites what another still reads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.quantize import (
+    GROUP,
+    MAXIMA,
+    ROUNDER,
+    SMALLEST,
+    InputFormat,
+    ScaledInputs,
+    empty_inputs,
+)
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -39,6 +49,8 @@ _ELEMENTS = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.int8: tl.int8,
 }
 
 
@@ -131,10 +143,40 @@ class AllReduce:
         Raises:
             ValueError: `partial` lies elsewhere, or `residual` differs in shape or is strided.
         """
+        if norm_weight is None:
+            self._launch(partial, residual, None, eps, None, is_first, pdl)
+            return None
+        normed = torch.empty_like(residual)
+        written = _Written(normed.view(torch.int32))
+        self._launch(partial, residual, norm_weight, eps, written, is_first, pdl)
+        return normed
+
+    def add_quantized(
+        self, partial: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
+        format: InputFormat, *, is_first: bool = False, pdl: bool = False,
+    ) -> ScaledInputs:  # fmt: skip
+        """Adds as `add` does, and returns the norm quantized, as `quantize` does with a norm: the
+        same bits on every rank."""
+        inputs, stride = empty_inputs(*partial.shape, format, partial.device)
+        written = _Written.quantized(inputs, stride, format, partial)
+        self._launch(partial, residual, norm_weight, eps, written, is_first, pdl)
+        return inputs
+
+    def _launch(
+        self,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        written: _Written | None,
+        is_first: bool,
+        pdl: bool,
+    ) -> None:
+        """Launches the kernel for so many rows; arguments as of `add`. `written`: what the norm is
+        written to."""
         rows = len(partial)
-        normed = None if norm_weight is None else torch.empty_like(residual)
         if rows == 0:
-            return normed
+            return
         if (
             partial.data_ptr() != self.partial.data_ptr()
             or partial.shape != residual.shape
@@ -147,30 +189,73 @@ class AllReduce:
         peers, layout, size = self._peers, self._layout, self._peers.size
         # The kernels read 4-byte words, the payload of an LL word: pairs of 2-byte numbers, or one
         # float32.
-        words = [partial.view(torch.int32), residual.view(torch.int32)]
-        words += [words[0] if t is None else t.view(torch.int32) for t in (norm_weight, normed)]
-        width = words[0].shape[1]
-        flags = {
+        words, sums = partial.view(torch.int32), residual.view(torch.int32)
+        weight = words if norm_weight is None else norm_weight.view(torch.int32)
+        written = written or _Written(words)
+        width = words.shape[1]
+        flags = written.constants | {
             "RANK": peers.rank, "SIZE": size, "WIDTH": width,
-            "BLOCK": triton.next_power_of_2(width),
+            "BLOCK": max(triton.next_power_of_2(width), written.constants["SCALED"]),
             "PAIRS": partial.element_size() == 2,
             "ELEMENT": _ELEMENTS[partial.dtype],
             "HAS_RESIDUAL": not is_first, "HAS_NORM": norm_weight is not None, "PDL": pdl,
         }  # fmt: skip
+        operands = (
+            words, sums, weight, written.values, written.scales, written.static_scale,
+            written.scale_stride, peers.addresses,
+        )  # fmt: skip
         warps = min(16, max(1, flags["BLOCK"] // 128))
         if rows <= layout.pushed_rows:
             _push_kernel[(rows,)](
-                *words, peers.addresses, self._row_epochs, layout.words, eps, **flags,
-                num_warps=warps, launch_pdl=pdl,
+                *operands, self._row_epochs, layout.words, eps, **flags, num_warps=warps,
+                launch_pdl=pdl,
             )  # fmt: skip
         else:
             groups = triton.cdiv(rows, size)
             _two_shot_kernel[(min(groups, layout.programs),)](
-                *words, peers.addresses, self._program_epochs, layout.flags, layout.partial,
-                layout.sums, rows, groups, eps, **flags,
-                num_warps=min(8, warps), launch_pdl=pdl,
+                *operands, self._program_epochs, layout.flags, layout.partial, layout.sums, rows,
+                groups, eps, **flags, num_warps=min(8, warps), launch_pdl=pdl,
             )  # fmt: skip
-        return normed
+
+
+class _Written:
+    """What the kernels write a norm to.
+
+    Attributes:
+        values: of the norm: its int32 words, or of one byte, and then int16 pairs of 2-byte
+            numbers.
+        scales, static_scale: as in `ScaledInputs` and `InputFormat`; `values` where there is none.
+        scale_stride: elements between the scales of two groups.
+        constants: of the kernels.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        """Nothing is quantized."""
+        self.values = self.scales = self.static_scale = values
+        self.scale_stride = 0
+        self.constants: dict[str, Any] = {
+            "SCALED": 0, "IS_STATIC": False, "MAXIMUM": 0.0, "TINY": SMALLEST, "VALUE": tl.int8,
+        }  # fmt: skip
+
+    @classmethod
+    def quantized(
+        cls, inputs: ScaledInputs, stride: int, format: InputFormat, partial: torch.Tensor
+    ) -> _Written:
+        """Returns that of quantized activations; `stride` is the elements between two groups of
+        scales, `partial` what is summed."""
+        numbers = 4 // partial.element_size()
+        written = cls(inputs.values.view(torch.int16) if numbers == 2 else inputs.values)
+        written.scales, written.scale_stride = inputs.scales, stride
+        if format.static_scale is not None:
+            written.static_scale = format.static_scale
+        width = triton.next_power_of_2(partial.shape[1] // numbers)
+        written.constants |= {
+            "SCALED": GROUP // numbers if format.is_grouped else width,
+            "IS_STATIC": format.static_scale is not None,
+            "MAXIMUM": MAXIMA[format.dtype],
+            "VALUE": _ELEMENTS[format.dtype],
+        }
+        return written
 
 
 @triton.jit
@@ -197,14 +282,47 @@ def _as_words(low, high, PAIRS: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _norm(
-    low, high, weight_words, eps, WIDTH: tl.constexpr, PAIRS: tl.constexpr, ELEMENT: tl.constexpr
-):
-    """Returns the words of the RMSNorm of a row, given as float32 that were rounded to ELEMENT."""
+def _write_norm(
+    total, weight_words, normed, scales, static_scale, scale_stride, row, columns, mask, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr, IS_STATIC: tl.constexpr, MAXIMUM: tl.constexpr, TINY: tl.constexpr,
+    VALUE: tl.constexpr,
+):  # fmt: skip
+    """Writes the RMSNorm of a row, given as words: as words, or quantized to VALUE with a scale for
+    each SCALED words."""
+    low, high = _halves(total, PAIRS, ELEMENT)
     weight_low, weight_high = _halves(weight_words, PAIRS, ELEMENT)
     square = tl.sum(low * low + high * high) / 2 if PAIRS else tl.sum(low * low)
-    scale = tl.rsqrt(square / WIDTH + eps)
-    return _as_words(low * scale * weight_low, high * scale * weight_high, PAIRS, ELEMENT)
+    factor = tl.rsqrt(square / WIDTH + eps)
+    low, high = low * factor * weight_low, high * factor * weight_high
+    place = row.to(tl.int64) * WIDTH + columns
+    if SCALED == 0:
+        tl.store(normed + place, _as_words(low, high, PAIRS, ELEMENT), mask)
+    else:
+        groups: tl.constexpr = BLOCK // SCALED
+        if IS_STATIC:
+            scale = tl.zeros([groups], tl.float32) + tl.load(static_scale)
+        else:
+            largest = tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), [groups, SCALED])
+            scale = tl.maximum(tl.max(largest, axis=1), TINY) / MAXIMUM
+        wide = tl.reshape(tl.broadcast_to(scale[:, None], [groups, SCALED]), [BLOCK])
+        low, high = _one_byte(low / wide, MAXIMUM, VALUE), _one_byte(high / wide, MAXIMUM, VALUE)
+        if PAIRS:
+            low = (low.to(tl.int16) & 0xFF) | (high.to(tl.int16) << 8)
+            tl.store(normed + place, low, mask)
+        else:
+            tl.store(normed + place, low.to(VALUE, bitcast=True), mask)
+        group = tl.arange(0, groups)
+        tl.store(scales + row + group * scale_stride, scale, group * SCALED < WIDTH)
+
+
+@triton.jit
+def _one_byte(x, MAXIMUM: tl.constexpr, VALUE: tl.constexpr):
+    """Returns the bits of x rounded to VALUE, int8."""
+    x = tl.minimum(tl.maximum(x, -MAXIMUM), MAXIMUM)
+    if VALUE == tl.int8:  # noqa: SIM300  (it is no constant to the linter)
+        x = (x + ROUNDER) - ROUNDER
+    return x.to(VALUE).to(tl.int8, bitcast=True)
 
 
 @triton.jit
@@ -224,12 +342,15 @@ def _begin(
     return columns, mask, weight_words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _push_kernel(
-    partial, residual, weight, normed, addresses, epochs, words_at, eps,
+    partial, residual, weight, normed, scales, static_scale, scale_stride, addresses, epochs,
+    words_at, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, ELEMENT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, IS_STATIC: tl.constexpr, MAXIMUM: tl.constexpr, TINY: tl.constexpr,
+    VALUE: tl.constexpr,
 ):  # fmt: skip
     """Sums one row. A word is (epoch << 32) | data. A row has two LL buffers, used alternately, and
     an epoch of its own that counts its all-reduces.
@@ -271,12 +392,10 @@ def _push_kernel(
     total = _as_words(low, high, PAIRS, ELEMENT)
     tl.store(residual + row * WIDTH + columns, total, mask)
     if HAS_NORM:
-        low, high = _halves(total, PAIRS, ELEMENT)
-        tl.store(
-            normed + row * WIDTH + columns,
-            _norm(low, high, weight_words, eps, WIDTH, PAIRS, ELEMENT),
-            mask,
-        )
+        _write_norm(
+            total, weight_words, normed, scales, static_scale, scale_stride, row, columns, mask,
+            eps, WIDTH, BLOCK, PAIRS, ELEMENT, SCALED, IS_STATIC, MAXIMUM, TINY, VALUE,
+        )  # fmt: skip
     tl.store(epochs + row, epoch)
 
 
@@ -311,13 +430,15 @@ def _await(addresses, flags_at, stage: tl.constexpr, epoch, RANK: tl.constexpr, 
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["rows", "groups"])
+@triton.jit(do_not_specialize=["scale_stride", "rows", "groups"])
 def _two_shot_kernel(
-    partial, residual, weight, normed, addresses, epochs, flags_at, partial_at, sums_at, rows,
-    groups, eps,
+    partial, residual, weight, normed, scales, static_scale, scale_stride, addresses, epochs,
+    flags_at, partial_at, sums_at, rows, groups, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, ELEMENT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, IS_STATIC: tl.constexpr, MAXIMUM: tl.constexpr, TINY: tl.constexpr,
+    VALUE: tl.constexpr,
 ):  # fmt: skip
     """Sums groups of SIZE rows, distributed round-robin over the programs; rank i sums row i of a
     group.
@@ -356,10 +477,11 @@ def _two_shot_kernel(
                         mask,
                     )
             if HAS_NORM:
-                low, high = _halves(total, PAIRS, ELEMENT)
-                tl.store(
-                    normed + place, _norm(low, high, weight_words, eps, WIDTH, PAIRS, ELEMENT), mask
-                )
+                _write_norm(
+                    total, weight_words, normed, scales, static_scale, scale_stride, row, columns,
+                    mask, eps, WIDTH, BLOCK, PAIRS, ELEMENT, SCALED, IS_STATIC, MAXIMUM, TINY,
+                    VALUE,
+                )  # fmt: skip
     _signal(addresses, flags_at, 1, epoch, RANK, SIZE)
     _await(addresses, flags_at, 1, epoch, RANK, SIZE)
     sums = (tl.load(addresses + RANK) + sums_at).to(tl.pointer_type(tl.int32))
@@ -371,12 +493,11 @@ def _two_shot_kernel(
                 total = tl.load(sums + place, mask, 0)
                 tl.store(residual + place, total, mask)
                 if HAS_NORM:
-                    low, high = _halves(total, PAIRS, ELEMENT)
-                    tl.store(
-                        normed + place,
-                        _norm(low, high, weight_words, eps, WIDTH, PAIRS, ELEMENT),
-                        mask,
-                    )
+                    _write_norm(
+                        total, weight_words, normed, scales, static_scale, scale_stride, row,
+                        columns, mask, eps, WIDTH, BLOCK, PAIRS, ELEMENT, SCALED, IS_STATIC,
+                        MAXIMUM, TINY, VALUE,
+                    )  # fmt: skip
     tl.store(epochs + tl.program_id(0), epoch)
 
 

@@ -125,22 +125,32 @@ def quantize(
         raise ValueError(
             f"x must be [T, K <= {MAX_CHANNELS}] with contiguous rows, not {tuple(x.shape)}"
         )
-    groups = -(-width // GROUP) if format.is_grouped else 1
-    values = torch.empty((rows, width), dtype=format.dtype, device=x.device)
-    stride = rows if groups == 1 else rows + -rows % SCALE_ROWS
-    scales = torch.empty((groups, stride), dtype=torch.float32, device=x.device)
+    inputs, stride = empty_inputs(rows, width, format, x.device)
     if rows:
         block = max(GROUP, triton.next_power_of_2(width))
         static = format.static_scale
         _quantize_kernel[(rows,)](
-            x, x if norm_weight is None else norm_weight, scales if static is None else static,
-            values, scales, width, x.stride(0), stride, eps,
+            x, x if norm_weight is None else norm_weight,
+            inputs.scales if static is None else static, inputs.values, inputs.scales, width,
+            x.stride(0), stride, eps,
             BLOCK=block, SCALED=GROUP if format.is_grouped else block,
             HAS_NORM=norm_weight is not None, IS_STATIC=static is not None,
             MAXIMUM=MAXIMA[format.dtype], TINY=SMALLEST, PDL=pdl,
             num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
         )  # fmt: skip
-    return ScaledInputs(values, scales[:, :rows].t())
+    return inputs
+
+
+def empty_inputs(
+    rows: int, width: int, format: InputFormat, device: torch.device
+) -> tuple[ScaledInputs, int]:
+    """Returns quantized activations [rows, width] to be written to, and the elements between the
+    scales of two groups."""
+    groups = -(-width // GROUP) if format.is_grouped else 1
+    values = torch.empty((rows, width), dtype=format.dtype, device=device)
+    stride = rows if groups == 1 else rows + -rows % SCALE_ROWS
+    scales = torch.empty((groups, stride), dtype=torch.float32, device=device)
+    return ScaledInputs(values, scales[:, :rows].t()), stride
 
 
 def quantize_reference(

@@ -70,14 +70,22 @@ class ColumnParallelLinear:
         fused = norm is not None and self.bias is None and self.weight.fuses_norm(len(stream))
         if fused and norm is not None and stream.is_reduced:
             return self.weight.multiply_normed(stream.hidden, norm)
-        return self(stream.normed(norm))
+        return self(self._normed(stream, norm))
 
     def of_normed_gated(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
         """Returns silu(gate) * up [T, out / 2] of the product with the normed stream; see
         `WeightFormat.multiply_gated`. There is no bias."""
         if norm is not None and stream.is_reduced:
             return self.weight.multiply_gated(stream.hidden, norm)
-        return self.weight.multiply_gated(stream.normed(norm))
+        return self.weight.multiply_gated(self._normed(stream, norm))
+
+    def _normed(self, stream: ResidualStream, norm: RMSNorm | None) -> Any:
+        """Returns the normed stream as the weight takes it: a tensor, or `ScaledInputs` if an
+        all-reduce can quantize them along the way."""
+        format = None if norm is None else self.weight.input_format(len(stream))
+        if norm is None or format is None:
+            return stream.normed(norm)
+        return stream.quantized(norm, format)
 
     def warm_up(self, norm: RMSNorm | None, in_features: int, *, gated: bool = False) -> None:
         """Launches the products of `of_normed`, or of `of_normed_gated`, in every configuration

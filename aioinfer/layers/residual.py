@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.all_reduce import AllReduce
+    from aioinfer.kernels.quantize import InputFormat, ScaledInputs
 
 
 class ResidualStream:
@@ -53,11 +59,33 @@ class ResidualStream:
         """Returns the norm of the stream [T, hidden_size]; without a norm the stream itself."""
         if norm is None:
             return self.hidden
-        if self._partial is not None and norm.weight.dtype == self._hidden.dtype:
+        if self._reduces_with(norm):
             normed = self._reduce(norm)
             assert normed is not None
             return normed
         return norm(self.hidden)
+
+    def quantized(self, norm: RMSNorm, format: InputFormat) -> torch.Tensor | ScaledInputs:
+        """Returns the norm of the stream, quantized by the all-reduce; without one outstanding, not
+        quantized."""
+        if not self._reduces_with(norm):
+            return self.normed(norm)
+        partial, self._partial = self._partial, None
+        is_first, self._is_first = self._is_first, False
+        assert partial is not None
+        return self._all_reduce.add_quantized(
+            partial, self._hidden, norm.weight, norm.eps, format,
+            is_first=is_first, pdl=self._backend.pdl,
+        )  # fmt: skip
+
+    def _reduces_with(self, norm: RMSNorm) -> bool:
+        """Whether an all-reduce is outstanding that can compute the norm."""
+        return self._partial is not None and norm.weight.dtype == self._hidden.dtype
+
+    @property
+    def _all_reduce(self) -> AllReduce:
+        assert self._backend.all_reduce is not None
+        return self._backend.all_reduce
 
     def add_partial(self, partial: torch.Tensor) -> None:
         """Adds a sum over the ranks. `partial` [T, hidden_size] is the beginning of
@@ -80,10 +108,8 @@ class ResidualStream:
     def _reduce(self, norm: RMSNorm | None) -> torch.Tensor | None:
         if self._partial is None:
             return None
-        all_reduce = self._backend.all_reduce
-        assert all_reduce is not None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        normed = all_reduce.add(
+        normed = self._all_reduce.add(
             self._partial, self._hidden, weight, eps,
             is_first=self._is_first, pdl=self._backend.pdl,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from aioinfer.layers.parallel import ParallelGroup
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.all_reduce import AllReduce
 
 HIDDEN = 4096
 MAX_ROWS = 8192
@@ -68,7 +72,23 @@ def check_against_nccl(rank: int, size: int, folder: Path) -> None:
                     rows,
                     "the ranks differ",
                 )
+            check_quantized(all_reduce, partial, weight, is_grouped=number % 2 == 0)
     dist.destroy_process_group()
+
+
+def check_quantized(
+    all_reduce: AllReduce, partial: torch.Tensor, weight: torch.Tensor, *, is_grouped: bool
+) -> None:
+    """Compares the quantized norm of a sum with `quantize` of the same sum."""
+    from aioinfer.kernels.quantize import InputFormat, quantize
+
+    format = InputFormat(torch.float8_e4m3fn, is_grouped)
+    total = torch.zeros_like(partial)
+    found = all_reduce.add_quantized(partial, total, weight, EPS, format, is_first=True)
+    expected = quantize(total, format, norm_weight=weight, eps=EPS)
+    torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0.0)
+    differ = found.values.view(torch.uint8) != expected.values.view(torch.uint8)
+    assert differ.float().mean() < 0.01
 
 
 def check_late_ranks(rank: int, size: int, folder: Path) -> None:

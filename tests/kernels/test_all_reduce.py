@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout, all_reduce_reference
+from aioinfer.kernels.quantize import InputFormat, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
 from tests.kernels.peer_processes import run_ranks
@@ -21,15 +22,15 @@ EPS = 1e-5
 
 
 def inputs(
-    number: int, rows: int, size: int, dtype: torch.dtype
+    number: int, rows: int, size: int, dtype: torch.dtype, hidden: int = HIDDEN
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Returns the partial products of all ranks, the residual and the norm's weight for all-reduce
     `number`."""
     generator = torch.Generator().manual_seed(number)
     *partials, residual = (
-        torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(size + 1)
+        torch.randn(rows, hidden, generator=generator).to(dtype) for _ in range(size + 1)
     )
-    return partials, residual, torch.rand(HIDDEN, generator=generator).to(dtype)
+    return partials, residual, torch.rand(hidden, generator=generator).to(dtype)
 
 
 def all_reduce_all(
@@ -88,6 +89,53 @@ def test_every_rank_gets_the_sum_and_its_norm(size: int, dtype: torch.dtype, pro
                 rtol=tolerance,
                 atol=tolerance,
             )
+
+
+def quantize_all(
+    peers: SymmetricBuffer, layout: AllReduceLayout, hidden: int,
+    calls: list[tuple[int, bool, int]], dtype: torch.dtype, formats: list[InputFormat],
+) -> list[Any]:  # fmt: skip
+    """Makes the calls (rows, is_first, number of the format); returns (residual, values, scales) of
+    each."""
+    all_reduce, results = AllReduce(peers, layout, hidden, dtype), []
+    for number, (rows, is_first, format) in enumerate(calls):
+        partials, residual, weight = inputs(number, rows, peers.size, dtype, hidden)
+        partial = all_reduce.partial[:rows]
+        partial.copy_(partials[peers.rank])
+        found = all_reduce.add_quantized(
+            partial, residual, weight, EPS, formats[format], is_first=is_first
+        )
+        results.append((residual, found.values.float(), found.scales.clone()))
+    return results
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_norm_is_quantized_as_by_itself(dtype: torch.dtype, hidden: int) -> None:
+    """In float8 and int8, with scales of tokens, groups, and a static one; the last group is not
+    whole."""
+    formats = [
+        InputFormat(torch.float8_e4m3fn),
+        InputFormat(torch.float8_e4m3fn, is_grouped=True),
+        InputFormat(torch.float8_e4m3fn, static_scale=torch.tensor([0.01])),
+        InputFormat(torch.int8),
+    ]
+    lengths = [1, PUSHED_ROWS, PUSHED_ROWS + 1, MAX_ROWS, 0]
+    calls = [(rows, number % 2 == 0, number) for number in range(4) for rows in lengths]
+    layout = AllReduceLayout.of(2, MAX_ROWS, hidden, dtype, pushed_rows=PUSHED_ROWS, programs=3)
+    ranks = run_ranks(2, layout.nbytes, quantize_all, layout, hidden, calls, dtype, formats)
+    for number, (rows, is_first, format) in enumerate(calls):
+        for mine, other in zip(ranks[0][number], ranks[1][number], strict=True):
+            assert torch.equal(mine, other), "the ranks must have the same bits"
+        partials, residual, weight = inputs(number, rows, 2, dtype, hidden)
+        total, values, scales = ranks[0][number]
+        expected = sum(p.float() for p in partials) + (0 if is_first else residual.float())
+        torch.testing.assert_close(total.float(), expected.to(dtype).float(), rtol=1e-2, atol=1e-2)
+        # of the sum as it was rounded, so that nothing but the order of sums differs
+        theirs = quantize(total, formats[format], norm_weight=weight, eps=EPS)
+        torch.testing.assert_close(scales, theirs.scales, rtol=1e-5, atol=0.0)
+        differ = (values != theirs.values.float()).float().mean() if rows else torch.tensor(0.0)
+        assert differ < 0.01
 
 
 def test_partial_products_that_lie_elsewhere_are_rejected() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from aioinfer.kernels.gated_product import interleave
 from aioinfer.kernels.linear import MAX_ROWS
+from aioinfer.kernels.quantize import ScaledInputs, quantize
+from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats import kernel_scaled
 from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
 from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.scaled import ScaledWeight
@@ -18,6 +22,8 @@ from aioinfer.layers.formats.schemes import Quantization, ScaledScheme
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from tests.kernels.bound_model import Bound, assert_close, random_ids
+from tests.kernels.peer_processes import run_ranks
+from tests.kernels.test_decoder_kernels import all_reduce_layout, rank_states
 from tests.scaled_models import layouts, write, write_dequantized
 from tests.tiny_models import tiny_model
 
@@ -63,6 +69,40 @@ def test_a_prefill_and_decodes(layout: str, family: str, tmp_path: Path) -> None
     one = torch.randn(1, SIZES["intermediate_size"])
     products = [bound.model.layers[0].mlp.down.weight.multiply(one) for bound in (ours, expected)]
     assert_close(*products)
+
+
+def quantized_states(
+    memory: SymmetricBuffer, folder: Path
+) -> tuple[list[torch.Tensor], list[bool]]:
+    """Returns `rank_states`, and of each launch of `quantize` whether it had a norm."""
+    launches = []
+
+    def note(x: torch.Tensor, *arguments: Any, **options: Any) -> ScaledInputs:
+        launches.append(options.get("norm_weight") is not None)
+        return quantize(x, *arguments, **options)
+
+    kernel_scaled.quantize = note  # in a process of its own
+    return rank_states(memory, folder, 4), launches
+
+
+@pytest.mark.parametrize("layout", ["float channel", "float block"])
+def test_two_ranks_over_symmetric_memory(layout: str, tmp_path: Path) -> None:
+    """The all-reduces quantize what they norm; the parts of products are quantized on each rank."""
+    sizes = {"vocab_size": 101, "head_dim": 64, "num_attention_heads": 4, "hidden_size": 128}
+    folder, plain = tmp_path / "quantized", tmp_path / "plain"
+    tiny_model("qwen3", folder, **sizes, intermediate_size=256, num_key_value_heads=2)
+    shutil.copytree(folder, plain)
+    write_dequantized(plain, write(folder, layouts((128, 128))[layout]))
+    nothing = torch.zeros(0, dtype=torch.uint8)
+    alone = SymmetricBuffer(nothing, torch.zeros(1, dtype=torch.int64), 0, 1)
+    expected = rank_states(alone, plain, 4)
+    ranks = run_ranks(2, all_reduce_layout(2, 4).nbytes, quantized_states, folder)
+    for states, launches in ranks:
+        assert launches
+        assert not any(launches)
+        for state, of_first, of_one in zip(states, ranks[0][0], expected, strict=True):
+            assert torch.equal(state, of_first), "the ranks must have the same bits"
+            assert (state - of_one).norm() < 0.15 * of_one.norm()
 
 
 @torch.inference_mode()

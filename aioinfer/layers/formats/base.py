@@ -8,13 +8,16 @@ format knows which tensors such a module has in the checkpoint, where their part
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from aioinfer.layers.kernel_choices import Candidate, Operation
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
 
 
 class WeightFormat(Protocol):
@@ -76,6 +79,11 @@ class WeightFormat(Protocol):
 
     def fuses_norm(self, rows: int) -> bool:
         """Whether `multiply_normed` is one launch for so many rows."""
+        ...
+
+    def input_format(self, rows: int) -> InputFormat | None:
+        """Returns how products of so many rows are quantized before, or None if they are not. Such
+        a weight takes `ScaledInputs` in the place of x."""
         ...
 
     def multiply_normed(

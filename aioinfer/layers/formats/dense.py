@@ -28,6 +28,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
 
 if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
     from aioinfer.layers.formats.dense_candidates import DenseCandidates
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
@@ -133,6 +134,10 @@ class DenseWeight:
     def fuses_norm(self, rows: int) -> bool:
         """See `WeightFormat.fuses_norm`."""
         return False
+
+    def input_format(self, rows: int) -> InputFormat | None:
+        """See `WeightFormat.input_format`."""
+        return None
 
     def multiply_normed(
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None

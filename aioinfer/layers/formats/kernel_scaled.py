@@ -1,9 +1,9 @@
 """Weights of one byte that stay so, computed with by our kernels and cuBLASLt.
 
 One row is multiplied as it is, in 16 bits, in one launch with the norm before it. More are
-quantized first, where the scheme says so, in the launch of the norm before the product or in one of
-its own: converting weights in registers takes longer, also for two rows. That an all-reduce with
-norm could quantize as well is a matter of `ResidualStream.normed`: `multiply` takes `ScaledInputs`.
+quantized first, where the scheme says so, in the launch of the norm before the product, in that of
+the all-reduce with a norm, or in one of its own: converting weights in registers takes longer, also
+for two rows.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class KernelScaledWeight(ScaledWeight):
         return self._loaded
 
     def input_format(self, rows: int) -> InputFormat | None:
-        """Returns how activations of so many rows are quantized, or None for as they are."""
+        """See `WeightFormat.input_format`."""
         return self._format if rows > 1 else None
 
     def warm_up_rows(self) -> Sequence[int]:

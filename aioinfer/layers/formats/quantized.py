@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import DenseWeight, make_dense
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.quantize import InputFormat
 
 
 class QuantizedWeight(ABC):
@@ -103,6 +106,10 @@ class QuantizedWeight(ABC):
     def fuses_norm(self, rows: int) -> bool:
         """See `WeightFormat.fuses_norm`."""
         return self._product.fuses_norm(rows)
+
+    def input_format(self, rows: int) -> InputFormat | None:
+        """See `WeightFormat.input_format`."""
+        return None
 
     def multiply_normed(
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
