@@ -285,8 +285,8 @@ class ParallelConfig:
         "Pipeline stages: groups of `tensor_parallel_size` workers, each with some of the layers, "
         "of about equal cost in a decode step. A step passes through one after the other, and as "
         "many steps are in flight as there are stages, each with its part of the requests and of "
-        "the token budget. On two H200s 256 streams of an 8B reach 91 % of what two GPUs with 128 "
-        "each do; few streams are no faster than on one GPU.",
+        "the token budget. On two H200s 256 streams of an 8B reach about nine tenths of what two "
+        "GPUs with 128 each do; few streams are no faster than on one GPU.",
         1,
         minimum=1,
     )

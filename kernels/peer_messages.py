@@ -6,8 +6,8 @@ waits until a slot is free, writes a message over NVLink or PCIe and then the me
 epoch, at the receiver; `_receive_kernel` waits for the epoch, copies the message, and writes the
 epoch at the sender, whose slot is free again. Both wait in the order of their stream, and so on
 the GPU alone: the host never does. A receive that is launched only where its step begins holds no
-multiprocessor while the step before computes, which one of NCCL does once it is posted: products
-whose programs fill the GPU once then take up to twice as long.
+multiprocessor while the step before computes, which one of NCCL does once it is posted: beside
+these, steps took up to a third longer (docs/notes/distributed.md).
 
 Epochs are counted on the device, so a launch that was only compiled counts on neither side.
 """

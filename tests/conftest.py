@@ -109,7 +109,8 @@ EXTENDED = frozenset(
         "functional/test_equality_families.py::test_tensor_parallel[qwen3-4]",
         "functional/test_recovery.py::test_requests_outlive_their_workers[one rank, stopped]",
         "functional/test_recovery.py::test_requests_outlive_their_workers[two ranks, one killed]",
-        "functional/test_tensor_parallel.py::test_a_stopped_rank_ends_the_server_within_ten_seconds",
+        "functional/test_tensor_parallel.py::test_a_stopped_rank_ends_the_server_within_ten_"
+        "seconds",
         "functional/test_tensor_parallel.py::test_ranks_that_are_out_of_step_sample_the_same_tokens[3]",
         "kernels/test_decoder_kernels.py::test_a_prefill_and_decodes[qwen3]",
         "kernels/test_expert_kernels.py::test_routing[21-rule3]",

@@ -85,7 +85,7 @@ class ColumnParallelLinear:
         format = None if norm is None else self.weight.input_format(len(stream))
         if norm is None or format is None:
             return stream.normed(norm)
-        return stream.quantized(norm, format)
+        return stream.normed_for(norm, format)
 
     def warm_up(self, norm: RMSNorm | None, in_features: int, *, gated: bool = False) -> None:
         """Launches the products of `of_normed`, or of `of_normed_gated`, in every configuration

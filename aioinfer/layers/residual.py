@@ -65,18 +65,17 @@ class ResidualStream:
             return normed
         return norm(self.hidden)
 
-    def quantized(self, norm: RMSNorm, format: InputFormat) -> torch.Tensor | ScaledInputs:
-        """Returns the norm of the stream, quantized by the all-reduce; without one outstanding, not
-        quantized."""
-        if not self._reduces_with(norm):
+    def normed_for(self, norm: RMSNorm, format: InputFormat) -> torch.Tensor | ScaledInputs:
+        """Returns the norm of the stream for a product whose inputs have a format: quantized if an
+        all-reduce is outstanding, which can do it; otherwise as `normed` does."""
+        if self._partial is None or not self._reduces_with(norm):
             return self.normed(norm)
-        partial, self._partial = self._partial, None
-        is_first, self._is_first = self._is_first, False
-        assert partial is not None
-        return self._all_reduce.add_quantized(
-            partial, self._hidden, norm.weight, norm.eps, format,
-            is_first=is_first, pdl=self._backend.pdl,
+        inputs = self._all_reduce.add_quantized(
+            self._partial, self._hidden, norm.weight, norm.eps, format,
+            is_first=self._is_first, pdl=self._backend.pdl,
         )  # fmt: skip
+        self._partial, self._is_first = None, False
+        return inputs
 
     def _reduces_with(self, norm: RMSNorm) -> bool:
         """Whether an all-reduce is outstanding that can compute the norm."""

@@ -32,6 +32,20 @@ MIN_TOKENS = 16
 #: Chunks of `_ALIGNED_FROM` tokens or more fill the step up to a multiple of `_ALIGNMENT`, in which
 #: GPUs compute, and for which there are CUDA graphs.
 _ALIGNED_FROM, _ALIGNMENT = 512, 128
+#: GPUs compute the products of a prefill in tiles of so many tokens (`gated_product`, cuBLAS), and
+#: one that is not full takes as long. Chunks of fewer tiles than this are left as they are: what
+#: they would lose is more of them.
+_TILE_TOKENS, _MIN_TILES = 256, 4
+
+
+def fill_tiles(prefill: int, decodes: int) -> int:
+    """Returns how many of `prefill` tokens a step takes beside so many decodes, where predicted
+    times do not bound it: fewer, where with all of them less than half of the products' last tile
+    would be used."""
+    if prefill < _MIN_TILES * _TILE_TOKENS:
+        return prefill
+    in_last_tile = (prefill + decodes) % _TILE_TOKENS
+    return prefill - in_last_tile if in_last_tile < _TILE_TOKENS // 2 else prefill
 
 
 class PrefillAllowance:

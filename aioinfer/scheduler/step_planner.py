@@ -14,17 +14,12 @@ from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.micro_batches import MicroBatches
 from aioinfer.scheduler.plan_builder import PlanBuilder
-from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
+from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing, fill_tiles
 from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.running import RunningRequests
 from aioinfer.scheduler.stats import SchedulerStats
 from aioinfer.scheduler.step_time import StepWork
 from aioinfer.scheduler.waiting_queue import WaitingQueue
-
-#: GPUs compute the products of a prefill in tiles of so many tokens (`gated_product`, cuBLAS), and
-#: one that is not full takes as long. Chunks of fewer tiles than this are left as they are: what
-#: they would lose is more of them.
-TILE_TOKENS, MIN_TILES = 256, 4
 
 
 class StepPlanner:
@@ -88,23 +83,13 @@ class StepPlanner:
         if not num_decodes:
             return PrefillAllowance(left)
         if not self._pacing.is_active:
-            return PrefillAllowance(
-                self._fill_tiles(min(left, self._limits.prefill_cap), num_decodes)
-            )
+            in_step = -(-num_decodes // self._limits.num_stages)
+            return PrefillAllowance(fill_tiles(min(left, self._limits.prefill_cap), in_step))
         running = self._running.requests
         keys = [r.total for r in running if r.total - r.num_computed == 1 and r.total < r.max_len]
         free_slots = len(self._running.free_slots)
         num_prompts = len(running) - num_decodes + min(self._waiting.num_requests, free_slots)
         return self._pacing.allow(left, StepWork(num_decodes, sum(keys)), num_prompts)
-
-    def _fill_tiles(self, prefill: int, num_decodes: int) -> int:
-        """Returns how many of `prefill` tokens a step takes beside decodes: fewer, where with all
-        of them little of the products' last tile would be used."""
-        if prefill < MIN_TILES * TILE_TOKENS:
-            return prefill
-        in_step = -(-num_decodes // self._limits.num_stages)
-        in_last_tile = (prefill + in_step) % TILE_TOKENS
-        return prefill - in_last_tile if in_last_tile < TILE_TOKENS // 2 else prefill
 
     def _num_decodes(self) -> int:
         """Returns how many running requests have one token to compute."""

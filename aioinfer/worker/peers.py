@@ -74,8 +74,9 @@ class Peers:
         return self._links
 
     def drain_stages(self) -> None:
-        """Receives what other stages have sent. To be called within `compile_only`, too: there
-        messages are neither sent nor received, and none may be received that was not sent."""
+        """Receives what other stages have sent. To be called at the end of `compile_only`, too:
+        there GPUs neither write into each other's memory nor read, and what was not written must
+        not be waited for behind it."""
         if self._links is not None:
             self._links.drain()
 

@@ -1,5 +1,5 @@
-"""How a pipeline stage sends to another: a `StageChannel` from one rank to another, which both ends
-use in the same order.
+"""How pipeline stages send to one another: the messages of a `StageChannel` are received in the
+order in which they were sent.
 
 - `MemoryChannel`, between GPUs of one host, over symmetric memory (`kernels.peer_messages`).
 - `GroupChannel`, between CPUs or hosts: messages of a process group, by gloo or NCCL.
@@ -25,12 +25,12 @@ from aioinfer.layers.parallel import ParallelGroup
 if TYPE_CHECKING:
     from aioinfer.kernels.peer_messages import PeerChannel
 
-#: Returns a message, once: on a GPU its values are there for what is launched behind the call.
-Receipt = Callable[[], torch.Tensor]
+#: Receives a message, once: on a GPU its values are there for what is launched behind the call.
+Receive = Callable[[], torch.Tensor]
 
 
 class StageChannel(Protocol):
-    """A rank's end of the links to one rank before it and one behind it.
+    """A rank's link to the rank that it receives from and to the one that it sends to.
 
     Attributes:
         waited_ns: nanoseconds that the host has waited for messages; stays 0 on a GPU.
@@ -42,9 +42,9 @@ class StageChannel(Protocol):
         """Sends a tensor; it may be written to as soon as this returns."""
         ...
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receipt:
-        """Returns what will receive the next message, of the shape and dtype that are sent. The
-        receipts are called in the order in which they were made."""
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
+        """Returns what will receive the next message, of the shape and dtype that are sent. They
+        are called in the order in which they were made."""
         ...
 
 
@@ -74,7 +74,7 @@ class GroupChannel:
         if len(self._sent) > self._depth:
             self._sent.popleft()[0].wait()
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receipt:
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
         """See `StageChannel.expect`. Posts the receive."""
         with self._on_receiving_stream():
             values = torch.empty(shape, dtype=dtype, device=self._device)
@@ -110,6 +110,6 @@ class MemoryChannel:
         """See `StageChannel.send`."""
         self._outgoing.send(values)
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receipt:
-        """See `StageChannel.expect`. Nothing is launched before the receipt is called."""
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
+        """See `StageChannel.expect`. Nothing is launched before that is called."""
         return lambda: self._incoming.receive(shape, dtype)

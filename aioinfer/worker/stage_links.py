@@ -27,14 +27,14 @@ from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.stage_channels import GroupChannel, MemoryChannel, Receipt, StageChannel
+from aioinfer.worker.stage_channels import GroupChannel, MemoryChannel, Receive, StageChannel
 
 _log = logging.getLogger(__name__)
 
 #: Steps of hidden states that fit into a receiver's memory. One is read as its step begins; the
 #: stage before may end the next one meanwhile, and then waits.
 _HIDDEN_SLOTS = 2
-#: Bytes of a message that is no multiple of the hidden states: counts of experts' tokens.
+#: A slot is at least so large: counts of experts' tokens go through it, too.
 _MIN_SLOT_BYTES = 1 << 20
 
 
@@ -48,7 +48,7 @@ class _ExpectedTokens:
     slots: I32
     positions: I32
     is_wanted: npt.NDArray[np.bool_]
-    receive: Receipt
+    receive: Receive
 
 
 class StageLinks:
@@ -116,7 +116,8 @@ class StageLinks:
 
         NCCL connects two ranks in their first message, and the host waits until both have posted
         it. In a first step the first stage would post a receive for tokens before it sends hidden
-        states, and the last one a receive for hidden states: each would wait for the other.
+        states, and the last one a receive for hidden states: each would wait for the other. Where
+        messages go through memory, the first one compiles the kernels that send and receive.
         """
         nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
         if not self.is_first:

@@ -79,4 +79,5 @@ def refuse(peers: SymmetricBuffer) -> str:
 
 
 def test_too_large_a_message_is_refused() -> None:
-    run_ranks(1, ChannelLayout.of(0, 1, 256).end, refuse)
+    (message,) = run_ranks(1, ChannelLayout.of(0, 1, 256).end, refuse)
+    assert "260 bytes" in message
