@@ -207,7 +207,7 @@ class CacheConfig:
         "them, instead of once for each: with 2 000 shared tokens and 128 streams 30 % more "
         "throughput on an H200 (with `scheduler.predicted_prefill`), and no less where nothing is "
         "shared. Not in layers with a sliding window.",
-        False,
+        True,
     )
 
 
@@ -217,7 +217,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = key(
         "Maximum number of sequences that run at a time on an engine (slots of a worker).",
-        256,
+        512,
         minimum=1,
     )
     max_num_batched_tokens: int = key(

@@ -106,6 +106,8 @@ EXTENDED = frozenset(
         "functional/test_equality.py::test_worker_processes[3]",
         "functional/test_equality_families.py::test_tensor_parallel[llama-4]",
         "functional/test_equality_families.py::test_tensor_parallel[qwen2-4]",
+        "functional/test_equality.py::test_prompts_that_share_part_of_a_block[pipeline parallel]",
+        "functional/test_equality.py::test_prompts_that_share_part_of_a_block[tensor parallel]",
         "functional/test_equality_families.py::test_tensor_parallel[qwen3-4]",
         "functional/test_recovery.py::test_requests_outlive_their_workers[one rank, stopped]",
         "functional/test_recovery.py::test_requests_outlive_their_workers[two ranks, one killed]",

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.partial_blocks import PartialBlocks
 
 
 class BlockPool:
@@ -21,6 +22,7 @@ class BlockPool:
 
     Attributes:
         changed: gets the hashes that enter or leave the prefix index, for who has put a set there.
+        partial: loses the hashes that leave the prefix index, for who has put it there.
     """
 
     def __init__(self, num_blocks: int):
@@ -33,6 +35,7 @@ class BlockPool:
         )
         self._num_free_cached = 0
         self.changed: set[bytes] | None = None
+        self.partial: PartialBlocks | None = None
 
     @property
     def num_free(self) -> int:
@@ -160,6 +163,8 @@ class BlockPool:
             self._num_free_cached -= self._references[block] == 0
             if self.changed is not None:
                 self.changed.add(block_hash)
+            if self.partial is not None:
+                self.partial.remove(block_hash)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises IntegrityError unless each block has one reference for each of `tables` that names

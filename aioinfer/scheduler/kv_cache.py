@@ -18,7 +18,10 @@ tokens of one step are written together, before any of them is read.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
-`window - 1` tokens before the hit's end. The hit is the longest that every group can serve. A state
+`window - 1` tokens before the hit's end. The hit is the longest that every group can serve. If a
+block is cached whose first tokens are the next of the prompt, it is copied. Workers copy before a
+step computes anything, so that block must have been computed by an earlier one; its next owner may
+be in the same step. A state
 at one position does not give the state at another, and there is no copy of it at block
 boundaries; so a model with such a group has no prefix cache, and its requests with n > 1 compute
 their prompt n times.
@@ -36,6 +39,7 @@ from itertools import chain
 from aioinfer.errors import IntegrityError, KVBlocksGoneError
 from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.partial_blocks import MIN_COPIED_TOKENS, PartialBlocks
 from aioinfer.scheduler.prefix_cache import extend_hashes
 from aioinfer.scheduler.request import NULL_BLOCK, Request
 
@@ -137,6 +141,12 @@ class KVCacheManager:
         self.has_states = bool(self._state_groups)
         self.prefix_caching = prefix_caching and not self._state_groups
         self._held: dict[HeldBlocks, Request] = {}
+        # blocks to copy from, and those that the step being planned may compute: hash -> (parent,
+        # tokens)
+        self._partial: PartialBlocks | None = None
+        self._computing: dict[bytes, tuple[bytes, bytes]] = {}
+        if self.prefix_caching and block_size > MIN_COPIED_TOKENS:
+            self._partial = self.leading_pool.partial = PartialBlocks()
 
     # ---------------------------------------------------------------- what there is
 
@@ -424,7 +434,27 @@ class KVCacheManager:
         for group, pool in zip(self.groups, self.pools, strict=True):
             first = 0 if group.window is None else max(0, length - self._reach(group.window))
             blocks.append([NULL_BLOCK] * first + pool.lookup(hashes[first:length]))
-        return Prefix(length * self._block_size, length, blocks, [])
+        copied, num_copied = self._find_partial(request, length, longest)
+        return Prefix(length * self._block_size + num_copied, length, blocks, copied)
+
+    def _find_partial(
+        self, request: Request, length: int, longest: int
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Returns the block of each group whose first tokens are those of a request behind its
+        first `length` blocks, and how many tokens, up to `longest` of the request; no blocks and 0
+        if there are none that every group has."""
+        start = length * self._block_size
+        room = min(longest - start, self._block_size)
+        if self._partial is None or room < MIN_COPIED_TOKENS:
+            return [], 0
+        parent = request.block_hashes[length - 1] if length else request.hash_root
+        found, count = self._partial.find(parent, request.tokens[start : start + room].tobytes())
+        if not found or found in self._computing:  # one group may have it, and another compute it
+            return [], 0
+        if not all(pool.has(found) for pool in self.pools):
+            return [], 0
+        blocks = (pool.lookup([found])[0] for pool in self.pools)
+        return list(enumerate(blocks)), count
 
     def count_cached(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of a prompt's blocks, from its start on, need not be computed."""
@@ -469,6 +499,27 @@ class KVCacheManager:
                 if table[index] != NULL_BLOCK:
                     pool.commit(table[index], hashes[index])
         request.num_committed = full
+        if self._partial is not None:
+            self._note_tokens(request, first, full)
+
+    def _note_tokens(self, request: Request, first: int, end: int) -> None:
+        """Notes the tokens of the blocks `first` to `end` of a request, which are in the prefix
+        index, for `publish_tokens`."""
+        hashes, size = request.block_hashes, self._block_size
+        for index in range(first, end):
+            parent = hashes[index - 1] if index else request.hash_root
+            tokens = request.tokens[index * size : (index + 1) * size].tobytes()
+            self._computing[hashes[index]] = parent, tokens
+
+    def publish_tokens(self) -> None:
+        """Lets requests begin with copies of the blocks that the steps planned by now compute. To
+        be called before a step is planned: its copies come before what it computes."""
+        if self._partial is not None:
+            pool = self.leading_pool
+            for block_hash, (parent, tokens) in self._computing.items():
+                if pool.has(block_hash):
+                    self._partial.add(block_hash, parent, tokens)
+            self._computing.clear()
 
     def forget(self, request: Request) -> None:
         """Takes a request's tokens out of the prefix index: what was computed of them cannot be

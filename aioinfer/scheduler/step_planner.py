@@ -70,6 +70,7 @@ class StepPlanner:
             step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
         )
         self._running.free_behind_windows()
+        self._kv_cache.publish_tokens()
         preempted = self._plan_running(builder)
         # what was preempted here must not come back before its posted results have
         if not preempted:

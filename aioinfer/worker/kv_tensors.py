@@ -12,6 +12,9 @@ from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
 
+#: Copying blocks takes so much memory at most beside the cache, or what one layer of them takes.
+_MAX_COPY_BYTES = 256 << 20
+
 
 class KVTensors:
     """What all layers keep of the tokens, zero at first.
@@ -50,10 +53,16 @@ class KVTensors:
         for tensor, count in zip(self.tensors, counts, strict=True):
             if count and len(tensor[0]):
                 here = slice(start, start + count)
-                content = as_bytes(tensor)
-                copied = content.index_select(2, sources[here])
-                content.index_copy_(2, targets[here].long(), copied)
+                self._copy(as_bytes(tensor), sources[here], targets[here].long())
             start += count
+
+    @staticmethod
+    def _copy(tensor: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies blocks of one group, layer by layer where what was read of all would take much
+        memory: that is not counted when memory is divided."""
+        layer_bytes = tensor[:, 0, 0].nbytes * len(sources)
+        for layers in tensor.split(max(1, _MAX_COPY_BYTES // layer_bytes), dim=1):
+            layers.index_copy_(2, targets, layers.index_select(2, sources))
 
     def zero(self, blocks: int) -> None:
         """Writes zeros to the first `blocks` blocks of each group."""

@@ -241,3 +241,28 @@ def test_siblings_share_a_prompt(usual, prompts, expected):
     steps = usual.frontend.stats()["steps"] - before
     assert [c.token_ids for c in output.completions] == [expected[longest]] * 4
     assert steps <= NEW_TOKENS + 3, "the prompt was computed once"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 3},
+        {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+    ],
+    ids=["one rank", "tensor parallel", "pipeline parallel"],
+)
+def test_prompts_that_share_part_of_a_block(prompts, settings):
+    """A part of a block that an earlier prompt computed is copied, and gives the same tokens."""
+    text = [token for prompt in prompts[20:] for token in prompt]
+    first, others = text[:200], [text[:92] + text[300:330], text[:190], text[:70] + text[400:500]]
+    with running(cache__block_size=32, **settings) as llm:
+        alone = []
+        for prompt in others:
+            alone += llm.generate([prompt], GREEDY)
+            llm.frontend.engines[0].scheduler.kv_cache.reset_prefix_cache()
+        llm.generate([first], GREEDY)
+        outputs = [output for prompt in others for output in llm.generate([prompt], GREEDY)]
+    assert [output.num_cached_tokens for output in alone] == [0, 0, 0]
+    assert [output.num_cached_tokens for output in outputs] == [92, 189, 64]
+    assert tokens_of(outputs) == tokens_of(alone)

@@ -1,0 +1,72 @@
+"""KV blocks whose first tokens are those that a prompt goes on with.
+
+A block is found by its hash only if all of its tokens are wanted. Where a prompt differs from what
+is cached in the middle of a block, the block's keys and values before that place are right as well:
+a copy of the block spares computing them. Which blocks come into question is known by their parent:
+blocks behind the same hash are compared with the prompt token by token. (SGLang's radix tree shares
+any number of tokens, with blocks of one token; here blocks are large, as kernels want them, so that
+tokens are copied instead.)
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+#: Fewer tokens are not worth a copy: the launch takes as long as computing them.
+MIN_COPIED_TOKENS = 16
+#: So many blocks behind the same parent are compared, the latest first.
+_MAX_COMPARED = 8
+_TOKEN_BYTES = 4
+
+
+class PartialBlocks:
+    """The tokens of cached blocks, by the hash of the block before each."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[bytes, dict[bytes, bytes]] = {}  # parent -> hash -> tokens
+        self._parents: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def add(self, block_hash: bytes, parent: bytes, tokens: bytes) -> None:
+        """Enters a block.
+
+        Args:
+            block_hash: of the block.
+            parent: the hash of the block before it, or the root of its sequence.
+            tokens: the block's own, as int32.
+        """
+        if block_hash not in self._parents:
+            self._parents[block_hash] = parent
+            self._tokens.setdefault(parent, {})[block_hash] = tokens
+
+    def remove(self, block_hash: bytes) -> None:
+        """Removes a block, if it is there."""
+        parent = self._parents.pop(block_hash, None)
+        if parent is not None:
+            siblings = self._tokens[parent]
+            del siblings[block_hash]
+            if not siblings:
+                del self._tokens[parent]
+
+    def find(self, parent: bytes, tokens: bytes) -> tuple[bytes, int]:
+        """Returns the hash of the block behind `parent` that has most of `tokens` (int32) at its
+        start, and how many; no hash and 0 if they are fewer than `MIN_COPIED_TOKENS`."""
+        best, longest = b"", MIN_COPIED_TOKENS - 1
+        siblings = self._tokens.get(parent)
+        if siblings is not None and len(tokens) > longest * _TOKEN_BYTES:
+            for block_hash, cached in islice(reversed(siblings.items()), _MAX_COMPARED):
+                count = _count_common(cached, tokens)
+                if count > longest:
+                    best, longest = block_hash, count
+        return (best, longest) if best else (best, 0)
+
+
+def _count_common(first: bytes, second: bytes) -> int:
+    """Returns how many tokens two sequences of int32 have in common at their start."""
+    length = min(len(first), len(second))
+    differing = int.from_bytes(first[:length], "little") ^ int.from_bytes(second[:length], "little")
+    if not differing:
+        return length // _TOKEN_BYTES
+    return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES)
