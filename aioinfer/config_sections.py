@@ -200,7 +200,9 @@ class CacheConfig:
         "auto",
     )
     enable_prefix_caching: bool = key(
-        "Keep the KV blocks of finished requests for prompts that begin alike.", True
+        "Keep the KV blocks of finished requests for prompts that begin alike. Blocks are shared; "
+        "of a block of more than 16 tokens that only begins alike, the part is copied.",
+        True,
     )
     cascade_attention: bool = key(
         "On a GPU, read the keys of a prefix that eight or more sequences share once for all of "

@@ -18,13 +18,14 @@ tokens of one step are written together, before any of them is read.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
-`window - 1` tokens before the hit's end. The hit is the longest that every group can serve. If a
-block is cached whose first tokens are the next of the prompt, it is copied. Workers copy before a
-step computes anything, so that block must have been computed by an earlier one; its next owner may
-be in the same step. A state
+`window - 1` tokens before the hit's end. The hit is the longest that every group can serve. A state
 at one position does not give the state at another, and there is no copy of it at block
 boundaries; so a model with such a group has no prefix cache, and its requests with n > 1 compute
 their prompt n times.
+
+Behind the hit, a cached block whose first tokens are the next of the prompt is copied
+(`partial_blocks`). Workers copy before a step computes anything: the block must have been computed
+by an earlier step, and whoever owns it next may be in the same one.
 
 The scheduler is the only caller of what changes anything. Imports neither torch nor aiohttp.
 """
@@ -141,8 +142,8 @@ class KVCacheManager:
         self.has_states = bool(self._state_groups)
         self.prefix_caching = prefix_caching and not self._state_groups
         self._held: dict[HeldBlocks, Request] = {}
-        # blocks to copy from, and those that the step being planned may compute: hash -> (parent,
-        # tokens)
+        # the blocks that can be copied; of those that the step being planned may compute, and that
+        # cannot be copied before the next one, parent and tokens by hash
         self._partial: PartialBlocks | None = None
         self._computing: dict[bytes, tuple[bytes, bytes]] = {}
         if self.prefix_caching and block_size > MIN_COPIED_TOKENS:
