@@ -201,7 +201,7 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = key(
         "Keep the KV blocks of finished requests for prompts that begin alike. Blocks are shared; "
-        "of a block of more than 16 tokens that only begins alike, the part is copied.",
+        "where they have more than 16 tokens, one that only begins alike is copied.",
         True,
     )
     cascade_attention: bool = key(

@@ -17,11 +17,10 @@ from aioinfer.worker import kv_tensors
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.test_kv_cache import make_request as make_long_request
 from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
-from tests.test_shared_prefixes import computed_of_prompts
+from tests.test_shared_prefixes import TEXT, add_drawn_requests, computed_of_prompts
 
 #: Of the harness: longer than what is worth a copy.
 BLOCK = 32
-TEXT = [(number * number) % 43 for number in range(200)]
 
 
 def encode(tokens: list[int]) -> bytes:
@@ -138,14 +137,7 @@ def test_outputs_are_right_whatever_is_copied(data: st.DataObject) -> None:
         prefill_cap=draw(st.integers(20, 300), "cap"),
         groups=(FULL, *map(windowed, windows)),
     )
-    requests = []
-    for number in range(draw(st.integers(2, 12), "requests")):
-        length = draw(st.integers(1, 190), "length")
-        own = draw(st.integers(1, 40), "own")
-        requests.append(make_request(str(number), [*TEXT[:length], *[50 + number] * own], 40))
-        harness.add(requests[-1])
-        for _ in range(draw(st.integers(0, 4))):
-            harness.step()
+    requests = add_drawn_requests(draw, harness, most=12, own=40, new=40)
     harness.run()
     for request in requests:
         assert_complete(request)
@@ -156,8 +148,7 @@ def test_outputs_are_right_whatever_is_copied(data: st.DataObject) -> None:
 
 def test_a_block_that_one_group_is_computing_is_not_copied() -> None:
     """The first group has kept it; the second has lost it, and it is being computed anew there."""
-    windowed_group = KVGroup(AttentionSpec(1, 1, 20), (1,))
-    cache = KVCacheManager([FULL, windowed_group], [20, 20], BLOCK, max_chunk=256)
+    cache = KVCacheManager([FULL, windowed(20)], [20, 20], BLOCK, max_chunk=256)
     first, second, third = (make_long_request(name, 2 * BLOCK + 5) for name in "abc")
     third.tokens[BLOCK + 20] = 1  # in its second block
     for request in (first, second):

@@ -7,6 +7,9 @@ finds what the first has computed so far, and comes in when the first one's prom
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +20,8 @@ from aioinfer.scheduler.request import Request, Status
 from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
 
 SHARED = list(range(1, 97))
+#: Prompts of tests by examples begin with some of it.
+TEXT = [(number * number) % 43 for number in range(200)]
 
 
 def computed_of_prompts(harness: Harness) -> int:
@@ -27,6 +32,22 @@ def computed_of_prompts(harness: Harness) -> int:
         for length, samples in zip(plan.lengths, plan.samples, strict=True)
         if length > 1 or not samples
     )
+
+
+def add_drawn_requests(
+    draw: Callable[..., Any], harness: Harness, *, most: int, own: int, new: int
+) -> list[Request]:
+    """Adds requests with steps between them, and returns them: 2 to `most`, which begin with 1 to
+    200 tokens of `TEXT`, go on with 1 to `own` of their own, and get `new`."""
+    requests = []
+    for number in range(draw(st.integers(2, most), "requests")):
+        prompt = TEXT[: draw(st.integers(1, len(TEXT)), "length")]
+        prompt += [50 + number] * draw(st.integers(1, own), "own")
+        requests.append(make_request(str(number), prompt, new))
+        harness.add(requests[-1])
+        for _ in range(draw(st.integers(0, 4))):
+            harness.step()
+    return requests
 
 
 def pair(own: int = 5) -> list[Request]:
@@ -120,14 +141,7 @@ def test_nothing_is_computed_twice_while_blocks_last(data) -> None:
         block_size=size,
         max_num_seqs=8,
     )
-    text = [(number * number) % 43 for number in range(200)]
-    requests = []
-    for number in range(draw(st.integers(2, 8), "requests")):
-        length = draw(st.integers(1, 200), "length")
-        requests.append(make_request(str(number), [*text[:length], 50 + number], 3))
-        harness.add(requests[-1])
-        for _ in range(draw(st.integers(0, 2))):
-            harness.step()
+    requests = add_drawn_requests(draw, harness, most=8, own=1, new=3)
     harness.run()
     for request in requests:
         assert_complete(request)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-#: Fewer tokens are not worth a copy: the launch takes as long as computing them.
+#: Fewer tokens are computed: under a chat template most prompts begin with a few equal ones, and a
+#: whole block would be copied for these.
 MIN_COPIED_TOKENS = 16
 #: So many blocks behind the same parent are compared, the latest first.
 _MAX_COMPARED = 8
@@ -58,15 +59,14 @@ class PartialBlocks:
         """Returns the hash of the block behind `parent` that has most of `tokens` (int32) at its
         start, and how many; no hash and 0 if they are fewer than `MIN_COPIED_TOKENS`."""
         siblings, room = self._tokens.get(parent), len(tokens) // _TOKEN_BYTES
-        best, longest = b"", MIN_COPIED_TOKENS - 1
-        if siblings is None or room <= longest:
-            return best, 0
-        wanted = _as_number(tokens)
+        if siblings is None:
+            return b"", 0
+        best, longest, wanted = b"", 0, _as_number(tokens)
         for block_hash, cached in islice(reversed(siblings.items()), _MAX_COMPARED):
             count = _count_common(cached, wanted, room)
             if count > longest:
                 best, longest = block_hash, count
-        return (best, longest) if best else (best, 0)
+        return (best, longest) if longest >= MIN_COPIED_TOKENS else (b"", 0)
 
 
 def _as_number(tokens: bytes) -> int:

@@ -58,8 +58,8 @@ class KVTensors:
 
     @staticmethod
     def _copy(tensor: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copies blocks of one group, layer by layer where what was read of all would take much
-        memory: that is not counted when memory is divided."""
+        """Copies blocks of one group, so many layers at a time that what is read before it is
+        written takes little memory: that is not counted when memory is divided."""
         layer_bytes = tensor[:, 0, 0].nbytes * len(sources)
         for layers in tensor.split(max(1, _MAX_COPY_BYTES // layer_bytes), dim=1):
             layers.index_copy_(2, targets, layers.index_select(2, sources))

@@ -166,77 +166,69 @@ def decode_cases(tune: bool) -> Iterator[Case]:
             )
 
 
-def prefill_cases(tune: bool) -> Iterator[Case]:
-    """Causal prefill: (tokens, keys) of the rows, Qwen3-8B's heads; `hopper` over blocks of 64 and
-    128, and the plain kernel."""
-    shapes = {
-        "2x4096": [(4096, 4096)] * 2,
-        "1x8192": [(8192, 8192)],
-        "1x16384": [(16384, 16384)],
-        "512@16k": [(512, 16384)],
-        "2048@32k": [(2048, 32768)],
-        "2048@128k": [(2048, 131072)],
-        "32x256": [(256, 256)] * 32,
-    }
-    variants: list[tuple[str, PrefillConfig | None, int]] = [
-        ("hopper b128", None, 128),
-        ("hopper b64", None, 64),
-    ]
-    variants += [("plain", prefill_config(128, 2), 64)]
+#: (tokens, keys) of the rows.
+PREFILL_SHAPES = {
+    "2x4096": [(4096, 4096)] * 2,
+    "1x8192": [(8192, 8192)],
+    "1x16384": [(16384, 16384)],
+    "512@16k": [(512, 16384)],
+    "2048@32k": [(2048, 32768)],
+    "2048@128k": [(2048, 131072)],
+    "32x256": [(256, 256)] * 32,
+}
+
+
+def prefill_variants(tune: bool) -> dict[int, list[tuple[str, PrefillConfig | None]]]:
+    """Returns, by the size of a block, the kernels' names and configurations: None is the Hopper
+    kernel."""
+    plain = [("plain", prefill_config(128, 2))]
     if tune:
-        plain = [
-            PrefillConfig(*c)
-            for c in (
-                (128, 64, 8, 2),
-                (128, 64, 8, 3),
-                (128, 64, 4, 3),
-                (64, 64, 4, 3),
-                (128, 128, 8, 2),
+        for numbers in (
+            (128, 64, 8, 2),
+            (128, 64, 8, 3),
+            (128, 64, 4, 3),
+            (64, 64, 4, 3),
+            (128, 128, 8, 2),
+        ):
+            c = PrefillConfig(*numbers)
+            plain.append((f"plain {c.rows} {c.tile} w{c.num_warps} s{c.num_stages}", c))
+    return {64: [("hopper b64", None), *plain], 128: [("hopper b128", None)]}
+
+
+def prefill_cases(tune: bool) -> Iterator[Case]:
+    """Causal prefill, Qwen3-8B's heads; `hopper` over blocks of 64 and 128, and the plain kernel
+    over blocks of 64."""
+    options = {"scale": 128**-0.5 * LOG2_E, "window": 0, "soft_cap": 0.0}
+    for (name, rows), (block_size, variants) in itertools.product(
+        PREFILL_SHAPES.items(), prefill_variants(tune).items()
+    ):
+        tokens, keys = [r[0] for r in rows], [r[1] for r in rows]
+        k, v, tables = paged(keys, 8, 128, block_size)
+        q, lens = random_tensor(sum(tokens), 32, 128), ints(keys)
+        starts = ints([0, *tokens]).cumsum(0).int()
+        visible = sum(t * (n - t) + t * (t + 1) / 2 for t, n in rows)
+        for variant, config in variants:
+            out = torch.full_like(q, float("nan"))
+            tile_rows = ROWS if config is None else config.rows
+            plan = PrefillPlan.empty(
+                len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None
             )
-        ]
-        variants += [
-            (f"plain {c.rows} {c.tile} w{c.num_warps} s{c.num_stages}", c, 64) for c in plain
-        ]
-    for name, rows in shapes.items():
-        for block_size in (64, 128):
-            tokens, keys = [r[0] for r in rows], [r[1] for r in rows]
-            k, v, tables = paged(keys, 8, 128, block_size)
-            q, lens = random_tensor(sum(tokens), 32, 128), ints(keys)
-            starts = ints([0, *tokens]).cumsum(0).int()
-            visible = sum(t * (n - t) + t * (t + 1) / 2 for t, n in rows)
-            for variant, config, block in variants:
-                if block != block_size:
-                    continue
-                out = torch.full_like(q, float("nan"))
-                options = {
-                    "scale": 128**-0.5 * LOG2_E,
-                    "window": 0,
-                    "soft_cap": 0.0,
-                }
-                tile_rows = ROWS if config is None else config.rows
-                plan = PrefillPlan.empty(
-                    len(tokens), len(q), 4, tile_rows, q.device, hopper=config is None
-                )
-                plan_prefill(plan, starts, lens, 0, len(q))
-                arguments = (q, k, v, tables, starts, lens, out, plan)
-                if config is None:
-                    run = partial(launch_prefill_hopper, *arguments, **options)
-                else:
-                    run = partial(launch_prefill, *arguments, config=config, **options)
-
-                def check(q=q, out=out, k=k, v=v, tables=tables, tokens=tokens, keys=keys) -> float:
-                    return attention_check(q, out, k, v, tables, tokens, keys)
-
-                yield Case(
-                    "prefill",
-                    name,
-                    variant,
-                    [run],
-                    2 * q.nbytes + 2 * sum(keys) * 8 * 128 * 2,
-                    4 * 128 * 32 * visible,
-                    check,
-                    5,
-                )
+            plan_prefill(plan, starts, lens, 0, len(q))
+            arguments = (q, k, v, tables, starts, lens, out, plan)
+            if config is None:
+                run = partial(launch_prefill_hopper, *arguments, **options)
+            else:
+                run = partial(launch_prefill, *arguments, config=config, **options)
+            yield Case(
+                "prefill",
+                name,
+                variant,
+                [run],
+                2 * q.nbytes + 2 * sum(keys) * 8 * 128 * 2,
+                4 * 128 * 32 * visible,
+                partial(attention_check, q, out, k, v, tables, tokens, keys),
+                5,
+            )
 
 
 #: Output features, inputs, whether the norm comes before, whether the gate comes after; where
