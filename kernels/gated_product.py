@@ -54,7 +54,7 @@ class GatedConfig:
     """How the kernel is compiled.
 
     Attributes:
-        tokens: columns of a tile: 64, 128 or 256.
+        tokens: columns of a tile: 32, 64, 128 or 256.
         stages: stages of the ring; each holds 64 input features of the tile's tokens and weight
             rows.
         group: token tiles that are computed with a weight tile before the next weight tile.
@@ -69,6 +69,8 @@ class GatedConfig:
 #: measured on an H200 with Qwen3-8B's weight and 256 rows or more, where arithmetic is the bound
 #: (with fewer rows it is reading the weight).
 TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
+#: For 2 to 32 rows, where it was timed faster than those: the bound is reading the weight.
+FEW_TOKENS = GatedConfig(32, 7)
 SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `use_fused`
 
 

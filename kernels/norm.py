@@ -1,4 +1,5 @@
-"""RMSNorm, alone and after the residual add. Called by the layers of every model on GPUs.
+"""RMSNorm, alone and after the residual add, also of a product's parts (`split_product`). Called by
+the layers of every model on GPUs.
 
 Source of the operation: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
@@ -35,6 +36,35 @@ def _rms_norm_kernel(
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / hidden + eps)
     tl.store(out + row * out_stride + columns, (value * scale * w).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _add_parts_kernel(
+    parts, residual, weight, out, hidden, part_stride, residual_stride, out_stride, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    if HAS_NORM:
+        w = tl.load(weight + columns, mask, 0.0).to(tl.float32)
+    if PDL:
+        # before the wait: the next product may load its first weights while the one that this norm
+        # follows ends (docs/notes/gpu-step.md)
+        gdc_launch_dependents()
+        gdc_wait()
+    place = residual + row * residual_stride + columns
+    total = tl.load(place, mask, 0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * part_stride + row * hidden + columns, mask, 0.0)
+    # as in `_rms_norm_kernel`, the norm is that of the rounded sum
+    rounded = total.to(residual.dtype.element_ty)
+    tl.store(place, rounded, mask)
+    if HAS_NORM:
+        value = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+        normed = (value * scale * w).to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + columns, normed, mask)
 
 
 def rms_norm(
@@ -75,6 +105,61 @@ def add_rms_norm(
     if residual.shape != x.shape:
         raise ValueError(f"residual is {tuple(residual.shape)}, x {tuple(x.shape)}")
     return _launch(x, residual, weight, eps, out, pdl)
+
+
+def add_parts(parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool = False) -> None:
+    """Adds the sum of `parts` over the first dimension to `residual` in place, with one rounding;
+    arguments as for `add_parts_rms_norm`."""
+    _launch_parts(parts, residual, None, 0.0, residual, pdl)
+
+
+def add_parts_rms_norm(
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Adds the sum of `parts` over the first dimension to `residual` in place, with one rounding,
+    and returns the norm of the sum, as `rms_norm` does.
+
+    Args:
+        parts: float32 [P, T, H], contiguous.
+        residual: [T, H], bf16, fp16 or fp32; becomes the sum.
+        weight, eps, out, pdl: as for `rms_norm`.
+    """
+    out = torch.empty_like(residual) if out is None else out
+    _launch_parts(parts, residual, weight, eps, out, pdl)
+    return out
+
+
+def _launch_parts(
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    count, rows, hidden = parts.shape
+    fits = residual.shape == out.shape == (rows, hidden) and hidden <= MAX_HIDDEN
+    is_dense = parts.is_contiguous() and residual.stride(1) == out.stride(1) == 1
+    if not fits or not is_dense or parts.dtype != torch.float32:
+        raise ValueError(
+            f"parts must be float32 [P, T, H <= {MAX_HIDDEN}] and residual [T, H], with contiguous "
+            f"rows, not {parts.dtype} {tuple(parts.shape)} and {tuple(residual.shape)}"
+        )
+    if rows == 0:
+        return
+    block = triton.next_power_of_2(hidden)
+    _add_parts_kernel[(rows,)](
+        parts, residual, parts if weight is None else weight, out, hidden, rows * hidden,
+        residual.stride(0), out.stride(0), eps,
+        PARTS=count, BLOCK=block, HAS_NORM=weight is not None, PDL=pdl,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def _launch(

@@ -4,6 +4,7 @@ steps on the GPU.
     python scripts/bench_step.py --model FOLDER [--rows 1,64,256] [--context 512] [--kernels] \
         [--trace FILE] [--set model.quantization=fp8]
     python scripts/bench_step.py --model FOLDER --rows 256 --prompts 1x512,4x448,8x512 [--kernels]
+    python scripts/bench_step.py --model FOLDER --rows 0,60 --prompts 1x2048@30000
 
 Drives a worker as its process does, without engine and HTTP: plans are encoded and decoded, and two
 are in flight, the third is launched when the result of the first is there. Needs a GPU with kernels
@@ -11,10 +12,10 @@ for the model; weights are random (the folder needs a config.json only). Events 
 each graph give the gap: from the end of a step's graph to the beginning of the next one's, the copy
 of the plan between them included. The host's time is from a plan's bytes to the launch of the copy
 of its results. `--trace` writes the start and end of every step in microseconds, as JSON. With
-`--prompts NxT`, steps of each number of streams beside N prompts of T tokens each, which start from
-their first token in every step; "GPU ms" is then the time in which any kernel ran, by torch's
-profiler, in a few steps more. `--kernels` adds the profiler's figures for each kernel: launches in
-a step, and microseconds.
+`--prompts NxT@K`, steps of each number of streams (0: none) beside chunks of T tokens of N prompts,
+the same in every step; each chunk begins behind K tokens (without `@K` at the first token). "GPU
+ms" is then the time in which any kernel ran, by torch's profiler, in a few steps more. `--kernels`
+adds the profiler's figures for each kernel: launches in a step, and microseconds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import statistics
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -54,6 +56,8 @@ IN_FLIGHT = 2
 MIXED_STEPS = 40
 SHOWN_KERNELS = 20
 PROFILED_STEPS = 5
+#: Tokens of a prompt that are computed at a time before steps are measured.
+FILL_CHUNK = 2048
 
 
 class TimedGraph:
@@ -71,23 +75,48 @@ class TimedGraph:
         self.events.append((begin, end))
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of prompts that are computed beside streams.
+
+    Attributes:
+        number: how many, each of another prompt.
+        length: tokens of each.
+        start: tokens of each prompt before its chunk.
+    """
+
+    number: int
+    length: int
+    start: int
+
+    @classmethod
+    def parse(cls, text: str) -> Chunks:
+        """Returns what `NxT` or `NxT@K` means."""
+        number, _, length = text.partition("x")
+        length, _, start = length.partition("@")
+        return cls(int(number), int(length), int(start or 0))
+
+    def __str__(self) -> str:
+        return f"{self.number} x {self.length}" + (f" @ {self.start}" if self.start else "")
+
+
 def start_worker(
-    folder: Path, rows: int, longest: int, settings: Sequence[str]
+    folder: Path, tokens: Sequence[int], settings: Sequence[str]
 ) -> tuple[Worker, GpuModelRunner]:
-    """Returns a worker that is ready, with a slot for each row and KV blocks for `longest` tokens
-    in each; `settings` are further keys of the configuration."""
+    """Returns a worker that is ready, with a slot for each of `tokens` and KV blocks for as many
+    tokens in it; `settings` are further keys of the configuration."""
     settings = [
         f"model.path={folder}",
         "model.load_format=dummy",
-        f"scheduler.max_num_seqs={rows}",
+        f"scheduler.max_num_seqs={len(tokens)}",
         "parallel.device=cuda",
         *settings,
     ]
     worker = Worker(load_config(None, settings), folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
-    if report.num_blocks[0] * worker.block_size < rows * longest:
-        raise SystemExit(f"{rows} rows of {longest} tokens do not fit into the GPU's memory")
-    worker.allocate(report.num_blocks, longest)
+    if report.num_blocks[0] < sum(-(-number // worker.block_size) for number in tokens):
+        raise SystemExit(f"{len(tokens)} rows do not fit into the GPU's memory")
+    worker.allocate(report.num_blocks, max(tokens))
     worker.warm_up()
     if isinstance(worker._runner, ModelRunner):
         raise SystemExit("there are no kernels for this model")
@@ -103,31 +132,24 @@ def make_plan(step: int, slots: I32, start: int, length: int, samples: int) -> S
     return StepPlan(step, slots, starts, lengths, sampling, none, none, none, none, none)
 
 
-def fill(worker: Worker, rows: int, context: int, blocks: int) -> None:
-    """Gives each slot a prompt of `context` tokens with its KV blocks, computed 16 requests at a
-    time."""
+def fill(worker: Worker, contexts: Sequence[int], tokens: Sequence[int]) -> None:
+    """Gives each slot its KV blocks and a prompt of which `contexts` tokens are computed, a request
+    at a time; lengths as for `start_worker`."""
     random = np.random.default_rng(0)
-    for first in range(0, rows, 16):
-        slots = np.arange(first, min(rows, first + 16), dtype=np.int32)
-        prompts = random.integers(3, 1000, (len(slots), context), np.int32)
-        begun = 0
-        while begun < context:
-            length = min(context - begun, 512)
-            plan = make_plan(0, slots, begun, length, 0)
+    greedy = SamplingParams(temperature=0)
+    blocks = 0
+    for slot, (context, length) in enumerate(zip(contexts, tokens, strict=True)):
+        slots = np.array([slot], np.int32)
+        own = np.arange(-(-length // worker.block_size), dtype=np.int32)
+        prompt = random.integers(3, 1000, length, np.int32)
+        for begun in range(0, max(context, 1), FILL_CHUNK):
+            plan = make_plan(0, slots, begun, max(1, min(context - begun, FILL_CHUNK)), 0)
             if not begun:
-                plan.table_rows = np.repeat(slots, blocks)
-                plan.table_indices = np.tile(np.arange(blocks, dtype=np.int32), len(slots))
-                plan.table_blocks = np.arange(
-                    first * blocks, (first + len(slots)) * blocks, dtype=np.int32
-                )
-                greedy = SamplingParams(temperature=0)
-                admissions = [
-                    Admission(int(slot), prompt, context, greedy)
-                    for slot, prompt in zip(slots, prompts, strict=True)
-                ]
-                plan.sections = [Admissions.of(admissions)]
+                plan.table_rows = np.full(len(own), slot, np.int32)
+                plan.table_indices, plan.table_blocks = own, own + blocks
+                plan.sections = [Admissions.of([Admission(slot, prompt, length, greedy)])]
             worker.execute(plan).wait()
-            begun += length
+        blocks += len(own)
 
 
 def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]]:
@@ -175,13 +197,15 @@ def observe(
     }
 
 
-def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> dict[str, object]:
-    """Executes steps of `rows` decodes beside `prompts` prompts in the slots behind theirs; returns
-    the figures."""
+def mix(worker: Worker, rows: int, context: int, first: int, chunks: Chunks) -> dict[str, object]:
+    """Executes steps of `rows` decodes beside chunks of prompts, of which slot `first` has the
+    first one; returns the figures."""
     none = np.empty(0, np.int32)
-    starts = np.repeat(np.array([context, 0], np.int32), [rows, prompts])
-    lengths = np.repeat(np.array([1, length], np.int32), [rows, prompts])
-    slots = np.arange(rows + prompts, dtype=np.int32)
+    counts = [rows, chunks.number]
+    starts = np.repeat(np.array([context, chunks.start], np.int32), counts)
+    lengths = np.repeat(np.array([1, chunks.length], np.int32), counts)
+    prompts = np.arange(first, first + chunks.number, dtype=np.int32)
+    slots = np.concatenate([np.arange(rows, dtype=np.int32), prompts])
     plans = [
         StepPlan(step, slots, starts, lengths, np.ones_like(slots), none, none, none, none, none)
         for step in range(MIXED_STEPS)
@@ -192,7 +216,7 @@ def mix(worker: Worker, rows: int, context: int, prompts: int, length: int) -> d
     return {
         "rows": rows,
         "context": context,
-        "prompts": f"{prompts} x {length}",
+        "prompts": str(chunks),
         "step_ms": wall / len(plans) * 1e3,
         "gpu_ms": busy / PROFILED_STEPS / 1e3,
         "host_us": statistics.median(host) * 1e6,
@@ -286,8 +310,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--prompts",
-        metavar="NxT,...",
-        help="mixed steps instead: so many prompts of so many tokens beside the streams",
+        metavar="NxT[@K],...",
+        help="mixed steps instead: chunks of T tokens of N prompts, behind K tokens of each",
     )
     parser.add_argument("--kernels", action="store_true", help="show what each kernel takes")
     parser.add_argument(
@@ -299,21 +323,18 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.rows.split(",")]
-    prompts = (
-        [tuple(map(int, text.split("x"))) for text in arguments.prompts.split(",")]
-        if arguments.prompts
-        else []
-    )
     context = arguments.context
-    longest = max([context + STEPS + 1, *(length + 1 for _, length in prompts)])
-    slots = max(numbers) + max([0, *(number for number, _ in prompts)])
-    worker, runner = start_worker(arguments.model, slots, longest, arguments.set)
-    fill(worker, slots, context, -(-longest // worker.block_size))
-    if prompts:
+    mixed = [Chunks.parse(text) for text in (arguments.prompts or "").split(",") if text]
+    # the streams' slots, and behind them those of the prompts, each as long as the longest
+    streams, prompts = max(numbers), max((chunks.number for chunks in mixed), default=0)
+    longest = max((chunks.start + chunks.length + 1 for chunks in mixed), default=0)
+    contexts = [context] * streams + [longest - 1] * prompts
+    tokens = [context + STEPS + 1] * streams + [longest] * prompts
+    worker, runner = start_worker(arguments.model, tokens, arguments.set)
+    fill(worker, contexts, tokens)
+    if mixed:
         results = [
-            mix(worker, rows, context, number, length)
-            for rows in numbers
-            for number, length in prompts
+            mix(worker, rows, context, streams, chunks) for rows in numbers for chunks in mixed
         ]
     else:
         results = [decode(worker, runner, rows, context, arguments.kernels) for rows in numbers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,12 @@ def test_the_default_stays_unless_it_is_clearly_slower(
     default: float, other: float, expected: Candidate
 ) -> None:
     assert fastest({SMALL: default, LARGE: other}, SMALL) == expected
+
+
+def test_what_a_candidate_gains_elsewhere_counts() -> None:
+    helpful = replace(LARGE, gain_s=0.5)
+    assert fastest({SMALL: 1.0, helpful: 1.4}, SMALL) == LARGE
+    assert fastest({SMALL: 1.0, helpful: 1.6}, SMALL) == SMALL
 
 
 def test_a_default_that_cannot_be_launched_is_replaced() -> None:

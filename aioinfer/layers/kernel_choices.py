@@ -11,11 +11,12 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 #: What is computed with a weight W besides x W^T. `plain`: nothing. `partial`: the same, written to
-#: given memory. `biased`: a bias is added. `residual`: the product is added to the residual stream.
+#: given memory. `biased`: a bias is added. `residual`: the product is added to the residual stream,
+#: or left in parts to the norm that follows.
 #: `gated`: silu(gate) * up of the product. `normed` and `normed gated`: of one row, which is normed
 #: in the same launch.
 Operation = Literal["plain", "partial", "biased", "residual", "gated", "normed", "normed gated"]
@@ -28,17 +29,17 @@ class Candidate:
     Attributes:
         kernel: its name.
         config: how it is compiled, a dataclass; None for what needs no compilation.
+        gain_s: seconds that it saves the products around it in a step, which are not timed with it.
     """
 
     kernel: str
     config: Any = None
+    gain_s: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         if self.config is None:
             return self.kernel
-        values = (
-            f"{field.name}={getattr(self.config, field.name)}" for field in fields(self.config)
-        )
+        values = (f"{each.name}={getattr(self.config, each.name)}" for each in fields(self.config))
         return " ".join((self.kernel, *values))
 
 
@@ -46,6 +47,8 @@ class Candidate:
 SKINNY = "skinny_linear"
 #: `kernels.gated_product.gated_product`, with a `GatedConfig`.
 GATED = "gated_product"
+#: `kernels.split_product`, with a `SplitConfig`.
+SPLIT = "split_product"
 CUBLAS = Candidate("cublas")
 
 

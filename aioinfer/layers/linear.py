@@ -164,9 +164,11 @@ class RowParallelLinear:
         elif self._backend.group.size > 1:
             stream.hidden.add_(self(x))
         else:
-            self.weight.add_product(x, stream.hidden)
             if self.bias is not None:
                 stream.hidden.add_(self.bias)
+            parts = self.weight.add_product(x, stream.hidden)
+            if parts is not None:
+                stream.add_parts(parts)
 
     def warm_up(self, in_features: int) -> None:
         """Launches this rank's products in every configuration that the number of rows selects."""

@@ -39,6 +39,7 @@ class ResidualStream:
         self._hidden = hidden
         self._backend = backend
         self._partial = partial
+        self._parts: torch.Tensor | None = None
         self._is_first = is_first
 
     def __len__(self) -> int:
@@ -48,19 +49,20 @@ class ResidualStream:
     def hidden(self) -> torch.Tensor:
         """[T, hidden_size], all sums reduced."""
         self._reduce(None)
+        self._sum_parts(None)
         return self._hidden
 
     @property
     def is_reduced(self) -> bool:
-        """Whether no all-reduce is outstanding."""
-        return self._partial is None
+        """Whether no sum is outstanding."""
+        return self._partial is None and self._parts is None
 
     def normed(self, norm: RMSNorm | None) -> torch.Tensor:
         """Returns the norm of the stream [T, hidden_size]; without a norm the stream itself."""
         if norm is None:
             return self.hidden
         if self._reduces_with(norm):
-            normed = self._reduce(norm)
+            normed = self._reduce(norm) if self._parts is None else self._sum_parts(norm)
             assert normed is not None
             return normed
         return norm(self.hidden)
@@ -78,8 +80,8 @@ class ResidualStream:
         return inputs
 
     def _reduces_with(self, norm: RMSNorm) -> bool:
-        """Whether an all-reduce is outstanding that can compute the norm."""
-        return self._partial is not None and norm.weight.dtype == self._hidden.dtype
+        """Whether a sum is outstanding that can compute the norm."""
+        return not self.is_reduced and norm.weight.dtype == self._hidden.dtype
 
     @property
     def _all_reduce(self) -> AllReduce:
@@ -91,6 +93,11 @@ class ResidualStream:
         `Backend.all_reduce.partial`, which is not written again before the stream is read."""
         assert self._partial is None
         self._partial = partial
+
+    def add_parts(self, parts: torch.Tensor) -> None:
+        """Adds the sum of `parts` (float32 [P, T, hidden_size]) over the first dimension."""
+        assert self.is_reduced
+        self._parts = parts
 
     def add_over_ranks(self, part: torch.Tensor) -> None:
         """Adds the sum of the ranks' `part` [T, hidden_size], which may be written to."""
@@ -114,3 +121,14 @@ class ResidualStream:
         )  # fmt: skip
         self._partial, self._is_first = None, False
         return normed
+
+    def _sum_parts(self, norm: RMSNorm | None) -> torch.Tensor | None:
+        if self._parts is None:
+            return None
+        from aioinfer.kernels.norm import add_parts, add_parts_rms_norm
+
+        parts, self._parts = self._parts, None
+        if norm is None:
+            add_parts(parts, self._hidden, pdl=self._backend.pdl)
+            return None
+        return add_parts_rms_norm(parts, self._hidden, norm.weight, norm.eps, pdl=self._backend.pdl)

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import triton
 from aioinfer.kernels.activation import BLOCK, GATE_RUN, KINDS, _gated_activation_kernel
 from aioinfer.kernels.gated_product import (
+    FEW_TOKENS,
     STEP,
     TILE_TIMES,
     GatedConfig,
@@ -83,7 +84,8 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "pdl"), [(config, "bf16", True) for config in TILE_TIMES] + FULLEST
+    ("config", "dtype", "pdl"),
+    [(config, "bf16", True) for config in (FEW_TOKENS, *TILE_TIMES)] + FULLEST,
 )
 def test_every_configuration_compiles_without_spilling_registers(
     config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path

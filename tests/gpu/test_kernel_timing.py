@@ -131,7 +131,9 @@ def compare(choices: ProductChoices, rows: int, backend: Backend) -> int:
         choices.forced = candidate
         added = total.clone()
         result = compute(choices, weight, x, added)
-        results.append((added if result is None else result).float())
+        if product.operation == "residual":  # there, or in parts that are left to be added
+            result = added if result is None else added + result.sum(0)
+        results.append(result.float())
         choices.forced = None
     for candidate, result in zip(candidates, results, strict=True):
         error = (result - results[0]).norm() / results[0].norm()

@@ -46,6 +46,7 @@ from cases import (
     error,
     linear,
     norm,
+    norm_of_parts,
     normal,
     poisoned,
     projected_attention,
@@ -382,6 +383,8 @@ def test_decode_in_a_graph_follows_the_lengths() -> None:
 def test_norms(dtype: torch.dtype) -> None:
     for rows, hidden in ((1, 1024), (333, 576), (64, 4096), (3, 16384)):
         for pair in norm(rows, hidden, dtype, DEVICE):
+            assert error(pair) < LIMIT[dtype]
+        for pair in norm_of_parts(4, rows, hidden, dtype, DEVICE):
             assert error(pair) < LIMIT[dtype]
 
 

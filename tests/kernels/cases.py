@@ -15,7 +15,14 @@ import torch
 from aioinfer.kernels.activation import gated_activation, gated_activation_reference
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
-from aioinfer.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from aioinfer.kernels.norm import (
+    add_parts,
+    add_parts_rms_norm,
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from aioinfer.kernels.paged_attention import (
     make_prefill_plan,
     paged_attention,
@@ -228,6 +235,23 @@ def norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> list[Pair]:
         (result, normed),
         (residual, total),
     ]
+
+
+def norm_of_parts(
+    count: int, rows: int, hidden: int, dtype: torch.dtype, device: str
+) -> list[Pair]:
+    """Runs `add_parts_rms_norm` and `add_parts`, with the residuals that they update."""
+    parts = normal(count, rows, hidden, dtype=torch.float32, device=device)
+    weight = normal(hidden, dtype=dtype, device=device)
+    residual = normal(rows, hidden, dtype=dtype, device=device)
+    other = residual.clone()
+    total = residual.double() + parts.double().sum(0)
+    # the norm is that of what was rounded
+    expected = rms_norm_reference(total.to(dtype).double(), weight.double(), 1e-6)
+    out = poisoned(rows, hidden, dtype=dtype, device=device)
+    result = add_parts_rms_norm(parts, residual, weight, 1e-6, out=out)
+    add_parts(parts, other)
+    return [(result, expected), (residual, total), (other, total)]
 
 
 def activation(rows: int, width: int, dtype: torch.dtype, device: str, kind: str = "silu") -> Pair:

@@ -6,15 +6,56 @@ import pytest
 import torch
 from aioinfer.kernels.activation import KINDS, gated_activation, gated_activation_reference
 from aioinfer.kernels.linear import LinearConfig, skinny_linear
-from aioinfer.kernels.norm import rms_norm
+from aioinfer.kernels.norm import add_parts, rms_norm
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from cases import activation, error, linear, norm, qk_norm_rope
+from cases import activation, error, linear, norm, norm_of_parts, qk_norm_rope
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.residual import ResidualStream
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms(dtype: torch.dtype) -> None:
     for pair in norm(5, 96, dtype, "cpu"):
         assert error(pair) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("count", [1, 3])
+def test_norms_of_parts(count: int, dtype: torch.dtype) -> None:
+    for pair in norm_of_parts(count, 5, 96, dtype, "cpu"):
+        assert error(pair) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_parts_must_have_the_shape_of_the_residual() -> None:
+    with pytest.raises(ValueError, match="parts must be"):
+        add_parts(torch.zeros(2, 3, 32), torch.zeros(3, 64))
+    with pytest.raises(ValueError, match="parts must be"):
+        add_parts(torch.zeros(2, 3, 64).half(), torch.zeros(3, 64).half())
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_the_stream_sums_parts_when_it_is_read(unit_offset: bool) -> None:
+    """With the norm, whose weight may be wider than the stream, or without one."""
+    cpu = torch.device("cpu")
+    backend = Backend(cpu, torch.float16, ParallelGroup.single(), has_kernels=True)
+    rms = RMSNorm("n", 96, 1e-5, backend, unit_offset=unit_offset)
+    hidden, parts = torch.randn(5, 96).half(), torch.randn(3, 5, 96)
+    total = (hidden.float() + parts.sum(0)).half()
+    streams = [ResidualStream(hidden.clone(), backend) for _ in range(3)]
+    for stream in streams:
+        assert stream.is_reduced
+        stream.add_parts(parts)
+        assert not stream.is_reduced
+    normed, plain, chosen = streams
+    torch.testing.assert_close(normed.normed(rms), rms(total), rtol=2**-9, atol=2**-9)
+    chosen.select(torch.tensor([4, 1], dtype=torch.int32))
+    expected = {normed: total, plain: total, chosen: total[[4, 1]]}
+    for stream, content in expected.items():
+        torch.testing.assert_close(stream.hidden, content, rtol=2**-10, atol=2**-10)
+        assert stream.is_reduced
 
 
 def test_norm_weights_wider_than_what_is_normed() -> None:

@@ -149,9 +149,9 @@ class AffineWeight(QuantizedWeight):
             return super().multiply_gated(x, norm)
         return self._compiled.multiply_gated(x, norm)
 
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
         """See `WeightFormat.add_product`."""
         if self._compiled is None:
-            super().add_product(x, total)
-        else:
-            self._compiled.add_product(x, total)
+            return super().add_product(x, total)
+        self._compiled.add_product(x, total)
+        return None

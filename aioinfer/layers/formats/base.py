@@ -104,8 +104,9 @@ class WeightFormat(Protocol):
         """Launches `multiply_gated` in every configuration that the number of rows selects."""
         ...
 
-    def add_product(self, x: Any, total: torch.Tensor) -> None:
-        """Adds x W^T to `total` [T, out], in place, for x [T, in]."""
+    def add_product(self, x: Any, total: torch.Tensor) -> torch.Tensor | None:
+        """Adds x W^T to `total` [T, out], in place, for x [T, in]; or leaves `total` as it is and
+        returns parts (float32 [P, T, out]) whose sum over the first dimension is the product."""
         ...
 
 

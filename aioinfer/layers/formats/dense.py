@@ -19,6 +19,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.kernel_choices import (
     GATED,
     SKINNY,
+    SPLIT,
     Candidate,
     Operation,
     Product,
@@ -152,9 +153,10 @@ class DenseWeight:
     def warm_up_gated(self) -> None:
         """Does nothing: there are no kernels to compile."""
 
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
         """See `WeightFormat.add_product`."""
         total += self.multiply(x)
+        return None
 
 
 class KernelDenseWeight(DenseWeight):
@@ -170,11 +172,15 @@ class KernelDenseWeight(DenseWeight):
         super().__init__(sources, columns, backend, weight)
         from aioinfer.kernels.activation import gated_activation
         from aioinfer.kernels.gated_product import gated_product, supports
+        from aioinfer.kernels.hopper_pipeline import rows_are_aligned
         from aioinfer.kernels.linear import skinny_linear
+        from aioinfer.kernels.split_product import split_product, whole_product
 
         self._pdl = backend.pdl
         self._skinny_linear, self._gated_activation = skinny_linear, gated_activation
         self._gated_product = gated_product
+        self._split_product, self._whole_product = split_product, whole_product
+        self._can_split = rows_are_aligned
         assert self.weight is not None
         like_inputs = self.weight.new_empty(1, columns.size)
         self._has_gated_product = supports(like_inputs, self.weight)
@@ -225,6 +231,10 @@ class KernelDenseWeight(DenseWeight):
             return self._skinny_linear(
                 x, weight, residual=added, out=out, pdl=self._pdl, config=selected.config
             )
+        if selected.kernel == SPLIT and self._can_split(x):
+            return self._whole_product(
+                x, weight, selected.config, bias=bias, out=out, pdl=self._pdl
+            )
         if out is None:
             return F.linear(x, weight, bias)
         product = torch.mm(x, weight.t(), out=out)
@@ -274,15 +284,18 @@ class KernelDenseWeight(DenseWeight):
             for config in TILE_TIMES:
                 self._gated_product(weight[: config.tokens], weight, pdl=self._pdl, config=config)
 
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
         """See `WeightFormat.add_product`."""
         selected = self._select("residual", len(x))
+        if selected.kernel == SPLIT and self._can_split(x):
+            return self._split_product(x, self._loaded, selected.config, pdl=self._pdl)
         if selected.kernel == SKINNY:
             self._skinny_linear(
                 x, self._loaded, residual=total, out=total, pdl=self._pdl, config=selected.config
             )
         else:
             total.addmm_(x, self._loaded.t())
+        return None
 
 
 def make_dense(

@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
-from aioinfer.kernels.gated_product import (
-    TILE_TIMES,
-    gated_config,
-    supports,
-    use_fused,
-)
+from aioinfer.kernels import gated_product, split_product
+from aioinfer.kernels.gated_product import FEW_TOKENS, TILE_TIMES, gated_config, use_fused
 from aioinfer.kernels.linear import MAX_ROWS, linear_config, other_configs
-from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, Candidate, Operation
+from aioinfer.kernels.split_product import SplitConfig, split_config
+from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Candidate, Operation
 
 #: Operations of one row that is normed in the same launch, and those with a gate.
 _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
+#: Up to so many rows split products without parts are candidates.
+_WHOLE_ROWS = 64
+#: Between two of them, and between one and a gated product, weights are loaded while a norm waits
+#: for the sums: in steps of 32 and 64 rows of Qwen3-8B they were 2 us faster than timed alone
+#: (docs/notes/products.md).
+_SPLIT_GAIN_S = 1.5e-6
 
 
 class DenseCandidates:
@@ -33,8 +36,11 @@ class DenseCandidates:
     def __init__(self, weight: torch.Tensor, few_rows: int):
         self._few_rows = few_rows
         self._weight = weight
-        self._programs = 0  # where there is no `gated_product`
-        if supports(weight.new_empty(1, weight.shape[1]), weight):
+        like_inputs = weight.new_empty(1, weight.shape[1])
+        self._has_gated = gated_product.supports(like_inputs, weight)
+        self._has_split = split_product.supports(like_inputs, weight)
+        self._programs = 0  # where there is neither
+        if self._has_gated or self._has_split:
             properties = torch.cuda.get_device_properties(weight.device)
             self._programs = properties.multi_processor_count
 
@@ -44,7 +50,7 @@ class DenseCandidates:
         is_few = rows <= self._few_rows and operation in ("partial", "residual")
         if is_few or (rows == 1 and operation != "biased"):
             return self._skinny(operation, rows)
-        if operation in _GATED and self._programs and use_fused(rows, self._weight):
+        if operation in _GATED and self._has_gated and use_fused(rows, self._weight):
             features = len(self._weight) // 2
             return Candidate(GATED, gated_config(rows, features, self._programs))
         return CUBLAS
@@ -65,10 +71,27 @@ class DenseCandidates:
             yield self._skinny(operation, rows)
             for config in other_configs(**self._shape(operation, rows)):
                 yield Candidate(SKINNY, config)
-        if operation == "gated" and rows > 1 and self._programs:
+        if operation == "gated" and rows > 1 and self._has_gated:
+            if rows <= FEW_TOKENS.tokens:
+                yield Candidate(GATED, FEW_TOKENS)
             for tiles in TILE_TIMES:
                 if tiles.tokens <= max(64, 2 * rows):
                     yield Candidate(GATED, tiles)
+        if operation not in _GATED and rows > 1 and self._has_split:
+            for config in self._splits(operation, rows):
+                yield Candidate(SPLIT, config, gain_s=_SPLIT_GAIN_S)
+
+    def _splits(self, operation: Operation, rows: int) -> list[SplitConfig]:
+        """Returns configurations of the split product: those that were the fastest for some number
+        of rows of Qwen3-8B on an H200, in parts only where a norm can sum them."""
+        if operation != "residual":
+            return [SplitConfig(consumers=1, parts=1)] if rows <= _WHOLE_ROWS else []
+        if rows > split_product.MAX_ROWS:
+            return []
+        shape = self._weight.shape
+        counts = (1, 2) if rows <= MAX_ROWS else (1,)
+        configs = [split_config(*shape, self._programs, consumers) for consumers in counts]
+        return list(dict.fromkeys(configs))
 
     def _skinny(self, operation: Operation, rows: int) -> Candidate:
         return Candidate(SKINNY, linear_config(**self._shape(operation, rows)))

@@ -331,11 +331,11 @@ class KernelGroupedWeight(GroupedWeight):
             return super().warm_up_rows()
         return 1, 2, *range(8, MAX_FUSED_ROWS + 1, 8), *range(MAX_FUSED_ROWS + 64, MAX_ROWS + 1, 64)
 
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
         """See `WeightFormat.add_product`."""
         if self._dense is not None:
-            super().add_product(x, total)
-            return
+            return super().add_product(x, total)
         x = self._ordered(x)
         if self._product_of_integers("residual", x, residual=total, out=total) is None:
-            self._expanded().add_product(x, total)
+            return self._expanded().add_product(x, total)
+        return None

@@ -125,6 +125,6 @@ class QuantizedWeight(ABC):
         """See `WeightFormat.warm_up_gated`."""
         self._product.warm_up_gated()
 
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
+    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
         """See `WeightFormat.add_product`."""
-        self._product.add_product(x, total)
+        return self._product.add_product(x, total)

@@ -1,0 +1,276 @@
+"""A product of 2 to 128 rows on Hopper GPUs, whole or divided along its inputs into parts that are
+left to be summed (split-K), in Triton's Gluon dialect.
+
+Called for the dense layers of decode steps where it was the fastest (`kernel_timing`). Parts are
+for layers whose product is added to the residual stream and normed: they are float32, and the
+kernel of the norm sums them (`norm.add_parts_rms_norm`). A weight of 4096 outputs has 64 tiles of
+64 rows, which occupy half of a card's multiprocessors; divided into two parts it occupies all. A
+sum within the product would keep the memory idle while parts are written, counted and read again
+(docs/notes/products.md).
+
+The weight is wgmma's left operand, 64 rows for each consumer warpgroup, and tokens are its columns.
+One warp loads both with TMA through a ring of shared-memory stages that takes nearly all of a
+multiprocessor's shared memory: as soon as a program of the preceding kernel ends, a program of this
+one loads weights in its place, and x when that kernel has ended (programmatic dependent launch).
+"""
+# ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
+# unpack tuples)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from aioinfer.kernels.hopper_pipeline import TORCH_DTYPES, descriptor, rows_are_aligned
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+STEP = 64  # input features of a stage: 128 bytes, the widest swizzle of TMA and wgmma
+WEIGHT_ROWS = 64  # of a consumer warpgroup: the rows of one wgmma
+MIN_TOKENS, MAX_ROWS = 16, 128  # columns of a tile are a power of two
+#: Bytes of shared memory that the ring takes at most, of 227 KiB.
+RING_BYTES = 208 * 1024
+#: Registers of a consumer's thread, where there are two consumers: 64 of them hold the sums of 128
+#: tokens.
+REGISTERS = 152
+MAX_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """How the kernel is compiled.
+
+    Attributes:
+        consumers: warpgroups, each for 64 weight rows of a tile: 1 or 2.
+        parts: into how many parts the inputs are divided.
+    """
+
+    consumers: int
+    parts: int
+
+
+def split_config(features: int, inputs: int, programs: int, consumers: int) -> SplitConfig:
+    """Returns the configuration in which all programs run at the same time, a part of a tile each,
+    on `programs` multiprocessors."""
+    tiles = -(-features // (WEIGHT_ROWS * consumers))
+    return SplitConfig(consumers, max(1, min(programs // tiles, MAX_PARTS, inputs // STEP)))
+
+
+@gluon.jit
+def _produce(PDL: gl.constexpr, x, weight, x_smem, w_smem, full, empty, tile, begin, end):
+    """Loads the stages of a part; with PDL, the first weights before the preceding kernel, which
+    writes x, has ended."""
+    STAGES: gl.constexpr = x_smem.shape[0]
+    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = w_smem.shape[1]
+    STEP: gl.constexpr = x_smem.shape[2]
+    NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
+    early = begin * 0
+    if PDL:
+        early = gl.minimum(end - begin, STAGES)
+        for stage in range(early):
+            mbarrier.expect(full.index(stage), NBYTES)
+            for part in gl.static_range(CONSUMERS):
+                tma.async_copy_global_to_shared(
+                    weight, [(tile * CONSUMERS + part) * ROWS, (begin + stage) * STEP],
+                    full.index(stage), w_smem.index(stage * CONSUMERS + part),
+                )  # fmt: skip
+        gdc_wait()
+    for loaded in range(end - begin):
+        stage = loaded % STAGES
+        column = (begin + loaded) * STEP
+        mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
+        tma.async_copy_global_to_shared(x, [0, column], full.index(stage), x_smem.index(stage))
+        for part in gl.static_range(CONSUMERS):
+            tma.async_copy_global_to_shared(
+                weight, [(tile * CONSUMERS + part) * ROWS, column],
+                full.index(stage), w_smem.index(stage * CONSUMERS + part), pred=loaded >= early,
+            )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, HAS_BIAS: gl.constexpr, out, bias, rows, features, out_stride, x_smem,
+    w_smem, full, empty, tile, begin, end,
+):  # fmt: skip
+    """Multiplies 64 weight rows with all tokens, and writes the sums [rows, features]."""
+    STAGES: gl.constexpr = x_smem.shape[0]
+    TOKENS: gl.constexpr = x_smem.shape[1]
+    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
+    ROWS: gl.constexpr = w_smem.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
+    for used in range(end - begin):
+        stage = used % STAGES
+        mbarrier.wait(full.index(stage), (used // STAGES) & 1)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=used > 0)
+        acc = warpgroup_mma(
+            w_smem.index(stage * CONSUMERS + PART), x_smem.index(stage).permute((1, 0)), acc,
+            is_async=True,
+        )  # fmt: skip
+    acc = warpgroup_mma_wait(0, [acc])
+    feature = (tile * CONSUMERS + PART) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    if HAS_BIAS:
+        acc += gl.load(bias + feature, feature < features, 0.0).to(gl.float32)[:, None]
+    place = out + token[None, :] * out_stride + feature[:, None]
+    inside = (feature < features)[:, None] & (token < rows)[None, :]
+    gl.store(place, acc.to(out.dtype.element_ty), inside)
+
+
+@gluon.jit(do_not_specialize=["rows", "features", "out_stride", "steps"])
+def _split_kernel(
+    x, weight, bias, out, rows, features, out_stride, steps,
+    PARTS: gl.constexpr, CONSUMERS: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    tile, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
+    begin, end = steps * part // PARTS, steps * (part + 1) // PARTS
+    x_smem = gl.allocate_shared_memory(
+        x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
+    )
+    w_smem = gl.allocate_shared_memory(
+        x.dtype,
+        [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]],
+        weight.layout,
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), CONSUMERS)
+    fence_async_shared()
+    gl.thread_barrier()
+    out += part.to(gl.int64) * rows * out_stride
+    ring = (x_smem, w_smem, full, empty, tile, begin, end)
+    ends = (out, bias, rows, features, out_stride) + ring
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (0, HAS_BIAS) + ends),
+                (_produce, (PDL, x, weight) + ring),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, HAS_BIAS) + ends),
+                (_consume, (1, HAS_BIAS) + ends),
+                (_produce, (PDL, x, weight) + ring),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether this kernel can compute x [T, K] times weight [N, K]: on Hopper, in bf16 or fp16, K a
+    multiple of 64.
+
+    TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
+    """
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in TORCH_DTYPES
+        and weight.dtype == x.dtype
+        and x.shape[1] % STEP == 0
+        and weight.is_contiguous()
+        and rows_are_aligned(x)
+    )
+
+
+def split_product(
+    x: torch.Tensor, weight: torch.Tensor, config: SplitConfig, *, pdl: bool = False
+) -> torch.Tensor:
+    """Returns parts, float32 [P, T, N], of x @ weight.T, whose sum over the first dimension is the
+    product.
+
+    Args:
+        x: [T, K], T <= 128, bf16 or fp16; rows may be strided.
+        weight: [N, K] of x's dtype.
+        config: how many parts, and the tiles.
+        pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
+            that kernel ends, so that kernel must not write it.
+
+    Raises:
+        ValueError: the shapes do not fit, or `supports` returns false.
+    """
+    shape = config.parts, len(x), len(weight)
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, out, config, pdl)
+    return out
+
+
+def whole_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: SplitConfig,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Returns x @ weight.T + bias [T, N].
+
+    Args:
+        x, weight, pdl: as for `split_product`.
+        config: with one part.
+        bias: [N] of x's dtype, if there is one.
+        out: [T, N] to write to, of x's dtype; by default a new tensor.
+
+    Raises:
+        ValueError: as `split_product`, or there are several parts.
+    """
+    shape = len(x), len(weight)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    if config.parts != 1 or out.shape != shape or out.stride(1) != 1:
+        raise ValueError(
+            f"a product of one part goes to {shape} with contiguous rows, not {config.parts} to "
+            f"{tuple(out.shape)}"
+        )
+    _launch(x, weight, bias, out[None], config, pdl)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SplitConfig,
+    pdl: bool,
+) -> None:
+    """Writes the product to `out` [P, T, N]."""
+    (rows, inputs), features = x.shape, len(weight)
+    if not 0 < rows <= MAX_ROWS or weight.shape[1] != inputs or not supports(x, weight):
+        raise ValueError(
+            f"x must be [T, K] and weight [N, K] that supports() accepts, T from 1 to {MAX_ROWS}, "
+            f"not {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    tokens = max(MIN_TOKENS, triton.next_power_of_2(rows))
+    stage_bytes = (WEIGHT_ROWS * config.consumers + tokens) * STEP * x.element_size()
+    tiles = -(-features // (WEIGHT_ROWS * config.consumers))
+    _split_kernel[(tiles * config.parts,)](
+        descriptor(x, [tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
+        x if bias is None else bias, out, rows, features, out.stride(1), inputs // STEP,
+        PARTS=config.parts, CONSUMERS=config.consumers, HAS_BIAS=bias is not None,
+        STAGES=RING_BYTES // stage_bytes, REGISTERS=REGISTERS, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip

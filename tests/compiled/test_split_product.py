@@ -1,0 +1,92 @@
+"""The kernel of split products: every configuration compiles for Hopper without spilling registers,
+and how products are divided.
+
+Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_split_product.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from aioinfer.kernels.split_product import (
+    MAX_ROWS,
+    MIN_TOKENS,
+    REGISTERS,
+    RING_BYTES,
+    STEP,
+    WEIGHT_ROWS,
+    SplitConfig,
+    _split_kernel,
+    split_config,
+    split_product,
+    supports,
+    whole_product,
+)
+from hopper import HOPPER, SHARED_MEMORY, spilled
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+
+def compile_kernel(config: SplitConfig, tokens: int, pdl: bool) -> CompiledKernel:
+    """Compiles what `split_product` launches for so many rows, for Hopper, without a GPU."""
+
+    def descriptor(*block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return f"tensordesc<bf16{list(block)},{layout!r}>"
+
+    names = _split_kernel.arg_names
+    types = {
+        "x": descriptor(tokens, STEP), "weight": descriptor(WEIGHT_ROWS, STEP), "bias": "*bf16",
+        "out": "*fp32",
+    }  # fmt: skip
+    stage = (WEIGHT_ROWS * config.consumers + tokens) * STEP * 2
+    constants = {
+        "PARTS": config.parts, "CONSUMERS": config.consumers, "HAS_BIAS": True,
+        "STAGES": RING_BYTES // stage, "REGISTERS": REGISTERS, "PDL": pdl,
+    }  # fmt: skip
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    source = GluonASTSource(
+        _split_kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": pdl})
+
+
+@pytest.mark.parametrize("tokens", [MIN_TOKENS, 64, MAX_ROWS])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_every_configuration_compiles_without_spilling_registers(
+    consumers: int, tokens: int, tmp_path: Path
+) -> None:
+    kernel = compile_kernel(SplitConfig(consumers, 2), tokens, pdl=True)
+    assert spilled(kernel, tmp_path) == 0
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    for instruction in ("wgmma.mma_async", "griddepcontrol.wait", "griddepcontrol.launch"):
+        assert instruction in kernel.asm["ptx"]
+
+
+def test_parts_fill_the_card() -> None:
+    """Qwen3-8B's output projection and down, Qwen2.5-7B's, and a weight with tiles enough."""
+    assert split_config(4096, 12288, 132, 1) == SplitConfig(1, 2)
+    assert split_config(4096, 4096, 132, 2) == SplitConfig(2, 4)
+    assert split_config(3584, 18944, 132, 1) == SplitConfig(1, 2)
+    assert split_config(12288, 4096, 132, 1) == SplitConfig(1, 1)
+    assert split_config(64, 128, 132, 1) == SplitConfig(1, 2)  # one stage each
+
+
+def test_tensors_on_a_cpu_are_rejected() -> None:
+    x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert not supports(x, weight)
+    with pytest.raises(ValueError, match="x must be"):
+        split_product(x, weight, SplitConfig(1, 1))
+    with pytest.raises(ValueError, match="one part"):
+        whole_product(x, weight, SplitConfig(1, 2))
