@@ -12,7 +12,8 @@ from aioinfer.kernels.linear import skinny_linear
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import KernelDenseWeight
-from aioinfer.layers.kernel_choices import CUBLAS, SKINNY, Operation
+from aioinfer.layers.formats.dense_candidates import DenseCandidates
+from aioinfer.layers.kernel_choices import CUBLAS, SKINNY, SPLIT, Operation
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
@@ -61,6 +62,28 @@ def test_candidates_compute_the_same(rows: int, backend: Backend) -> None:
             choices[operation].forced = candidate
             torch.testing.assert_close(compute(), default, rtol=1e-4, atol=1e-4)
             choices[operation].forced = None
+
+
+def split_configs(weight: torch.Tensor, operation: Operation, rows: int) -> list[tuple[int, int]]:
+    """Returns the candidates that divide a product, on a Hopper card of 132 multiprocessors."""
+    candidates = DenseCandidates(weight, 8)
+    candidates._has_split, candidates._programs = True, 132
+    return [
+        (each.config.consumers, each.config.parts)
+        for each in candidates.of(operation, rows)
+        if each.kernel == SPLIT
+    ]
+
+
+def test_products_are_divided_where_a_norm_sums_their_parts() -> None:
+    down = torch.empty(4096, 12288, dtype=torch.bfloat16, device="meta")
+    assert split_configs(down, "residual", 1) == []
+    assert split_configs(down, "residual", 8) == [(1, 2), (2, 4)]
+    assert split_configs(down, "residual", 128) == [(1, 2)]
+    assert split_configs(down, "residual", 129) == []
+    assert split_configs(down, "plain", 64) == [(1, 1)]
+    assert split_configs(down, "biased", 65) == []
+    assert split_configs(down, "gated", 8) == []
 
 
 def test_what_is_chosen_computes(backend: Backend) -> None:

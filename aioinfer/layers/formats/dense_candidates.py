@@ -20,8 +20,8 @@ _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
 _WHOLE_ROWS = 64
 #: Between two of them, and between one and a gated product, weights are loaded while a norm waits
 #: for the sums: in steps of 32 and 64 rows of Qwen3-8B they were 2 us faster than timed alone
-#: (docs/notes/products.md).
-_SPLIT_GAIN_S = 1.5e-6
+#: (docs/notes/products.md). Not measured with smaller weights than these bytes.
+_SPLIT_GAIN_S, _GAIN_BYTES = 1.5e-6, 16 * 2**20
 
 
 class DenseCandidates:
@@ -78,8 +78,9 @@ class DenseCandidates:
                 if tiles.tokens <= max(64, 2 * rows):
                     yield Candidate(GATED, tiles)
         if operation not in _GATED and rows > 1 and self._has_split:
+            gain_s = _SPLIT_GAIN_S if self._weight.nbytes >= _GAIN_BYTES else 0.0
             for config in self._splits(operation, rows):
-                yield Candidate(SPLIT, config, gain_s=_SPLIT_GAIN_S)
+                yield Candidate(SPLIT, config, gain_s=gain_s)
 
     def _splits(self, operation: Operation, rows: int) -> list[SplitConfig]:
         """Returns configurations of the split product: those that were the fastest for some number
