@@ -138,6 +138,7 @@ async def test_what_fails_on_the_other_host_is_named(run: Run) -> None:
     await greedy(run, 3)
     executor: Any = run.executor
     (remote,) = executor.agent._ranks._processes
+    await until(lambda: "waiting for a plan after step 2" in executor.heartbeat.describe(1))
     began = time.monotonic()
     remote.kill()
     message = await run.wait_for_failure()
