@@ -164,7 +164,7 @@ class RowParallelLinear:
         elif self._backend.group.size > 1:
             stream.hidden.add_(self(x))
         else:
-            if self.bias is not None:
+            if self.bias is not None:  # before the product, which may stay in parts
                 stream.hidden.add_(self.bias)
             parts = self.weight.add_product(x, stream.hidden)
             if parts is not None:
