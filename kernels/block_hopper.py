@@ -23,7 +23,9 @@ from __future__ import annotations
 import torch
 from aioinfer.kernels.hopper_pipeline import (
     LOG2_E,
+    allocate_boxes,
     descriptor,
+    make_barriers,
     next_stage,
     produce_boxes,
     rows_are_aligned,
@@ -351,25 +353,11 @@ def _product_kernel(
 ):  # fmt: skip
     X_BOXES: gl.constexpr = HALVES if SPLITS_LINES else CONSUMERS * HALVES
     W_BOXES: gl.constexpr = CONSUMERS if SPLITS_LINES else 1
-    x_smem = gl.allocate_shared_memory(
-        x.dtype, [STAGES * X_BOXES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
-    )
-    w_smem = gl.allocate_shared_memory(
-        x.dtype,
-        [STAGES * W_BOXES, weight.block_type.shape[0], weight.block_type.shape[1]],
-        weight.layout,
-    )
-    staging = gl.allocate_shared_memory(
-        out.dtype,
-        [CONSUMERS * HALVES, out.block_type.shape[0], out.block_type.shape[1]],
-        out.layout,
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_smem = allocate_boxes(x, STAGES * X_BOXES)
+    w_smem = allocate_boxes(weight, STAGES * W_BOXES)
+    staging = allocate_boxes(out, CONSUMERS * HALVES)
+    full, empty = make_barriers(STAGES, CONSUMERS)
     added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), CONSUMERS)
     for part in gl.static_range(CONSUMERS):
         mbarrier.init(added.index(part), 1)
     fence_async_shared()

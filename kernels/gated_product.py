@@ -27,12 +27,15 @@ from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from aioinfer.kernels.hopper_pipeline import (
     CONSUMERS,
     REGISTERS,
-    TORCH_DTYPES,
+    STEP,
     WEIGHT_ROWS,
+    allocate_boxes,
     apply_gate,
     descriptor,
+    make_barriers,
     produce,
     rows_are_aligned,
+    supports_product,
     tiles_of_item,
 )
 from triton.experimental import gluon
@@ -45,8 +48,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-
-STEP = 64  # input features of a stage: 128 bytes, the widest swizzle of TMA and wgmma
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +166,10 @@ def _gated_kernel(
     x, weight, out, items, token_tiles, weight_tiles, steps,
     STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    x_smem = gl.allocate_shared_memory(
-        x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
-    )
-    w_smem = gl.allocate_shared_memory(
-        x.dtype,
-        [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]],
-        weight.layout,
-    )
-    staging = gl.allocate_shared_memory(
-        out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), CONSUMERS)
+    x_smem = allocate_boxes(x, STAGES)
+    w_smem = allocate_boxes(weight, STAGES * CONSUMERS)
+    staging = allocate_boxes(out, CONSUMERS)
+    full, empty = make_barriers(STAGES, CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
@@ -197,21 +186,9 @@ def _gated_kernel(
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this kernel can compute x [T, K] times weight [2 * N, K]: on Hopper, in bf16 or fp16,
-    K a multiple of 64, N of 8.
-
-    TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
-    """
-    return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and x.dtype in TORCH_DTYPES
-        and weight.dtype == x.dtype
-        and x.shape[1] % STEP == 0
-        and weight.shape[0] % (2 * GATE_RUN) == 0
-        and weight.is_contiguous()
-        and rows_are_aligned(x)
-    )
+    """Whether this kernel can compute x [T, K] times weight [2 * N, K]: what `supports_product`
+    accepts, N a multiple of 8."""
+    return supports_product(x, weight) and weight.shape[0] % (2 * GATE_RUN) == 0
 
 
 def gated_product(

@@ -38,8 +38,10 @@ from aioinfer.kernels.hopper_pipeline import (
     REGISTERS,
     TORCH_DTYPES,
     WEIGHT_ROWS,
+    allocate_boxes,
     apply_gate,
     descriptor,
+    make_barriers,
     rows_are_aligned,
     scale_layout,
     tiles_of_item,
@@ -313,9 +315,7 @@ def _kernel(
     SPLITS: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, GATED: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    x_smem = gl.allocate_shared_memory(
-        x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
-    )
+    x_smem = allocate_boxes(x, STAGES)
     w_smem = gl.allocate_shared_memory(
         gl.int16,
         [WORD_STAGES * CONSUMERS, packed.block_type.shape[0], 1, packed.block_type.shape[2],
@@ -325,20 +325,10 @@ def _kernel(
     scale_smem = gl.allocate_shared_memory(
         gl.int32, [WORD_STAGES * SCALES, 1, scales.block_type.shape[1]], scales.layout
     )
-    staging = gl.allocate_shared_memory(
-        out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout
-    )
-    w_full = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
-    w_empty = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    staging = allocate_boxes(out, CONSUMERS)
+    w_full, w_empty = make_barriers(WORD_STAGES, CONSUMERS)
+    full, empty = make_barriers(STAGES, CONSUMERS)
     added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(WORD_STAGES):
-        mbarrier.init(w_full.index(stage), 1)
-        mbarrier.init(w_empty.index(stage), CONSUMERS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), CONSUMERS)
     for part in gl.static_range(CONSUMERS):
         mbarrier.init(added.index(part), 1)
     fence_async_shared()

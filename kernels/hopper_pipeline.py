@@ -1,10 +1,11 @@
 """What the Gluon kernels of products on Hopper GPUs have in common: the order of their tiles, the
-producer warp that loads stages of a ring in shared memory with TMA, and the descriptors of TMA.
+ring of stages in shared memory, the producer warp that loads them with TMA, and the descriptors of
+TMA.
 
-Used by `gated_product`, `scaled_hopper`, `block_hopper` and `grouped_hopper`. A ring has two
-barriers for each stage: `full` completes when what was loaded is there, `empty` when all consumer
-warpgroups have read it. Tiles are ordered so that the weights that a group of token tiles has in
-common stay in the L2 cache (Tillet et al., "Triton", 2019).
+Used by `gated_product`, `split_product`, `scaled_hopper`, `block_hopper` and `grouped_hopper`. A
+ring has two barriers for each stage: `full` completes when what was loaded is there, `empty` when
+all consumer warpgroups have read it. Tiles are ordered so that the weights that a group of token
+tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019).
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -19,6 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # weight rows of a consumer warpgroup, gate and up together: the rows of one wgmma
 WEIGHT_ROWS = 64
+# input features of a stage of 16-bit operands: 128 bytes, the widest swizzle of TMA and wgmma
+STEP = 64
 # consumer warpgroups, where a configuration does not say how many; the width of a tile is what
 # their registers hold
 CONSUMERS = gl.constexpr(3)
@@ -36,6 +39,26 @@ def tiles_of_item(item, token_tiles, weight_tiles, GROUP: gl.constexpr):
     size = gl.minimum(token_tiles - first, GROUP)
     rest = item % (GROUP * weight_tiles)
     return first + rest % size, rest // size
+
+
+@gluon.jit
+def allocate_boxes(tensor, BOXES: gl.constexpr):
+    """Returns shared memory for `BOXES` boxes of a descriptor."""
+    ROWS: gl.constexpr = tensor.block_type.shape[0]
+    COLUMNS: gl.constexpr = tensor.block_type.shape[1]
+    return gl.allocate_shared_memory(tensor.dtype, [BOXES, ROWS, COLUMNS], tensor.layout)
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Returns the barriers `full` and `empty` of a ring; a stage is empty when `READERS` warpgroups
+    have read it. They may be used after a fence and a barrier of the threads."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(empty.index(stage), READERS)
+    return full, empty
 
 
 @gluon.jit
@@ -156,6 +179,23 @@ def apply_gate(acc):
     TOKENS: gl.constexpr = acc.shape[1]
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     return (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([ROWS // 2, TOKENS])
+
+
+def supports_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x [T, K] and weight [N, K] can be operands in 16 bits: on Hopper, in bf16 or fp16, K
+    a multiple of 64.
+
+    TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
+    """
+    return (
+        x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in TORCH_DTYPES
+        and weight.dtype == x.dtype
+        and x.shape[1] % STEP == 0
+        and weight.is_contiguous()
+        and rows_are_aligned(x)
+    )
 
 
 def rows_are_aligned(t: torch.Tensor) -> bool:

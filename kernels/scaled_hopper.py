@@ -21,8 +21,10 @@ import torch
 from aioinfer.kernels.hopper_pipeline import (
     TORCH_DTYPES,
     WEIGHT_ROWS,
+    allocate_boxes,
     apply_gate,
     descriptor,
+    make_barriers,
     produce,
     rows_are_aligned,
     scale_layout,
@@ -249,24 +251,14 @@ def _product_kernel(
     REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = x.block_type.shape[0]
-    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, x.block_type.shape[1]], x.layout)
-    w_smem = gl.allocate_shared_memory(
-        x.dtype,
-        [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]],
-        weight.layout,
-    )
+    x_smem = allocate_boxes(x, STAGES)
+    w_smem = allocate_boxes(weight, STAGES * CONSUMERS)
     scale_smem = gl.allocate_shared_memory(
         gl.float32, [STAGES if GROUPED else 1, 1, TOKENS], scales.layout
     )
-    staging = gl.allocate_shared_memory(
-        out.dtype, [CONSUMERS, out.block_type.shape[0], out.block_type.shape[1]], out.layout
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    staging = allocate_boxes(out, CONSUMERS)
+    full, empty = make_barriers(STAGES, CONSUMERS)
     added = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), CONSUMERS)
     for part in gl.static_range(CONSUMERS):
         mbarrier.init(added.index(part), 1)
     fence_async_shared()

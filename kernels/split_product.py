@@ -1,4 +1,4 @@
-"""A product of 2 to 128 rows on Hopper GPUs, whole or divided along its inputs into parts that are
+"""A product of up to 128 rows on Hopper GPUs, whole or divided along its inputs into parts that are
 left to be summed (split-K), in Triton's Gluon dialect.
 
 Called for the dense layers of decode steps where it was the fastest (`kernel_timing`). Parts are
@@ -22,7 +22,15 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from aioinfer.kernels.hopper_pipeline import TORCH_DTYPES, descriptor, rows_are_aligned
+from aioinfer.kernels.hopper_pipeline import (
+    STEP,
+    WEIGHT_ROWS,
+    allocate_boxes,
+    descriptor,
+    load_rows,
+    make_barriers,
+    supports_product,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,8 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-STEP = 64  # input features of a stage: 128 bytes, the widest swizzle of TMA and wgmma
-WEIGHT_ROWS = 64  # of a consumer warpgroup: the rows of one wgmma
 MIN_TOKENS, MAX_ROWS = 16, 128  # columns of a tile are a power of two
 #: Bytes of shared memory that the ring takes at most, of 227 KiB.
 RING_BYTES = 208 * 1024
@@ -60,8 +66,8 @@ class SplitConfig:
 
 
 def split_config(features: int, inputs: int, programs: int, consumers: int) -> SplitConfig:
-    """Returns the configuration in which all programs run at the same time, a part of a tile each,
-    on `programs` multiprocessors."""
+    """Returns the configuration with as many parts as let all programs, a part of a tile each, run
+    at the same time on `programs` multiprocessors; one part if there are more tiles."""
     tiles = -(-features // (WEIGHT_ROWS * consumers))
     return SplitConfig(consumers, max(1, min(programs // tiles, MAX_PARTS, inputs // STEP)))
 
@@ -72,19 +78,15 @@ def _produce(PDL: gl.constexpr, x, weight, x_smem, w_smem, full, empty, tile, be
     writes x, has ended."""
     STAGES: gl.constexpr = x_smem.shape[0]
     CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
-    ROWS: gl.constexpr = w_smem.shape[1]
     STEP: gl.constexpr = x_smem.shape[2]
     NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
+    row = tile * CONSUMERS * w_smem.shape[1]
     early = begin * 0
     if PDL:
         early = gl.minimum(end - begin, STAGES)
         for stage in range(early):
             mbarrier.expect(full.index(stage), NBYTES)
-            for part in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
-                    weight, [(tile * CONSUMERS + part) * ROWS, (begin + stage) * STEP],
-                    full.index(stage), w_smem.index(stage * CONSUMERS + part),
-                )  # fmt: skip
+            load_rows(weight, w_smem, full, stage, row, (begin + stage) * STEP, True)
         gdc_wait()
     for loaded in range(end - begin):
         stage = loaded % STAGES
@@ -92,11 +94,7 @@ def _produce(PDL: gl.constexpr, x, weight, x_smem, w_smem, full, empty, tile, be
         mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
         tma.async_copy_global_to_shared(x, [0, column], full.index(stage), x_smem.index(stage))
-        for part in gl.static_range(CONSUMERS):
-            tma.async_copy_global_to_shared(
-                weight, [(tile * CONSUMERS + part) * ROWS, column],
-                full.index(stage), w_smem.index(stage * CONSUMERS + part), pred=loaded >= early,
-            )  # fmt: skip
+        load_rows(weight, w_smem, full, stage, row, column, loaded >= early)
     if PDL:
         gdc_launch_dependents()
 
@@ -140,19 +138,9 @@ def _split_kernel(
 ):  # fmt: skip
     tile, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     begin, end = steps * part // PARTS, steps * (part + 1) // PARTS
-    x_smem = gl.allocate_shared_memory(
-        x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout
-    )
-    w_smem = gl.allocate_shared_memory(
-        x.dtype,
-        [STAGES * CONSUMERS, weight.block_type.shape[0], weight.block_type.shape[1]],
-        weight.layout,
-    )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
-        mbarrier.init(empty.index(stage), CONSUMERS)
+    x_smem = allocate_boxes(x, STAGES)
+    w_smem = allocate_boxes(weight, STAGES * CONSUMERS)
+    full, empty = make_barriers(STAGES, CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     out += part.to(gl.int64) * rows * out_stride
@@ -179,23 +167,6 @@ def _split_kernel(
         )
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this kernel can compute x [T, K] times weight [N, K]: on Hopper, in bf16 or fp16, K a
-    multiple of 64.
-
-    TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
-    """
-    return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and x.dtype in TORCH_DTYPES
-        and weight.dtype == x.dtype
-        and x.shape[1] % STEP == 0
-        and weight.is_contiguous()
-        and rows_are_aligned(x)
-    )
-
-
 def split_product(
     x: torch.Tensor, weight: torch.Tensor, config: SplitConfig, *, pdl: bool = False
 ) -> torch.Tensor:
@@ -210,7 +181,7 @@ def split_product(
             that kernel ends, so that kernel must not write it.
 
     Raises:
-        ValueError: the shapes do not fit, or `supports` returns false.
+        ValueError: the shapes do not fit, or `supports_product` returns false.
     """
     shape = config.parts, len(x), len(weight)
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -259,10 +230,10 @@ def _launch(
 ) -> None:
     """Writes the product to `out` [P, T, N]."""
     (rows, inputs), features = x.shape, len(weight)
-    if not 0 < rows <= MAX_ROWS or weight.shape[1] != inputs or not supports(x, weight):
+    if not 0 < rows <= MAX_ROWS or weight.shape[1] != inputs or not supports_product(x, weight):
         raise ValueError(
-            f"x must be [T, K] and weight [N, K] that supports() accepts, T from 1 to {MAX_ROWS}, "
-            f"not {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"x must be [T, K] and weight [N, K] that supports_product() accepts, T from 1 to "
+            f"{MAX_ROWS}, not {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     tokens = max(MIN_TOKENS, triton.next_power_of_2(rows))
     stage_bytes = (WEIGHT_ROWS * config.consumers + tokens) * STEP * x.element_size()

@@ -48,8 +48,7 @@ class ResidualStream:
     @property
     def hidden(self) -> torch.Tensor:
         """[T, hidden_size], all sums reduced."""
-        self._reduce(None)
-        self._sum_parts(None)
+        self._sum(None)
         return self._hidden
 
     @property
@@ -61,8 +60,8 @@ class ResidualStream:
         """Returns the norm of the stream [T, hidden_size]; without a norm the stream itself."""
         if norm is None:
             return self.hidden
-        if self._reduces_with(norm):
-            normed = self._reduce(norm) if self._parts is None else self._sum_parts(norm)
+        if self._sums_with(norm):
+            normed = self._sum(norm)
             assert normed is not None
             return normed
         return norm(self.hidden)
@@ -70,7 +69,7 @@ class ResidualStream:
     def normed_for(self, norm: RMSNorm, format: InputFormat) -> torch.Tensor | ScaledInputs:
         """Returns the norm of the stream for a product whose inputs have a format: quantized if an
         all-reduce is outstanding, which can do it; otherwise as `normed` does."""
-        if self._partial is None or not self._reduces_with(norm):
+        if self._partial is None or not self._sums_with(norm):
             return self.normed(norm)
         inputs = self._all_reduce.add_quantized(
             self._partial, self._hidden, norm.weight, norm.eps, format,
@@ -79,7 +78,7 @@ class ResidualStream:
         self._partial, self._is_first = None, False
         return inputs
 
-    def _reduces_with(self, norm: RMSNorm) -> bool:
+    def _sums_with(self, norm: RMSNorm) -> bool:
         """Whether a sum is outstanding that can compute the norm."""
         return not self.is_reduced and norm.weight.dtype == self._hidden.dtype
 
@@ -91,7 +90,7 @@ class ResidualStream:
     def add_partial(self, partial: torch.Tensor) -> None:
         """Adds a sum over the ranks. `partial` [T, hidden_size] is the beginning of
         `Backend.all_reduce.partial`, which is not written again before the stream is read."""
-        assert self._partial is None
+        assert self.is_reduced
         self._partial = partial
 
     def add_parts(self, parts: torch.Tensor) -> None:
@@ -111,23 +110,26 @@ class ResidualStream:
         """Keeps the tokens `rows` (int32 [S]) alone."""
         self._hidden = self.hidden.index_select(0, rows)
 
-    def _reduce(self, norm: RMSNorm | None) -> torch.Tensor | None:
-        if self._partial is None:
-            return None
+    def _sum(self, norm: RMSNorm | None) -> torch.Tensor | None:
+        """Computes the outstanding sum, if there is one, and returns its norm, if one is given."""
+        if self._partial is not None:
+            return self._reduce(self._partial, norm)
+        if self._parts is not None:
+            return self._sum_parts(self._parts, norm)
+        return None
+
+    def _reduce(self, partial: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor | None:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         normed = self._all_reduce.add(
-            self._partial, self._hidden, weight, eps,
-            is_first=self._is_first, pdl=self._backend.pdl,
-        )  # fmt: skip
+            partial, self._hidden, weight, eps, is_first=self._is_first, pdl=self._backend.pdl
+        )
         self._partial, self._is_first = None, False
         return normed
 
-    def _sum_parts(self, norm: RMSNorm | None) -> torch.Tensor | None:
-        if self._parts is None:
-            return None
+    def _sum_parts(self, parts: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor | None:
         from aioinfer.kernels.norm import add_parts, add_parts_rms_norm
 
-        parts, self._parts = self._parts, None
+        self._parts = None
         if norm is None:
             add_parts(parts, self._hidden, pdl=self._backend.pdl)
             return None

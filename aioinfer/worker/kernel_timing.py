@@ -256,9 +256,11 @@ class Stopwatch:
     """
 
     def __init__(self, backend: Backend):
+        from aioinfer.kernels.norm import MAX_HIDDEN
+
         self.device = backend.device
         self._dtype, self._pdl = backend.dtype, backend.pdl
-        self._ones = torch.ones(_NORM_WIDTH, dtype=backend.dtype, device=backend.device)
+        self._ones = torch.ones(MAX_HIDDEN, dtype=backend.dtype, device=backend.device)
         self._normed = self._ones.new_empty(MAX_ROWS, _NORM_WIDTH)
         properties = torch.cuda.get_device_properties(backend.device)
         self._cold_bytes = 2 * properties.L2_cache_size
@@ -271,8 +273,14 @@ class Stopwatch:
         self._last: torch.cuda.CUDAGraph | None = None
 
     def launch(self, choices: ProductChoices, rows: int, candidate: Candidate) -> None:
-        """Launches a product of the first of its weights."""
-        self._launch(choices, rows, candidate, choices.weights[:1])
+        """Launches a product of the first of its weights, and what may read its parts."""
+        from aioinfer.kernels.norm import add_parts, add_parts_rms_norm
+
+        parts = self._launch(choices, rows, candidate, choices.weights[:1])
+        if parts is not None:
+            total = self._operands_of(choices)[1][:rows]
+            add_parts_rms_norm(parts, total, self._ones[: total.shape[1]], 1e-6, pdl=self._pdl)
+            add_parts(parts, total, pdl=self._pdl)
 
     @torch.inference_mode()
     def measure(self, choices: ProductChoices, rows: int, candidate: Candidate) -> float:
@@ -322,36 +330,28 @@ class Stopwatch:
         rows: int,
         candidate: Candidate,
         weights: Sequence[TimedWeight],
-    ) -> None:
-        """Computes a product with each of the weights by a candidate, and a norm before each; that
-        of parts sums them."""
-        from aioinfer.kernels.norm import add_parts, add_parts_rms_norm, rms_norm
+    ) -> torch.Tensor | None:
+        """Computes a product with each of the weights by a candidate, and a norm before each, which
+        sums the parts of the product before it. Returns the last parts, if there are any."""
+        from aioinfer.kernels.norm import add_parts_rms_norm, rms_norm
 
         x, total = (operand[:rows] for operand in self._operands_of(choices))
         part, normed = x[:, :_NORM_WIDTH], self._normed[:rows, : x.shape[1]]
+        ones, outputs = self._ones, total.shape[1]
         is_residual = choices.product.operation == "residual"
         parts = None
         choices.forced = candidate
         try:
             for weight in weights:
                 if parts is None:
-                    rms_norm(part, self._ones[: part.shape[1]], 1e-6, out=normed, pdl=self._pdl)
+                    rms_norm(part, ones[: part.shape[1]], 1e-6, out=normed, pdl=self._pdl)
                 else:
-                    add_parts_rms_norm(parts, total, self._ones_of(total), 1e-6, pdl=self._pdl)
+                    add_parts_rms_norm(parts, total, ones[:outputs], 1e-6, pdl=self._pdl)
                 product = compute(choices, weight, x, total)
                 parts = product if is_residual else None
         finally:
             choices.forced = None
-        if parts is not None and len(weights) == 1:
-            # what else may read the residual stream next is to be compiled, too
-            add_parts_rms_norm(parts, total, self._ones_of(total), 1e-6, pdl=self._pdl)
-            add_parts(parts, total, pdl=self._pdl)
-
-    def _ones_of(self, total: torch.Tensor) -> torch.Tensor:
-        """Returns the weight of a norm of [T, outputs]."""
-        if len(self._ones) < total.shape[1]:
-            self._ones = self._ones.new_ones(total.shape[1])
-        return self._ones[: total.shape[1]]
+        return parts
 
     def _operands_of(self, choices: ProductChoices) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns random x [MAX_ROWS, inputs], since arithmetic with zeros takes less power, and

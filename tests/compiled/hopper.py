@@ -11,6 +11,8 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # of a thread block
@@ -54,6 +56,35 @@ def compile_kernel(
     )
     options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
     return triton.compile(source, target=HOPPER, options=options)
+
+
+def compile_gluon(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    pdl: bool = True,
+    aligned: Iterable[str] = (),
+) -> CompiledKernel:
+    """Compiles a kernel in Gluon whose other arguments are integers; 16 divides those that are
+    `aligned`."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    source = GluonASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": pdl})
+
+
+def box(kind: gl.dtype, *shape: int) -> str:
+    """Returns the type of a descriptor whose boxes have a shape."""
+    layout = gl.NVMMASharedLayout.get_default_for(shape, kind)
+    return f"tensordesc<{kind}{list(shape)},{layout!r}>"
 
 
 def spilled(kernel: CompiledKernel, folder: Path) -> int:

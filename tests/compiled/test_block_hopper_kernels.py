@@ -15,25 +15,19 @@ from aioinfer.kernels.block_hopper import _product_kernel
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, HALF, STEP, BlockConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.compiled.hopper import HOPPER, SHARED_MEMORY, spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
 
 def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> CompiledKernel:
     """Compiles what `block_product` launches."""
-
-    def descriptor(kind: gl.dtype, name: str, *block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-        return f"tensordesc<{name}{list(block)},{layout!r}>"
-
     outputs = config.part_lines // 2 if gated else config.part_lines
     fp8, bf16 = gl.float8e4nv, gl.bfloat16
     types = {
-        "x": descriptor(fp8, "fp8e4nv", HALF, STEP),
-        "weight": descriptor(fp8, "fp8e4nv", config.part_lines, STEP),
-        "out": descriptor(bf16, "bf16", HALF, outputs),
-        "residual": descriptor(bf16, "bf16", HALF, outputs),
+        "x": box(fp8, HALF, STEP),
+        "weight": box(fp8, config.part_lines, STEP),
+        "out": box(bf16, HALF, outputs),
+        "residual": box(bf16, HALF, outputs),
         "x_scales": "*fp32", "w_scales": "*fp32",
     }  # fmt: skip
     constants = {
@@ -43,16 +37,7 @@ def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> Comp
         "ROWS_PER_SCALE": 8 if gated else 128, "CONSUMERS": config.consumers,
         "REGISTERS": config.registers, "PDL": True,
     }  # fmt: skip
-    names = _product_kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    source = GluonASTSource(
-        _product_kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-    )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    return compile_gluon(_product_kernel, types, constants)
 
 
 def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:

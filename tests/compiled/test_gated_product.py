@@ -19,7 +19,6 @@ import triton
 from aioinfer.kernels.activation import BLOCK, GATE_RUN, KINDS, _gated_activation_kernel
 from aioinfer.kernels.gated_product import (
     FEW_TOKENS,
-    STEP,
     TILE_TIMES,
     GatedConfig,
     _gated_kernel,
@@ -29,48 +28,26 @@ from aioinfer.kernels.gated_product import (
     interleave,
     supports,
 )
-from aioinfer.kernels.hopper_pipeline import CONSUMERS, REGISTERS, WEIGHT_ROWS
-from triton.backends.compiler import GPUTarget
+from aioinfer.kernels.hopper_pipeline import CONSUMERS, REGISTERS, STEP, WEIGHT_ROWS
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # of a thread block
+from tests.compiled.hopper import HOPPER, SHARED_MEMORY, box, compile_gluon
+
 # the accumulators of the widest tile fill the registers
 FULLEST = [(config, "fp16", False) for config in TILE_TIMES if config.tokens == 256]
 
 
 def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel:
     """Compiles what `gated_product` launches with `config`, for Hopper, without a GPU."""
-
-    def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(
-            block, {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-        )
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
-    names = _gated_kernel.arg_names
-    tensors = {
-        "x": (config.tokens, STEP),
-        "weight": (WEIGHT_ROWS, STEP),
-        "out": (config.tokens, WEIGHT_ROWS // 2),
+    kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    types = {
+        "x": box(kind, config.tokens, STEP),
+        "weight": box(kind, WEIGHT_ROWS, STEP),
+        "out": box(kind, config.tokens, WEIGHT_ROWS // 2),
     }
     constants = {"STAGES": config.stages, "GROUP": config.group, "REGISTERS": REGISTERS, "PDL": pdl}
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else descriptor(*tensors[name])
-        if name in tensors
-        else "i32"
-        for name in names
-    }
-    source = GluonASTSource(
-        _gated_kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-    )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": pdl})
+    return compile_gluon(_gated_kernel, types, constants, pdl=pdl)
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:

@@ -28,9 +28,8 @@ from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups, pack_gr
 from aioinfer.kernels.hopper_pipeline import REGISTERS, WEIGHT_ROWS, scale_layout
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.compiled.hopper import HOPPER, SHARED_MEMORY, spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
 #: Output features (of gate and up together) and inputs of Qwen3-8B's layers.
 SHAPES = {
@@ -56,19 +55,14 @@ def compile_product(
 ) -> CompiledKernel:
     """Compiles what `grouped_hopper` launches: with a residual where it is not gated."""
     kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-
-    def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
     outputs = WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS
     words = [WEIGHT_ROWS // TILE, 1, TILE, MAX_RUN]
     types = {
-        "x": descriptor(config.tokens, MAX_RUN),
+        "x": box(kind, config.tokens, MAX_RUN),
         "packed": f"tensordesc<i16{words},{word_layout()!r}>",
         "scales": f"tensordesc<i32{[1, SCALE_BOX]},{scale_layout()!r}>",
-        "out": descriptor(config.tokens, outputs),
-        "residual": descriptor(config.tokens, outputs),
+        "out": box(kind, config.tokens, outputs),
+        "residual": box(kind, config.tokens, outputs),
         "partials": "*fp32", "counters": "*i32",
     }  # fmt: skip
     constants = {
@@ -77,19 +71,7 @@ def compile_product(
         "GROUP": config.group, "HAS_ZEROS": weight.has_zeros, "GATED": gated,
         "HAS_RESIDUAL": not gated, "REGISTERS": REGISTERS, "PDL": True,
     }  # fmt: skip
-    names = _kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    source = GluonASTSource(
-        _kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]] for name in ("partials", "counters")
-        },
-    )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    return compile_gluon(_kernel, types, constants, aligned=("partials", "counters"))
 
 
 def instructions(kernel: CompiledKernel, folder: Path) -> str:

@@ -16,27 +16,21 @@ from aioinfer.kernels.scaled_hopper import _product_kernel
 from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.compiled.hopper import HOPPER, SHARED_MEMORY, spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
 
 def compile_product(
     config: HopperConfig, *, gated: bool, grouped: bool, residual: bool, rows_per_scale: int
 ) -> CompiledKernel:
     """Compiles what `hopper_product` launches."""
-
-    def descriptor(kind: gl.dtype, name: str, *block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-        return f"tensordesc<{name}{list(block)},{layout!r}>"
-
     outputs = WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS
     fp8, bf16 = gl.float8e4nv, gl.bfloat16
     types = {
-        "x": descriptor(fp8, "fp8e4nv", config.tokens, STEP),
-        "weight": descriptor(fp8, "fp8e4nv", WEIGHT_ROWS, STEP),
-        "out": descriptor(bf16, "bf16", config.tokens, outputs),
-        "residual": descriptor(bf16, "bf16", config.tokens, outputs),
+        "x": box(fp8, config.tokens, STEP),
+        "weight": box(fp8, WEIGHT_ROWS, STEP),
+        "out": box(bf16, config.tokens, outputs),
+        "residual": box(bf16, config.tokens, outputs),
         "scales": f"tensordesc<fp32{[1, config.tokens]},{scale_layout()!r}>",
         "x_scales": "*fp32", "w_scales": "*fp32",
     }  # fmt: skip
@@ -45,16 +39,7 @@ def compile_product(
         "GROUPED": grouped, "ROWS_PER_SCALE": rows_per_scale, "REGISTERS": config.registers,
         "CONSUMERS": config.consumers, "PDL": True,
     }  # fmt: skip
-    names = _product_kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    source = GluonASTSource(
-        _product_kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-    )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+    return compile_gluon(_product_kernel, types, constants)
 
 
 @pytest.mark.parametrize(

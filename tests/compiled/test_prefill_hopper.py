@@ -12,17 +12,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels.prefill_hopper import ROWS, _prefill_kernel, pipeline_stages, raw_stages
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.compiled.hopper import spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # of a thread block
 POINTERS = {
     "q": "*bf16",
     "out": "*bf16",
@@ -43,10 +38,8 @@ def compiled(
 ) -> CompiledKernel:  # fmt: skip
     """Returns the kernel that `launch_prefill_hopper` launches for queries in bf16; `table_stride`
     is a constant where it is given."""
-    block = [block_size, head_size]
     element = gl.float8e4nv if is_float8 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    descriptor = f"tensordesc<{element}{block},{layout!r}>"
+    descriptor = box(element, block_size, head_size)
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "HEAD_SIZE": head_size, "WINDOW": window, "SOFT_CAP": soft_cap,
         "HAS_SINKS": has_sinks, "HAS_SCALES": is_float8, "TILE": block_size, "ROWS": ROWS,
@@ -56,16 +49,7 @@ def compiled(
     if table_stride is not None:
         constants["table_stride"] = table_stride
     types = POINTERS | NUMBERS | {"keys": descriptor, "values": descriptor}
-    names = _prefill_kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    source = GluonASTSource(
-        _prefill_kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-    )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    return compile_gluon(_prefill_kernel, types, constants, pdl=False)
 
 
 def check(kernel: CompiledKernel) -> None:

@@ -13,37 +13,29 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
+from aioinfer.kernels.hopper_pipeline import STEP, WEIGHT_ROWS, supports_product
 from aioinfer.kernels.split_product import (
     MAX_ROWS,
     MIN_TOKENS,
     REGISTERS,
     RING_BYTES,
-    STEP,
-    WEIGHT_ROWS,
     SplitConfig,
     _split_kernel,
     split_config,
     split_product,
-    supports,
     whole_product,
 )
-from hopper import HOPPER, SHARED_MEMORY, spilled
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
 
 def compile_kernel(config: SplitConfig, tokens: int, pdl: bool) -> CompiledKernel:
     """Compiles what `split_product` launches for so many rows, for Hopper, without a GPU."""
-
-    def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        return f"tensordesc<bf16{list(block)},{layout!r}>"
-
-    names = _split_kernel.arg_names
+    bf16 = gl.bfloat16
     types = {
-        "x": descriptor(tokens, STEP), "weight": descriptor(WEIGHT_ROWS, STEP), "bias": "*bf16",
+        "x": box(bf16, tokens, STEP), "weight": box(bf16, WEIGHT_ROWS, STEP), "bias": "*bf16",
         "out": "*fp32",
     }  # fmt: skip
     stage = (WEIGHT_ROWS * config.consumers + tokens) * STEP * 2
@@ -51,15 +43,7 @@ def compile_kernel(config: SplitConfig, tokens: int, pdl: bool) -> CompiledKerne
         "PARTS": config.parts, "CONSUMERS": config.consumers, "HAS_BIAS": True,
         "STAGES": RING_BYTES // stage, "REGISTERS": REGISTERS, "PDL": pdl,
     }  # fmt: skip
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    source = GluonASTSource(
-        _split_kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-    )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": pdl})
+    return compile_gluon(_split_kernel, types, constants, pdl=pdl)
 
 
 @pytest.mark.parametrize("tokens", [MIN_TOKENS, 64, MAX_ROWS])
@@ -85,7 +69,7 @@ def test_parts_fill_the_card() -> None:
 
 def test_tensors_on_a_cpu_are_rejected() -> None:
     x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
-    assert not supports(x, weight)
+    assert not supports_product(x, weight)
     with pytest.raises(ValueError, match="x must be"):
         split_product(x, weight, SplitConfig(1, 1))
     with pytest.raises(ValueError, match="one part"):

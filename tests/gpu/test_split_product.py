@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.gated_product import FEW_TOKENS, gated_product, interleave
+from aioinfer.kernels.hopper_pipeline import supports_product
 from aioinfer.kernels.norm import add_parts_rms_norm, rms_norm
 from aioinfer.kernels.split_product import (
     SplitConfig,
     split_config,
     split_product,
-    supports,
     whole_product,
 )
 from cases import normal, poisoned
@@ -129,9 +129,9 @@ def test_in_a_chain_of_launches(rows: int) -> None:
 
 def test_what_tma_cannot_load_is_rejected() -> None:
     x, weight = (torch.zeros(n, 128, dtype=torch.bfloat16, device=DEVICE) for n in (4, 32))
-    assert supports(x, weight)
-    assert not supports(x[:, :96], weight[:, :96].contiguous())
-    assert not supports(x[:, 4:68], weight[:, :64].contiguous())
-    assert not supports(x.float(), weight.float())
+    assert supports_product(x, weight)
+    assert not supports_product(x[:, :96], weight[:, :96].contiguous())
+    assert not supports_product(x[:, 4:68], weight[:, :64].contiguous())
+    assert not supports_product(x.float(), weight.float())
     with pytest.raises(ValueError, match="from 1 to 128"):
         split_product(x.expand(200, 4, 128)[:, 0].contiguous(), weight, SplitConfig(1, 1))

@@ -10,6 +10,7 @@ import torch
 
 from aioinfer.kernels import gated_product, split_product
 from aioinfer.kernels.gated_product import FEW_TOKENS, TILE_TIMES, gated_config, use_fused
+from aioinfer.kernels.hopper_pipeline import supports_product
 from aioinfer.kernels.linear import MAX_ROWS, linear_config, other_configs
 from aioinfer.kernels.split_product import SplitConfig, split_config
 from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Candidate, Operation
@@ -38,9 +39,9 @@ class DenseCandidates:
         self._weight = weight
         like_inputs = weight.new_empty(1, weight.shape[1])
         self._has_gated = gated_product.supports(like_inputs, weight)
-        self._has_split = split_product.supports(like_inputs, weight)
+        self._has_split = supports_product(like_inputs, weight)
         self._programs = 0  # where there is neither
-        if self._has_gated or self._has_split:
+        if self._has_split:  # the gated product supports less
             properties = torch.cuda.get_device_properties(weight.device)
             self._programs = properties.multi_processor_count
 
