@@ -180,6 +180,7 @@ def test_a_pair_of_integers_cannot_be_split():
 @pytest.mark.parametrize(("vocab_size", "size"), [(64, 1), (61, 4), (3, 8)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_both_ends_of_the_model_over_ranks(vocab_size: int, size: int, tied: bool):
+    torch.manual_seed(0)  # nine logits of 2.5 % of all seeds exceed the limit
     scheme = AffineScheme(8, 32, False)
     stored = random_tensors("e", vocab_size, 64, scheme)
     weight = rows_of(
