@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from aioinfer.kernels.hopper_pipeline import (
     LOG2_E,
+    PRODUCER_REGISTERS,
     allocate_boxes,
     descriptor,
     make_barriers,
@@ -375,7 +376,7 @@ def _product_kernel(
                 (produce_boxes, (PDL, GROUP, x, weight) + ring),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -389,7 +390,7 @@ def _product_kernel(
                 (produce_boxes, (PDL, GROUP, x, weight) + ring),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 

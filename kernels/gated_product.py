@@ -25,17 +25,18 @@ from dataclasses import dataclass
 import torch
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from aioinfer.kernels.hopper_pipeline import (
-    CONSUMERS,
-    REGISTERS,
+    PRODUCER_REGISTERS,
     STEP,
     WEIGHT_ROWS,
     allocate_boxes,
     apply_gate,
+    consumer_registers,
     descriptor,
     make_barriers,
     produce,
     rows_are_aligned,
     supports_product,
+    thread_registers,
     tiles_of_item,
 )
 from triton.experimental import gluon
@@ -49,6 +50,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+#: Bytes of shared memory for the ring and the results, of 227 KiB.
+SHARED_BYTES = 226 * 1024
+#: Columns of the tile for up to so many rows: reading the weight bounds products of so few.
+FEW_TOKENS = 32, 64, 128
+
 
 @dataclass(frozen=True, slots=True)
 class GatedConfig:
@@ -56,22 +62,38 @@ class GatedConfig:
 
     Attributes:
         tokens: columns of a tile: 32, 64, 128 or 256.
-        stages: stages of the ring; each holds 64 input features of the tile's tokens and weight
-            rows.
+        consumers: warpgroups, each for 64 weight rows of a tile: 1, 2 or 3.
         group: token tiles that are computed with a weight tile before the next weight tile.
     """
 
     tokens: int
-    stages: int
+    consumers: int = 3
     group: int = 8
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring, as many as there is room for; each holds 64 input features of the
+        tile's tokens and weight rows."""
+        results = self.consumers * self.tokens * WEIGHT_ROWS  # half as many features, of two bytes
+        stage = (self.tokens + self.consumers * WEIGHT_ROWS) * STEP * 2
+        return (SHARED_BYTES - results) // stage
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread at the launch; tiles of 256 tokens take all that there are."""
+        return 128 if self.tokens > FEW_TOKENS[-1] else thread_registers(self.tokens)
 
 
 #: Microseconds that a tile of 4096 input features takes when every multiprocessor computes one:
 #: measured on an H200 with Qwen3-8B's weight and 256 rows or more, where arithmetic is the bound
 #: (with fewer rows it is reading the weight).
-TILE_TIMES = {GatedConfig(256, 3): 70.0, GatedConfig(128, 5): 37.2, GatedConfig(64, 6): 19.8}
-#: For 2 to 32 rows, where it was timed faster than those: the bound is reading the weight.
-FEW_TOKENS = GatedConfig(32, 7)
+TILE_TIMES = {GatedConfig(256): 70.0, GatedConfig(128): 37.2, GatedConfig(64): 19.8}
+#: All configurations.
+CONFIGS = tuple(
+    dict.fromkeys(
+        [*TILE_TIMES, *(GatedConfig(tokens, count) for tokens in FEW_TOKENS for count in (3, 2, 1))]
+    )
+)
 SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `use_fused`
 
 
@@ -89,8 +111,20 @@ def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
     return min(TILE_TIMES, key=time)
 
 
+def candidates(tokens: int) -> list[GatedConfig]:
+    """Returns the configurations that may be the fastest for so many rows.
+
+    With few rows all tiles take as long as their weight rows take to be read, so what counts is how
+    many rows the last wave of tiles leaves: tiles of 64, 128 and 192 weight rows differ in that.
+    """
+    for columns in FEW_TOKENS:
+        if tokens <= columns:
+            return [config for config in CONFIGS if config.tokens == columns]
+    return list(TILE_TIMES)
+
+
 def _count_tiles(tokens: int, features: int, config: GatedConfig) -> int:
-    return -(-tokens // config.tokens) * -(-2 * features // (WEIGHT_ROWS * CONSUMERS.value))
+    return -(-tokens // config.tokens) * -(-2 * features // (WEIGHT_ROWS * config.consumers))
 
 
 def use_fused(rows: int, weight: torch.Tensor) -> bool:
@@ -126,6 +160,7 @@ def _consume(
     TOKENS: gl.constexpr = x_smem.shape[1]
     ROWS: gl.constexpr = w_smem.shape[1]
     OUTPUTS: gl.constexpr = ROWS // 2
+    CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
     # With 512 threads the kernel is assembled for 128 registers a thread, too few for a wgmma of
     # 256 columns: two wgmmas of 128 columns instead.
     COLUMNS: gl.constexpr = TOKENS if TOKENS < 128 else 128
@@ -164,7 +199,8 @@ def _consume(
 @gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "steps"])
 def _gated_kernel(
     x, weight, out, items, token_tiles, weight_tiles, steps,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     x_smem = allocate_boxes(x, STAGES)
     w_smem = allocate_boxes(weight, STAGES * CONSUMERS)
@@ -173,16 +209,37 @@ def _gated_kernel(
     fence_async_shared()
     gl.thread_barrier()
     ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
-    gl.warp_specialize(
-        [
-            (_consume, (0, GROUP, out, staging) + ring),
-            (_consume, (1, GROUP, out, staging) + ring),
-            (_consume, (2, GROUP, out, staging) + ring),
-            (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),  # no scales
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    # constants have to be named in each tuple: those of a variable would be constants of constants
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, out, staging) + ring),
+                (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),  # no scales
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, out, staging) + ring),
+                (_consume, (1, GROUP, out, staging) + ring),
+                (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, GROUP, out, staging) + ring),
+                (_consume, (1, GROUP, out, staging) + ring),
+                (_consume, (2, GROUP, out, staging) + ring),
+                (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -230,12 +287,15 @@ def gated_product(
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     config = config or gated_config(rows, features, programs)
     items, token_tiles = _count_tiles(rows, features, config), -(-rows // config.tokens)
-    _gated_kernel[(min(items, programs),)](
+    # as many programs as the last wave of tiles leaves work for
+    programs = -(-items // -(-items // programs))
+    _gated_kernel[(programs,)](
         descriptor(x, [config.tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
         descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
-        items, token_tiles, items // token_tiles, inputs // STEP, STAGES=config.stages,
-        GROUP=config.group,
-        REGISTERS=REGISTERS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        items, token_tiles, items // token_tiles, inputs // STEP,
+        CONSUMERS=config.consumers, STAGES=config.stages, GROUP=config.group,
+        REGISTERS=consumer_registers(config.registers, config.consumers),
+        PDL=pdl, num_warps=4, maxnreg=config.registers, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

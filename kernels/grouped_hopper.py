@@ -35,6 +35,7 @@ from aioinfer.kernels.grouped_hopper_configs import (
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups
 from aioinfer.kernels.hopper_pipeline import (
     CONSUMERS,
+    PRODUCER_REGISTERS,
     REGISTERS,
     TORCH_DTYPES,
     WEIGHT_ROWS,
@@ -347,7 +348,7 @@ def _kernel(
             (_produce_x, (PDL, GROUP, SPLITS, x) + inputs + counts),
         ],
         [4, 4, 1, 1],
-        [REGISTERS, REGISTERS, 24, 24],
+        [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 

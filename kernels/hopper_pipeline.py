@@ -25,9 +25,10 @@ STEP = 64
 # consumer warpgroups, where a configuration does not say how many; the width of a tile is what
 # their registers hold
 CONSUMERS = gl.constexpr(3)
-# registers of a consumer thread: a third of the 65 536 that the producer leaves, in the granularity
-# of setmaxnreg
+# registers of a consumer thread of three consumers: see `consumer_registers`
 REGISTERS = 160
+# registers of a producer's thread, the fewest that setmaxnreg can leave
+PRODUCER_REGISTERS = gl.constexpr(24)
 LOG2_E = gl.constexpr(1.4426950408889634)
 TORCH_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -179,6 +180,28 @@ def apply_gate(acc):
     TOKENS: gl.constexpr = acc.shape[1]
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     return (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([ROWS // 2, TOKENS])
+
+
+def thread_registers(tokens: int) -> int:
+    """Returns the registers of each thread of a launch with tiles of up to 128 tokens: what the
+    sums and addresses of a consumer need, so that the programs of a norm fit beside it.
+
+    A norm's program waits for the product before it, and its row for the program. Where a product
+    takes all registers of a multiprocessor, norms start when its programs have ended
+    (docs/notes/products.md).
+    """
+    return max(72, 40 + tokens // 2)
+
+
+def consumer_registers(launched: int, consumers: int) -> int:
+    """Returns the registers of a consumer's thread: its share of those that the producer leaves, in
+    the granularity of setmaxnreg.
+
+    Args:
+        launched: of each thread, as the kernel is launched.
+        consumers: warpgroups beside that of the producer.
+    """
+    return ((consumers + 1) * launched - PRODUCER_REGISTERS.value) // consumers // 8 * 8
 
 
 def supports_product(x: torch.Tensor, weight: torch.Tensor) -> bool:

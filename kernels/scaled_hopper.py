@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 from aioinfer.kernels.hopper_pipeline import (
+    PRODUCER_REGISTERS,
     TORCH_DTYPES,
     WEIGHT_ROWS,
     allocate_boxes,
@@ -274,7 +275,7 @@ def _product_kernel(
                 (produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -285,7 +286,7 @@ def _product_kernel(
                 (produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
 
 

@@ -23,13 +23,16 @@ from dataclasses import dataclass
 import torch
 import triton
 from aioinfer.kernels.hopper_pipeline import (
+    PRODUCER_REGISTERS,
     STEP,
     WEIGHT_ROWS,
     allocate_boxes,
+    consumer_registers,
     descriptor,
     load_rows,
     make_barriers,
     supports_product,
+    thread_registers,
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,9 +49,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MIN_TOKENS, MAX_ROWS = 16, 128  # columns of a tile are a power of two
 #: Bytes of shared memory that the ring takes at most, of 227 KiB.
 RING_BYTES = 208 * 1024
-#: Registers of a consumer's thread, where there are two consumers: 64 of them hold the sums of 128
-#: tokens.
-REGISTERS = 152
 MAX_PARTS = 8
 
 
@@ -153,7 +153,7 @@ def _split_kernel(
                 (_produce, (PDL, x, weight) + ring),
             ],
             [1],
-            [24],
+            [PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -163,7 +163,7 @@ def _split_kernel(
                 (_produce, (PDL, x, weight) + ring),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, PRODUCER_REGISTERS],
         )
 
 
@@ -238,10 +238,12 @@ def _launch(
     tokens = max(MIN_TOKENS, triton.next_power_of_2(rows))
     stage_bytes = (WEIGHT_ROWS * config.consumers + tokens) * STEP * x.element_size()
     tiles = -(-features // (WEIGHT_ROWS * config.consumers))
+    registers = thread_registers(tokens)
     _split_kernel[(tiles * config.parts,)](
         descriptor(x, [tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
         x if bias is None else bias, out, rows, features, out.stride(1), inputs // STEP,
         PARTS=config.parts, CONSUMERS=config.consumers, HAS_BIAS=bias is not None,
-        STAGES=RING_BYTES // stage_bytes, REGISTERS=REGISTERS, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        STAGES=RING_BYTES // stage_bytes,
+        REGISTERS=consumer_registers(registers, config.consumers), PDL=pdl,
+        num_warps=4, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip

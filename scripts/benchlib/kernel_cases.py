@@ -13,8 +13,8 @@ from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.gated_product import (
-    TILE_TIMES,
     GatedConfig,
+    candidates,
     gated_config,
     gated_product,
     gated_product_reference,
@@ -322,9 +322,9 @@ def gated_configs(tokens: int, features: int, tune: bool) -> dict[str, GatedConf
     )
     configs = [best]
     if tune:
-        configs += [config for config in TILE_TIMES if config != best]
+        configs += [config for config in candidates(tokens) if config != best]
         configs += [replace(best, group=group) for group in (4, 16) if tokens > 4 * best.tokens]
-    return {f"t{c.tokens} s{c.stages} g{c.group}": c for c in configs}
+    return {f"t{c.tokens} c{c.consumers} g{c.group}": c for c in configs}
 
 
 def gated_cases(tune: bool) -> Iterator[Case]:

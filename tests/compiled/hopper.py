@@ -65,9 +65,10 @@ def compile_gluon(
     *,
     pdl: bool = True,
     aligned: Iterable[str] = (),
+    registers: int | None = None,
 ) -> CompiledKernel:
     """Compiles a kernel in Gluon whose other arguments are integers; 16 divides those that are
-    `aligned`."""
+    `aligned`. A thread has at most so many `registers`, if they are given."""
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
@@ -78,7 +79,8 @@ def compile_gluon(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": pdl})
+    options = {"num_warps": 4, "launch_pdl": pdl, "maxnreg": registers}
+    return triton.compile(source, target=HOPPER, options=options)
 
 
 def box(kind: gl.dtype, *shape: int) -> str:

@@ -18,24 +18,25 @@ pytest.importorskip("triton")
 import triton
 from aioinfer.kernels.activation import BLOCK, GATE_RUN, KINDS, _gated_activation_kernel
 from aioinfer.kernels.gated_product import (
-    FEW_TOKENS,
+    CONFIGS,
     TILE_TIMES,
     GatedConfig,
     _gated_kernel,
+    candidates,
     gated_config,
     gated_product,
     gated_product_reference,
     interleave,
     supports,
 )
-from aioinfer.kernels.hopper_pipeline import CONSUMERS, REGISTERS, STEP, WEIGHT_ROWS
+from aioinfer.kernels.hopper_pipeline import STEP, WEIGHT_ROWS, consumer_registers
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon import language as gl
 
 from tests.compiled.hopper import HOPPER, SHARED_MEMORY, box, compile_gluon
 
 # the accumulators of the widest tile fill the registers
-FULLEST = [(config, "fp16", False) for config in TILE_TIMES if config.tokens == 256]
+FULLEST = [(config, "fp16", False) for config in CONFIGS if config.tokens == 256]
 
 
 def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel:
@@ -46,8 +47,11 @@ def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel
         "weight": box(kind, WEIGHT_ROWS, STEP),
         "out": box(kind, config.tokens, WEIGHT_ROWS // 2),
     }
-    constants = {"STAGES": config.stages, "GROUP": config.group, "REGISTERS": REGISTERS, "PDL": pdl}
-    return compile_gluon(_gated_kernel, types, constants, pdl=pdl)
+    constants = {
+        "CONSUMERS": config.consumers, "STAGES": config.stages, "GROUP": config.group,
+        "REGISTERS": consumer_registers(config.registers, config.consumers), "PDL": pdl,
+    }  # fmt: skip
+    return compile_gluon(_gated_kernel, types, constants, pdl=pdl, registers=config.registers)
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
@@ -62,7 +66,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("config", "dtype", "pdl"),
-    [(config, "bf16", True) for config in (FEW_TOKENS, *TILE_TIMES)] + FULLEST,
+    [(config, "bf16", True) for config in CONFIGS] + FULLEST,
 )
 def test_every_configuration_compiles_without_spilling_registers(
     config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path
@@ -70,7 +74,7 @@ def test_every_configuration_compiles_without_spilling_registers(
     kernel = compile_kernel(config, dtype, pdl)
     used = resources(kernel.asm["cubin"], tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
-    assert used["REG"] * 32 * (4 * CONSUMERS.value + 4) <= 65536
+    assert used["REG"] * 32 * (4 * config.consumers + 4) <= 65536
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert [
@@ -142,6 +146,15 @@ def test_configurations_by_number_of_rows_and_width_of_the_weight() -> None:
         128,
         256,
     ]
+
+
+def test_candidates_differ_in_weight_rows_where_reading_the_weight_is_the_bound() -> None:
+    assert [(config.tokens, config.consumers) for config in candidates(32)] == [
+        (32, 3), (32, 2), (32, 1)
+    ]  # fmt: skip
+    assert {config.tokens for config in candidates(33)} == {64}
+    assert candidates(128)[0] in TILE_TIMES
+    assert candidates(129) == list(TILE_TIMES)
 
 
 def test_tensors_on_a_cpu_are_rejected() -> None:

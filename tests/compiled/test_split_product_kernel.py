@@ -13,11 +13,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.hopper_pipeline import STEP, WEIGHT_ROWS, supports_product
+from aioinfer.kernels.hopper_pipeline import (
+    STEP,
+    WEIGHT_ROWS,
+    consumer_registers,
+    supports_product,
+    thread_registers,
+)
 from aioinfer.kernels.split_product import (
     MAX_ROWS,
     MIN_TOKENS,
-    REGISTERS,
     RING_BYTES,
     SplitConfig,
     _split_kernel,
@@ -39,14 +44,16 @@ def compile_kernel(config: SplitConfig, tokens: int, pdl: bool) -> CompiledKerne
         "out": "*fp32",
     }  # fmt: skip
     stage = (WEIGHT_ROWS * config.consumers + tokens) * STEP * 2
+    registers = thread_registers(tokens)
     constants = {
         "PARTS": config.parts, "CONSUMERS": config.consumers, "HAS_BIAS": True,
-        "STAGES": RING_BYTES // stage, "REGISTERS": REGISTERS, "PDL": pdl,
+        "STAGES": RING_BYTES // stage, "PDL": pdl,
+        "REGISTERS": consumer_registers(registers, config.consumers),
     }  # fmt: skip
-    return compile_gluon(_split_kernel, types, constants, pdl=pdl)
+    return compile_gluon(_split_kernel, types, constants, pdl=pdl, registers=registers)
 
 
-@pytest.mark.parametrize("tokens", [MIN_TOKENS, 64, MAX_ROWS])
+@pytest.mark.parametrize("tokens", [MIN_TOKENS, 32, 64, MAX_ROWS])
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_every_configuration_compiles_without_spilling_registers(
     consumers: int, tokens: int, tmp_path: Path

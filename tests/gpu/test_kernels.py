@@ -16,7 +16,7 @@ from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.activation import KINDS
 from aioinfer.kernels.decode_plan import DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.gated_product import (
-    TILE_TIMES,
+    CONFIGS,
     GatedConfig,
     gated_product,
     gated_product_reference,
@@ -431,7 +431,7 @@ def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", TILE_TIMES)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_gated_product(config: GatedConfig, dtype: torch.dtype) -> None:
     """Tiles clipped at every edge; x is a part of wider rows; nothing beyond the output is
     written."""

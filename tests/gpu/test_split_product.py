@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.gated_product import FEW_TOKENS, gated_product, interleave
+from aioinfer.kernels.gated_product import GatedConfig, candidates, gated_product, interleave
 from aioinfer.kernels.hopper_pipeline import supports_product
 from aioinfer.kernels.norm import add_parts_rms_norm, rms_norm
 from aioinfer.kernels.split_product import (
@@ -73,9 +73,11 @@ def test_whole_products(biased: bool, dtype: torch.dtype) -> None:
             assert buffer[:, features:].isnan().all()
 
 
-def make_chain(rows: int) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor]]:
+def make_chain(
+    rows: int, config: GatedConfig
+) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor]]:
     """Returns the input of a chain of layers' products with their norms, and what computes it, with
-    dependent launches or without."""
+    dependent launches or without; `config` is that of the gated products."""
     hidden_size, width = 2048, 3072
 
     def make(out: int, inputs: int) -> torch.Tensor:
@@ -102,7 +104,6 @@ def make_chain(rows: int) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor]]
             x = whole_product(normed, qkv, SplitConfig(1, 1), pdl=pdl)
             parts = split_product(x, output, filling[0], pdl=pdl)
             normed = add_parts_rms_norm(parts, hidden, ones, 1e-6, pdl=pdl)
-            config = FEW_TOKENS if rows <= FEW_TOKENS.tokens else None
             x = gated_product(normed, gate_up, pdl=pdl, config=config)
             parts = split_product(x, down, filling[1], pdl=pdl)
             normed = add_parts_rms_norm(parts, hidden, ones, 1e-6, pdl=pdl)
@@ -111,11 +112,12 @@ def make_chain(rows: int) -> tuple[torch.Tensor, Callable[[bool], torch.Tensor]]
     return first, chain
 
 
+@pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("rows", [2, 16, 31, 64, 128])
-def test_in_a_chain_of_launches(rows: int) -> None:
+def test_in_a_chain_of_launches(rows: int, number: int) -> None:
     """Each kernel loads weights while the one before runs, in a graph, and the sums are the same,
     bit for bit, as those of launches one after the other."""
-    first, chain = make_chain(rows)
+    first, chain = make_chain(rows, candidates(rows)[number])
     chain(True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -84,6 +84,9 @@ def test_products_are_divided_where_a_norm_sums_their_parts() -> None:
     assert split_configs(down, "plain", 64) == [(1, 1)]
     assert split_configs(down, "biased", 65) == []
     assert split_configs(down, "gated", 8) == []
+    # 80 tiles of 64 rows leave 52 multiprocessors idle; 40 of 128 rows in three parts leave 12
+    down = torch.empty(5120, 25600, dtype=torch.bfloat16, device="meta")
+    assert split_configs(down, "residual", 64) == [(1, 1), (2, 3)]
 
 
 def test_what_is_chosen_computes(backend: Backend) -> None:

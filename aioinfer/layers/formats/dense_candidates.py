@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aioinfer.kernels import gated_product, split_product
-from aioinfer.kernels.gated_product import FEW_TOKENS, TILE_TIMES, gated_config, use_fused
+from aioinfer.kernels.gated_product import gated_config, use_fused
 from aioinfer.kernels.hopper_pipeline import supports_product
 from aioinfer.kernels.linear import MAX_ROWS, linear_config, other_configs
 from aioinfer.kernels.split_product import SplitConfig, split_config
@@ -73,27 +73,24 @@ class DenseCandidates:
             for config in other_configs(**self._shape(operation, rows)):
                 yield Candidate(SKINNY, config)
         if operation == "gated" and rows > 1 and self._has_gated:
-            if rows <= FEW_TOKENS.tokens:
-                yield Candidate(GATED, FEW_TOKENS)
-            for tiles in TILE_TIMES:
-                if tiles.tokens <= max(64, 2 * rows):
-                    yield Candidate(GATED, tiles)
+            for config in gated_product.candidates(rows):
+                yield Candidate(GATED, config)
         if operation not in _GATED and rows > 1 and self._has_split:
             gain_s = _SPLIT_GAIN_S if self._weight.nbytes >= _GAIN_BYTES else 0.0
             for config in self._splits(operation, rows):
                 yield Candidate(SPLIT, config, gain_s=gain_s)
 
     def _splits(self, operation: Operation, rows: int) -> list[SplitConfig]:
-        """Returns configurations of the split product: those that were the fastest for some number
-        of rows of Qwen3-8B on an H200, in parts only where a norm can sum them."""
+        """Returns configurations of the split product, in parts only where a norm can sum them:
+        those that were the fastest for some number of rows of Qwen3-8B on an H200, and tiles of 128
+        weight rows where their parts are smaller, since they fill the GPU better."""
         if operation != "residual":
             return [SplitConfig(consumers=1, parts=1)] if rows <= _WHOLE_ROWS else []
         if rows > split_product.MAX_ROWS:
             return []
-        shape = self._weight.shape
-        counts = (1, 2) if rows <= MAX_ROWS else (1,)
-        configs = [split_config(*shape, self._programs, consumers) for consumers in counts]
-        return list(dict.fromkeys(configs))
+        narrow, wide = (split_config(*self._weight.shape, self._programs, n) for n in (1, 2))
+        is_smaller = wide.consumers / wide.parts < narrow.consumers / narrow.parts
+        return [narrow, wide] if rows <= MAX_ROWS or is_smaller else [narrow]
 
     def _skinny(self, operation: Operation, rows: int) -> Candidate:
         return Candidate(SKINNY, linear_config(**self._shape(operation, rows)))
