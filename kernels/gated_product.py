@@ -98,25 +98,30 @@ SMALL_WEIGHT, LARGE_WEIGHT = 32 * 2**20, 128 * 2**20  # bytes: see `use_fused`
 
 
 def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
-    """Returns the configuration with the shortest time for `features` outputs of `tokens` rows, if
-    every tile takes `TILE_TIMES`.
+    """Returns the configuration with the shortest time for `features` outputs of `tokens` rows.
 
     Tiles are computed in waves of one for each program, and a last wave that occupies few programs
-    takes as long as a full one (wave quantization).
+    takes as long as a full one (wave quantization). With many rows every tile takes `TILE_TIMES`.
+    With few rows of a weight that keeps all programs busy, a tile takes as long as what it reads:
+    its weight rows, and its tokens, of which one counts a quarter since x is in the L2 cache. That
+    quarter fits what was measured on an H200 with the weights of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B
+    and Qwen3-32B (docs/notes/products.md).
     """
 
-    def time(config: GatedConfig) -> float:
-        return -(-_count_tiles(tokens, features, config) // programs) * TILE_TIMES[config]
+    def waves(config: GatedConfig) -> int:
+        return -(-_count_tiles(tokens, features, config) // programs)
 
-    return min(TILE_TIMES, key=time)
+    if tokens <= FEW_TOKENS[-1] and 2 * features >= 0.9 * programs * 3 * WEIGHT_ROWS:
+        return min(
+            candidates(tokens),
+            key=lambda each: waves(each) * (each.consumers * WEIGHT_ROWS + each.tokens / 4),
+        )
+    return min(TILE_TIMES, key=lambda config: waves(config) * TILE_TIMES[config])
 
 
 def candidates(tokens: int) -> list[GatedConfig]:
-    """Returns the configurations that may be the fastest for so many rows.
-
-    With few rows all tiles take as long as their weight rows take to be read, so what counts is how
-    many rows the last wave of tiles leaves: tiles of 64, 128 and 192 weight rows differ in that.
-    """
+    """Returns the configurations that may be the fastest for so many rows: with few, tiles of 64,
+    128 and 192 weight rows, which leave last waves of different sizes."""
     for columns in FEW_TOKENS:
         if tokens <= columns:
             return [config for config in CONFIGS if config.tokens == columns]
@@ -136,7 +141,8 @@ def use_fused(rows: int, weight: torch.Tensor) -> bool:
     like 9. With a large weight and few rows, both are bound by reading the weight. A little more
     than 256 rows take a last wave that occupies few programs, which cuBLAS's smaller tiles avoid.
     From 129 to 239 rows of the largest weight this kernel needs its small tiles of 64 tokens, which
-    are no faster than cuBLAS.
+    are no faster than cuBLAS. Up to 128 rows of weights as large it was faster in chains of layers
+    of four models (docs/notes/products.md), as it loads weights while the norm before it runs.
 
     Args:
         rows: tokens of x.
@@ -146,7 +152,7 @@ def use_fused(rows: int, weight: torch.Tensor) -> bool:
         return rows > 1
     if weight.nbytes <= LARGE_WEIGHT:
         return 64 <= rows <= 256 or rows > 320
-    return 48 <= rows <= 128 or 240 <= rows <= 256 or rows > 320
+    return 1 < rows <= 128 or 240 <= rows <= 256 or rows > 320
 
 
 @gluon.jit
@@ -287,9 +293,10 @@ def gated_product(
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     config = config or gated_config(rows, features, programs)
     items, token_tiles = _count_tiles(rows, features, config), -(-rows // config.tokens)
-    # as many programs as the last wave of tiles leaves work for
-    programs = -(-items // -(-items // programs))
-    _gated_kernel[(programs,)](
+    waves = -(-items // programs)
+    if rows <= FEW_TOKENS[-1]:  # where reading the weight is the bound: equally many tiles for each
+        programs = -(-items // waves)
+    _gated_kernel[(min(items, programs),)](
         descriptor(x, [config.tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
         descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
         items, token_tiles, items // token_tiles, inputs // STEP,

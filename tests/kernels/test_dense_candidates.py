@@ -13,7 +13,7 @@ from aioinfer.kernels.linear import skinny_linear
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import KernelDenseWeight
 from aioinfer.layers.formats.dense_candidates import DenseCandidates
-from aioinfer.layers.kernel_choices import CUBLAS, SKINNY, SPLIT, Operation
+from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Operation
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
@@ -87,6 +87,20 @@ def test_products_are_divided_where_a_norm_sums_their_parts() -> None:
     # 80 tiles of 64 rows leave 52 multiprocessors idle; 40 of 128 rows in three parts leave 12
     down = torch.empty(5120, 25600, dtype=torch.bfloat16, device="meta")
     assert split_configs(down, "residual", 64) == [(1, 1), (2, 3)]
+
+
+def test_defaults_of_gated_products_are_compiled_at_the_start() -> None:
+    """Qwen3-32B's gate and up: what is taken where nothing was timed."""
+    weight = torch.empty(51200, 5120, dtype=torch.bfloat16, device="meta")
+    candidates = DenseCandidates(weight, 8)
+    candidates._has_gated, candidates._programs = True, 132
+    compiled = candidates.default_gated()
+    for rows in (2, 16, 32, 33, 64, 65, 100, 128, 250, 256, 400, 512, 4096):
+        default = candidates.default("gated", rows)
+        assert default.kernel == GATED
+        assert default.config in compiled
+        assert default.gain_s == (1.5e-6 if rows <= 128 else 0)
+    assert candidates.default("gated", 200) == CUBLAS
 
 
 def test_what_is_chosen_computes(backend: Backend) -> None:

@@ -277,11 +277,9 @@ class KernelDenseWeight(DenseWeight):
 
     def warm_up_gated(self) -> None:
         """See `WeightFormat.warm_up_gated`."""
-        from aioinfer.kernels.gated_product import TILE_TIMES
-
         if self._has_gated_product:
             weight = self._loaded
-            for config in TILE_TIMES:
+            for config in self._candidates.default_gated():
                 self._gated_product(weight[: config.tokens], weight, pdl=self._pdl, config=config)
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:

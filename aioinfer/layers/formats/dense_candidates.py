@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from aioinfer.kernels import gated_product, split_product
-from aioinfer.kernels.gated_product import gated_config, use_fused
+from aioinfer.kernels.gated_product import (
+    FEW_TOKENS,
+    TILE_TIMES,
+    GatedConfig,
+    gated_config,
+    use_fused,
+)
 from aioinfer.kernels.hopper_pipeline import supports_product
 from aioinfer.kernels.linear import MAX_ROWS, linear_config, other_configs
 from aioinfer.kernels.split_product import SplitConfig, split_config
@@ -19,10 +25,10 @@ from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Candida
 _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
 #: Up to so many rows split products without parts are candidates.
 _WHOLE_ROWS = 64
-#: Between two of them, and between one and a gated product, weights are loaded while a norm waits
-#: for the sums: in steps of 32 and 64 rows of Qwen3-8B they were 2 us faster than timed alone
-#: (docs/notes/products.md). Not measured with smaller weights than these bytes.
-_SPLIT_GAIN_S, _GAIN_BYTES = 1.5e-6, 16 * 2**20
+#: Split products of up to 128 rows, and gated ones, load weights while a norm waits for the sums
+#: before it. In steps of 32 and 64 rows of Qwen3-8B split products were 2 us faster than timed
+#: alone (docs/notes/products.md). Not measured with smaller weights than these bytes.
+_EARLY_GAIN_S, _GAIN_BYTES = 1.5e-6, 16 * 2**20
 
 
 class DenseCandidates:
@@ -52,9 +58,14 @@ class DenseCandidates:
         if is_few or (rows == 1 and operation != "biased"):
             return self._skinny(operation, rows)
         if operation in _GATED and self._has_gated and use_fused(rows, self._weight):
-            features = len(self._weight) // 2
-            return Candidate(GATED, gated_config(rows, features, self._programs))
+            return self._early(GATED, self._gated_config(rows), rows)
         return CUBLAS
+
+    def default_gated(self) -> list[GatedConfig]:
+        """Returns the configurations of the gated product that `default` takes for some number of
+        rows."""
+        few = (self._gated_config(rows) for rows in FEW_TOKENS)
+        return list(dict.fromkeys([*TILE_TIMES, *few]))
 
     def of(self, operation: Operation, rows: int) -> list[Candidate]:
         """See `TimedWeight.candidates`."""
@@ -74,11 +85,18 @@ class DenseCandidates:
                 yield Candidate(SKINNY, config)
         if operation == "gated" and rows > 1 and self._has_gated:
             for config in gated_product.candidates(rows):
-                yield Candidate(GATED, config)
+                yield self._early(GATED, config, rows)
         if operation not in _GATED and rows > 1 and self._has_split:
-            gain_s = _SPLIT_GAIN_S if self._weight.nbytes >= _GAIN_BYTES else 0.0
             for config in self._splits(operation, rows):
-                yield Candidate(SPLIT, config, gain_s=gain_s)
+                yield self._early(SPLIT, config, rows)
+
+    def _gated_config(self, rows: int) -> GatedConfig:
+        return gated_config(rows, len(self._weight) // 2, self._programs)
+
+    def _early(self, kernel: str, config: Any, rows: int) -> Candidate:
+        """Returns a candidate that loads weights while the kernels before it end."""
+        gains = rows <= split_product.MAX_ROWS and self._weight.nbytes >= _GAIN_BYTES
+        return Candidate(kernel, config, gain_s=_EARLY_GAIN_S if gains else 0.0)
 
     def _splits(self, operation: Operation, rows: int) -> list[SplitConfig]:
         """Returns configurations of the split product, in parts only where a norm can sum them:
