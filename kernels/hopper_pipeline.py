@@ -186,9 +186,9 @@ def thread_registers(tokens: int) -> int:
     """Returns the registers of each thread of a launch with tiles of up to 128 tokens: what the
     sums and addresses of a consumer need, so that the programs of a norm fit beside it.
 
-    A norm's program waits for the product before it, and its row for the program. Where a product
-    takes all registers of a multiprocessor, norms start when its programs have ended
-    (docs/notes/products.md).
+    With dependent launch a norm starts while the product before it runs, and waits for its end.
+    Where the product takes all registers of a multiprocessor, the norm can start there only when
+    the product's program has ended (docs/notes/products.md).
     """
     return max(72, 40 + tokens // 2)
 

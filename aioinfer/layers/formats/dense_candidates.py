@@ -27,7 +27,8 @@ _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
 _WHOLE_ROWS = 64
 #: Split products of up to 128 rows, and gated ones, load weights while a norm waits for the sums
 #: before it. In steps of 32 and 64 rows of Qwen3-8B split products were 2 us faster than timed
-#: alone (docs/notes/products.md). Not measured with smaller weights than these bytes.
+#: alone (docs/notes/products.md); for gated ones, which do the same, as much is assumed. Not
+#: measured with smaller weights than these bytes.
 _EARLY_GAIN_S, _GAIN_BYTES = 1.5e-6, 16 * 2**20
 
 
@@ -53,7 +54,7 @@ class DenseCandidates:
 
     def default(self, operation: Operation, rows: int) -> Candidate:
         """Returns the candidate that was the fastest for the weights of Qwen3-0.6B and Qwen3-8B on
-        an H200."""
+        an H200; of gated products with large weights see `gated_product.use_fused`."""
         is_few = rows <= self._few_rows and operation in ("partial", "residual")
         if is_few or (rows == 1 and operation != "biased"):
             return self._skinny(operation, rows)
