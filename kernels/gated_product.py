@@ -28,15 +28,16 @@ from aioinfer.kernels.hopper_pipeline import (
     PRODUCER_REGISTERS,
     STEP,
     WEIGHT_ROWS,
+    all_registers,
     allocate_boxes,
     apply_gate,
     consumer_registers,
     descriptor,
+    few_registers,
     make_barriers,
     produce,
     rows_are_aligned,
     supports_product,
-    thread_registers,
     tiles_of_item,
 )
 from triton.experimental import gluon
@@ -81,7 +82,9 @@ class GatedConfig:
     @property
     def registers(self) -> int:
         """Registers of a thread at the launch; tiles of 256 tokens take all that there are."""
-        return 128 if self.tokens > FEW_TOKENS[-1] else thread_registers(self.tokens)
+        if self.tokens > FEW_TOKENS[-1]:
+            return all_registers(self.consumers)
+        return few_registers(self.tokens)
 
 
 #: Microseconds that a tile of 4096 input features takes when every multiprocessor computes one:

@@ -27,6 +27,8 @@ from __future__ import annotations
 import torch
 from aioinfer.kernels.grouped_expansion import expand, scale_of
 from aioinfer.kernels.grouped_hopper_configs import (
+    CONSUMERS,
+    REGISTERS,
     GroupedHopperConfig,
     grouped_hopper_config,
     shares,
@@ -34,9 +36,7 @@ from aioinfer.kernels.grouped_hopper_configs import (
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups
 from aioinfer.kernels.hopper_pipeline import (
-    CONSUMERS,
     PRODUCER_REGISTERS,
-    REGISTERS,
     TORCH_DTYPES,
     WEIGHT_ROWS,
     allocate_boxes,

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from aioinfer.kernels.grouped_weight import PackedGroups
-from aioinfer.kernels.hopper_pipeline import CONSUMERS, WEIGHT_ROWS
+from aioinfer.kernels.hopper_pipeline import WEIGHT_ROWS, all_registers, consumer_registers
+from triton.experimental.gluon import language as gl
+
+#: Warpgroups that multiply, and the registers of each of their threads.
+CONSUMERS = gl.constexpr(3)
+REGISTERS = consumer_registers(all_registers(CONSUMERS.value), CONSUMERS.value)
 
 
 @dataclass(frozen=True, slots=True)

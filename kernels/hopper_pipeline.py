@@ -22,11 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 WEIGHT_ROWS = 64
 # input features of a stage of 16-bit operands: 128 bytes, the widest swizzle of TMA and wgmma
 STEP = 64
-# consumer warpgroups, where a configuration does not say how many; the width of a tile is what
-# their registers hold
-CONSUMERS = gl.constexpr(3)
-# registers of a consumer thread of three consumers: see `consumer_registers`
-REGISTERS = 160
 # registers of a producer's thread, the fewest that setmaxnreg can leave
 PRODUCER_REGISTERS = gl.constexpr(24)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -182,7 +177,17 @@ def apply_gate(acc):
     return (gate / (1.0 + gl.exp2(-LOG2_E * gate)) * up).reshape([ROWS // 2, TOKENS])
 
 
-def thread_registers(tokens: int) -> int:
+def all_registers(consumers: int) -> int:
+    """Returns the registers of each thread of a launch that takes those of a whole multiprocessor,
+    in the granularity of setmaxnreg.
+
+    Args:
+        consumers: warpgroups beside that of the producer.
+    """
+    return 65536 // (128 * (consumers + 1)) // 8 * 8
+
+
+def few_registers(tokens: int) -> int:
     """Returns the registers of each thread of a launch with tiles of up to 128 tokens: what the
     sums and addresses of a consumer need, so that the programs of a norm fit beside it.
 
@@ -199,7 +204,7 @@ def consumer_registers(launched: int, consumers: int) -> int:
 
     Args:
         launched: of each thread, as the kernel is launched.
-        consumers: warpgroups beside that of the producer.
+        consumers: as for `all_registers`.
     """
     return ((consumers + 1) * launched - PRODUCER_REGISTERS.value) // consumers // 8 * 8
 

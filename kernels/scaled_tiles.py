@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from aioinfer.kernels.hopper_pipeline import all_registers, consumer_registers
 from aioinfer.kernels.scaled_product import ProductConfig, product_config
 
 CONSUMER_ROWS = 64  # weight rows of a consumer warpgroup: those of one wgmma
@@ -48,9 +49,8 @@ class HopperConfig:
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread: its part of the 65 536 that the producer leaves, in the
-        granularity of setmaxnreg."""
-        return {2: 240, 3: 160}[self.consumers]
+        """Of a consumer's thread, if the kernel takes all."""
+        return consumer_registers(all_registers(self.consumers), self.consumers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class BlockConfig:
     @property
     def registers(self) -> int:
         """Of a consumer's thread, as `HopperConfig.registers`."""
-        return {2: 240, 3: 160}[self.consumers]
+        return consumer_registers(all_registers(self.consumers), self.consumers)
 
     @property
     def overlapped(self) -> bool:

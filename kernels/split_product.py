@@ -29,10 +29,10 @@ from aioinfer.kernels.hopper_pipeline import (
     allocate_boxes,
     consumer_registers,
     descriptor,
+    few_registers,
     load_rows,
     make_barriers,
     supports_product,
-    thread_registers,
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -238,7 +238,7 @@ def _launch(
     tokens = max(MIN_TOKENS, triton.next_power_of_2(rows))
     stage_bytes = (WEIGHT_ROWS * config.consumers + tokens) * STEP * x.element_size()
     tiles = -(-features // (WEIGHT_ROWS * config.consumers))
-    registers = thread_registers(tokens)
+    registers = few_registers(tokens)
     _split_kernel[(tiles * config.parts,)](
         descriptor(x, [tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
         x if bias is None else bias, out, rows, features, out.stride(1), inputs // STEP,

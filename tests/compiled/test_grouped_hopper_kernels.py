@@ -20,12 +20,13 @@ from aioinfer.kernels.grouped_hopper import (
     word_layout,
 )
 from aioinfer.kernels.grouped_hopper_configs import (
+    REGISTERS,
     GroupedHopperConfig,
     configs,
     grouped_hopper_config,
 )
 from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups, pack_groups
-from aioinfer.kernels.hopper_pipeline import REGISTERS, WEIGHT_ROWS, scale_layout
+from aioinfer.kernels.hopper_pipeline import WEIGHT_ROWS, scale_layout
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 

@@ -17,8 +17,8 @@ from aioinfer.kernels.hopper_pipeline import (
     STEP,
     WEIGHT_ROWS,
     consumer_registers,
+    few_registers,
     supports_product,
-    thread_registers,
 )
 from aioinfer.kernels.split_product import (
     MAX_ROWS,
@@ -44,7 +44,7 @@ def compile_kernel(config: SplitConfig, tokens: int, pdl: bool) -> CompiledKerne
         "out": "*fp32",
     }  # fmt: skip
     stage = (WEIGHT_ROWS * config.consumers + tokens) * STEP * 2
-    registers = thread_registers(tokens)
+    registers = few_registers(tokens)
     constants = {
         "PARTS": config.parts, "CONSUMERS": config.consumers, "HAS_BIAS": True,
         "STAGES": RING_BYTES // stage, "PDL": pdl,
