@@ -306,12 +306,16 @@ def _write_norm(
             largest = tl.reshape(tl.maximum(tl.abs(low), tl.abs(high)), [groups, SCALED])
             scale = tl.maximum(tl.max(largest, axis=1), TINY) / MAXIMUM
         wide = tl.reshape(tl.broadcast_to(scale[:, None], [groups, SCALED]), [BLOCK])
-        low, high = _one_byte(low / wide, MAXIMUM, VALUE), _one_byte(high / wide, MAXIMUM, VALUE)
         if PAIRS:
-            low = (low.to(tl.int16) & 0xFF) | (high.to(tl.int16) << 8)
-            tl.store(normed + place, low, mask)
+            # Joined, so that the numbers of a pair are converted by one instruction. Of the pairs
+            # (low, low) and (high, high) of two words, whose bytes a shift then separates, ptxas
+            # 12.8 shifts the register before the conversion has written it.
+            low, high = tl.split(_one_byte(tl.join(low / wide, high / wide), MAXIMUM, VALUE))
+            pair = (low.to(tl.int16) & 0xFF) | (high.to(tl.int16) << 8)
+            tl.store(normed + place, pair, mask)
         else:
-            tl.store(normed + place, low.to(VALUE, bitcast=True), mask)
+            value = _one_byte(low / wide, MAXIMUM, VALUE)
+            tl.store(normed + place, value.to(VALUE, bitcast=True), mask)
         group = tl.arange(0, groups)
         tl.store(scales + row + group * scale_stride, scale, group * SCALED < WIDTH)
 

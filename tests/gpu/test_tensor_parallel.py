@@ -227,6 +227,23 @@ def test_rounding_errors_in_bfloat16(
     assert ours.abs().max() < 0.5
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_errors_of_quantized_weights(
+    folder: Path, size: int, prompts: list[list[int]], expected: Expected, quantization: str
+) -> None:
+    """They are no worse than those of one GPU: the sum over the ranks is quantized for the next
+    product as the norm of one GPU is."""
+    found = []
+    for ranks in (1, size):
+        settings = {"model__dtype": "bfloat16", "model__quantization": quantization}
+        with running(folder, ranks, **settings) as llm:
+            found.append(rounding_errors(llm.generate(prompts, LIKELIEST), expected.likeliest))
+    alone, ours = found
+    assert min(len(ours), len(alone)) > len(prompts) * TOP // 4
+    assert ours.square().mean().sqrt() <= 1.5 * alone.square().mean().sqrt()
+
+
 def rounding_errors(rounded: Sequence[Output], exact: Sequence[Output]) -> torch.Tensor:
     """Returns the errors of log-probabilities, float32 [N]: of the tokens that both report, until
     the texts part."""
