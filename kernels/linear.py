@@ -83,6 +83,9 @@ def other_configs(
         configs = [LinearConfig(4, step, 8), LinearConfig(1, step, 8 if step == 4096 else 4)]
         if not normed:
             configs.append(LinearConfig(4, min(2048, step), 4))
+    exact = inputs & -inputs  # no thread is idle in the last step
+    if rows == 1 and 512 <= exact < step:
+        configs.append(LinearConfig(1 if gated else 2, exact, exact // 256))
     default = linear_config(rows, features, inputs, normed=normed, gated=gated, itemsize=itemsize)
     return [config for config in configs if config != default]
 

@@ -22,7 +22,8 @@ from aioinfer.layers.kernel_choices import (
 )
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.worker import kernel_timing
-from aioinfer.worker.kernel_timing import KernelTiming, fastest
+from aioinfer.worker.kernel_timing import Case, KernelTiming, fastest, list_cases, time_cases
+from aioinfer.worker.stopwatch import MAX_LAYERS_ROWS, Costs
 from aioinfer.worker.stored_choices import StoredChoices
 from tests.test_kernel_choices import Tiles
 
@@ -47,15 +48,19 @@ class RecordedTimes:
         self.seconds, self.cost_s, self.now = seconds, cost_s, 0.0
         self.launched: list[tuple[int, Candidate]] = []
         self.measured: list[tuple[str, int, Candidate]] = []
+        #: what was entered for a product when it was measured
+        self.entered: list[Candidate | None] = []
         self.is_closed = False
 
     def launch(self, choices: ProductChoices, rows: int, candidate: Candidate) -> None:
         self.launched.append((rows, candidate))
 
-    def measure(self, choices: ProductChoices, rows: int, candidate: Candidate) -> float:
-        self.measured.append((choices.product.operation, rows, candidate))
-        self.now += self.cost_s
-        return self.seconds[candidate]
+    def measure(self, choices: ProductChoices, rows: int, candidates: Sequence[Candidate]) -> Costs:
+        self.entered.append(choices.find(rows))
+        for candidate in candidates:
+            self.measured.append((choices.product.operation, rows, candidate))
+            self.now += self.cost_s
+        return Costs.alone({candidate: self.seconds[candidate] for candidate in candidates})
 
     def close(self) -> None:
         self.is_closed = True
@@ -99,17 +104,20 @@ class Setting:
 def test_the_default_stays_unless_it_is_clearly_slower(
     default: float, other: float, expected: Candidate
 ) -> None:
-    assert fastest({SMALL: default, LARGE: other}, SMALL) == expected
+    assert fastest(Costs.alone({SMALL: default, LARGE: other}), SMALL) == expected
+    assert fastest(Costs({SMALL: default, LARGE: other}, 1.001), SMALL) == (
+        SMALL if default < other else LARGE
+    )
 
 
 def test_what_a_candidate_gains_elsewhere_counts() -> None:
     helpful = replace(LARGE, gain_s=0.5)
-    assert fastest({SMALL: 1.0, helpful: 1.4}, SMALL) == LARGE
-    assert fastest({SMALL: 1.0, helpful: 1.6}, SMALL) == SMALL
+    assert fastest(Costs.alone({SMALL: 1.0, helpful: 1.4}), SMALL) == LARGE
+    assert fastest(Costs.alone({SMALL: 1.0, helpful: 1.6}), SMALL) == SMALL
 
 
 def test_a_default_that_cannot_be_launched_is_replaced() -> None:
-    assert fastest({SMALL: float("inf"), CUBLAS: 1.0}, SMALL) == CUBLAS
+    assert fastest(Costs.alone({SMALL: float("inf"), CUBLAS: 1.0}), SMALL) == CUBLAS
 
 
 def test_the_fastest_is_chosen_and_stored(tmp_path: Path) -> None:
@@ -121,6 +129,8 @@ def test_the_fastest_is_chosen_and_stored(tmp_path: Path) -> None:
     # with one candidate there is nothing to time; cuBLAS needs no compilation
     assert {rows for _, rows, _ in watch.measured} == {1, 2, 8, 16}
     assert watch.launched == [(rows, each) for rows in SIZES[:4] for each in (SMALL, LARGE)]
+    # the neighbours of what is timed are those chosen for fewer rows
+    assert watch.entered == [SMALL, LARGE, LARGE, LARGE]
 
 
 def test_a_second_start_times_nothing_and_compiles_what_was_chosen(tmp_path: Path) -> None:
@@ -182,6 +192,29 @@ def test_a_product_whose_weights_are_gone_is_left_out(tmp_path: Path) -> None:
     setting.weight = TwoKernels()
     assert setting.start(RecordedTimes({})) == 0
     assert setting.found() == [None] * 5
+
+
+def test_many_rows_come_first_and_of_few_the_largest_weight(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [])
+    sizes = (1, 8, MAX_LAYERS_ROWS, MAX_LAYERS_ROWS + 16, 512)
+    for operation, outputs in (("plain", 64), ("gated", 128)):
+        product = Product(operation, "dense", outputs, 32, "bfloat16")  # type: ignore[arg-type]
+        setting.table.register(product, setting.weight).find(1)
+    cases = list_cases(setting.table.products.values(), sizes, {})
+    assert [case.rows for case in cases[::2]] == [80, 512, 1, 8, 64]
+    assert [case.choices.product.operation for case in cases] == ["gated", "plain"] * 5
+
+
+def test_what_is_chosen_for_few_rows_is_not_entered_for_fewer(tmp_path: Path) -> None:
+    """Where more rows are timed first."""
+    setting = Setting(tmp_path)
+    (choices,) = setting.table.products.values()
+    found = [SMALL, LARGE, CUBLAS]
+    choices.choose({8: SMALL, 16: SMALL, 24: SMALL})
+    cases = [Case(choices, rows, found, None) for rows in (16, 8, 24)]
+    watch = RecordedTimes({SMALL: 3.0, LARGE: 1.0, CUBLAS: 2.0})
+    assert time_cases(cases, watch.measure, watch.clock, 10.0) == {0: LARGE, 1: LARGE, 2: LARGE}
+    assert watch.entered == [SMALL, SMALL, LARGE]
 
 
 class SecondOfTwo(ParallelGroup):

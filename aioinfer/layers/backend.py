@@ -80,6 +80,11 @@ class Backend:
         """Whether the rank has the last layers, the last norm and the head."""
         return self.stage == self.num_stages - 1
 
+    @property
+    def computes_alone(self) -> bool:
+        """Whether no kernel of the layers waits for another rank."""
+        return self.group.size == 1 and self.num_stages == 1 and self.expert_group is None
+
     @classmethod
     def of(
         cls,

@@ -29,7 +29,7 @@ class Candidate:
     Attributes:
         kernel: its name.
         config: how it is compiled, a dataclass; None for what needs no compilation.
-        gain_s: seconds that it saves the products around it in a step, which are not timed with it.
+        gain_s: seconds that it saves the products around it in a step, where it is timed alone.
     """
 
     kernel: str
@@ -82,6 +82,7 @@ class ProductChoices:
         forced: the candidate that computes all rows, while it is set.
         has_single_row: whether it was asked for one row, for which many products have another
             operation.
+        lookups: how many times it was asked.
     """
 
     def __init__(self, product: Product, norm: Any = None):
@@ -89,6 +90,7 @@ class ProductChoices:
         self.norm = norm
         self.forced: Candidate | None = None
         self.has_single_row = False
+        self.lookups = 0
         self._sizes: list[int] = []
         self._candidates: list[Candidate] = []
         # weights may be converted and dropped, which this must not prevent
@@ -108,9 +110,14 @@ class ProductChoices:
         self._sizes = sorted(by_rows)
         self._candidates = [by_rows[size] for size in self._sizes]
 
+    def replace(self, rows: int, candidate: Candidate) -> None:
+        """Enters the candidate for one number of rows that was entered before."""
+        self._candidates[self._sizes.index(rows)] = candidate
+
     def find(self, rows: int) -> Candidate | None:
         """Returns what was chosen for the next larger number of rows that was measured; None, for
         the format's default, above and below all of them."""
+        self.lookups += 1
         if rows == 1:
             self.has_single_row = True
         if self.forced is not None:

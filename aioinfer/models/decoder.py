@@ -135,7 +135,11 @@ class CausalLM(Protocol):
         ...
 
     def begin(
-        self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None
+        self,
+        step: Step,
+        out: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+        num_layers: int | None = None,
     ) -> ResidualStream:
         """Computes all layers but the model's last, and writes the KV cache.
 
@@ -145,6 +149,7 @@ class CausalLM(Protocol):
             out: [T, hidden_size] to write the stream to; by default a new tensor.
             received: [T, hidden_size], for all stages of a pipeline but the first, the stream of
                 the stage before, which may be written to.
+            num_layers: compute only the first so many of these layers.
         """
         ...
 
@@ -408,7 +413,11 @@ class DecoderModel:
                 layer.mlp.add_to(ResidualStream(none, backend))
 
     def begin(
-        self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None
+        self,
+        step: Step,
+        out: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+        num_layers: int | None = None,
     ) -> ResidualStream:
         """See `CausalLM.begin`."""
         if received is None:
@@ -416,7 +425,7 @@ class DecoderModel:
             stream = self.embedding(step.inputs.input_ids, out)
         else:
             stream = ResidualStream(received if out is None else out.copy_(received), self.backend)
-        for layer in self._first_layers:
+        for layer in self._first_layers[:num_layers]:
             layer(stream, step)
         return stream
 

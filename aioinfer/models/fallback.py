@@ -281,7 +281,11 @@ class FallbackModel:
             self._plans.fill(step)
 
     def begin(
-        self, step: Step, out: torch.Tensor | None = None, received: torch.Tensor | None = None
+        self,
+        step: Step,
+        out: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
+        num_layers: int | None = None,
     ) -> ResidualStream:
         """Computes nothing: see `finish`."""
         return ResidualStream(torch.empty(0, self.hidden_size), self.backend)

@@ -52,10 +52,14 @@ from aioinfer.worker.staging import Staging
 from aioinfer.worker.step_buffers import StepBuffers, Tensors
 from aioinfer.worker.step_graphs import StepGraphs
 from aioinfer.worker.step_inputs import count_decodes
+from aioinfer.worker.stopwatch import TimedLayers
 
 #: The longest row of a mixed step counts as at least so long in input preparation, so that there
 #: are two compiled variants: this one and decodes.
 _MIN_MIXED_ROW = 1024
+
+#: Products are timed within at most so many layers, and with so many keys a row.
+_MAX_TIMED_LAYERS, _TIMED_KEYS = 8, 256
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
@@ -371,6 +375,24 @@ class GpuModelRunner:
             self.graphs.capture(self, has_idle=self._takes_part, max_mixed_tokens=mixed)
         torch.backends.cuda.preferred_blas_library("cublas")
 
+    def timed_layers(self) -> TimedLayers:
+        """Returns the model's first layers in decode steps: so many that they read more weights
+        than the L2 cache holds, and at least three, since a layer's first product follows another
+        layer. They write into the first KV block."""
+        slots = self.slots
+        cached = torch.cuda.get_device_properties(slots.device).L2_cache_size
+        layer_bytes = max(1, self.model.weights_bytes // len(self.model.layer_numbers))
+        count = min(max(3, -(-2 * cached // layer_bytes)), _MAX_TIMED_LAYERS)
+        numbers = torch.arange(self._plan.rows, dtype=torch.int32, device=slots.device)
+        starts = torch.full_like(numbers, min(_TIMED_KEYS, slots.max_model_len) - 1)
+        lengths = torch.ones_like(numbers)
+
+        def launch(rows: int) -> None:
+            step = self._plan_decode((numbers[:rows], starts[:rows], lengths[:rows]))
+            _ = self.model.begin(step, num_layers=count).hidden  # with all sums
+
+        return TimedLayers(launch, self._plan.rows)
+
     def launch_idle(self, _: int) -> None:
         """See `GraphBodies`."""
         self.model.take_part()
@@ -429,13 +451,18 @@ class GpuModelRunner:
 
     def _decode(self, rows: int, *, shares_prefix: bool) -> None:
         """Launches a decode step of `rows` rows from the plan buffer."""
-        buffer, slots = self._plan, self.slots
-        grow_tables(*buffer.growth_sections(), slots.block_tables)
-        there = [buffer.row_section(number, rows) for number in range(3)]
-        inputs = self._buffers.prepare(there, rows, max_length=1)
-        step = Step(inputs, rows, has_prefill=False, shares_prefix=shares_prefix)
-        self.model.plan(step)
+        grow_tables(*self._plan.growth_sections(), self.slots.block_tables)
+        there = [self._plan.row_section(number, rows) for number in range(3)]
+        step = self._plan_decode(there, shares_prefix=shares_prefix)
         self._sample_decodes(self.model.finish(step, self._begin(step)), rows)
+
+    def _plan_decode(self, rows: Tensors, *, shares_prefix: bool = False) -> Step:
+        """Prepares a decode step of rows: slots, starts and lengths, each int32 [R]."""
+        count = len(rows[0])
+        inputs = self._buffers.prepare(rows, count, max_length=1)
+        step = Step(inputs, count, has_prefill=False, shares_prefix=shares_prefix)
+        self.model.plan(step)
+        return step
 
     def _sample_decodes(self, hidden: torch.Tensor, rows: int) -> None:
         """Launches the end of `_decode`, from the hidden states [rows, hidden_size] on."""

@@ -256,7 +256,7 @@ class Worker:
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
-        timing = self._make_kernel_timing()
+        timing = self._make_kernel_timing(runner)
         with compile_only():
             steps.run_sampling()
             steps.run_prompt_rows()
@@ -269,19 +269,21 @@ class Worker:
             steps.run_prompt_rows()
             if timing is not None:
                 self.timed_choices = timing.run()
+                runner.kv.zero(1)
             self._calibrate()
             runner.capture()
         runner.expert_report.begin()
         self.graph_bytes = runner.graphs.nbytes
         self.compilations = CompilationWatch()
 
-    def _make_kernel_timing(self) -> KernelTiming | None:
+    def _make_kernel_timing(self, runner: GpuModelRunner) -> KernelTiming | None:
         """Returns the choice of kernels for products; None where they stay at their defaults."""
         if not self._config.parallel.time_kernels or not self._backend.pdl:
             return None
         from aioinfer.worker.kernel_timing import KernelTiming
 
-        return KernelTiming.of(self._backend)
+        can_run_layers = self._backend.computes_alone and self._model.supports_graphs
+        return KernelTiming.of(self._backend, runner.timed_layers() if can_run_layers else None)
 
     def _calibrate(self) -> None:
         """Measures the scales of a KV cache in float8 that has none; leaves no other trace."""

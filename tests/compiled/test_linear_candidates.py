@@ -27,6 +27,9 @@ PRODUCTS = [
     (8, 6144, 4096, False, False),
     (8, 4096, 12288, False, False),
     (16, 6144, 4096, False, False),
+    (1, 25600, 5120, True, True),  # steps of 1024 inputs
+    (1, 5120, 25600, False, False),
+    (1, 4608, 3584, True, False),  # of 512
 ]
 TYPES = names_to_types({"*bf16": ("x", "weight", "norm", "residual", "out"), "fp32": ("eps",)})
 

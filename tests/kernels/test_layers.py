@@ -126,17 +126,13 @@ def test_kv_write_in_float8() -> None:
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
-def test_skinny_linear(rows: int, gated: bool, normed: bool) -> None:
+@pytest.mark.parametrize("inputs", [90, 192])
+def test_skinny_linear(inputs: int, rows: int, gated: bool, normed: bool) -> None:
+    """With a last step that is whole, and one that is not."""
     config = LinearConfig(4, 64, 4) if rows == 1 else LinearConfig(16, 32, 2, 2)
-    features = 24 if gated else 21
-    assert (
-        error(
-            linear(
-                rows, features, 90, torch.float32, "cpu", normed=normed, gated=gated, config=config
-            )
-        )
-        < 1e-5
-    )
+    shape = rows, 24 if gated else 21, inputs
+    pair = linear(*shape, torch.float32, "cpu", normed=normed, gated=gated, config=config)
+    assert error(pair) < 1e-5
 
 
 def test_skinny_linear_rejects_more_than_16_rows() -> None:
