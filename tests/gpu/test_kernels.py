@@ -22,6 +22,7 @@ from aioinfer.kernels.gated_product import (
     gated_product_reference,
     supports,
 )
+from aioinfer.kernels.linear import other_configs
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.paged_attention import (
     make_prefill_plan,
@@ -427,6 +428,17 @@ def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
                 error(linear(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated))
                 < LIMIT[dtype]
             ), (rows, features, inputs)
+
+
+@pytest.mark.parametrize("inputs", [3584, 4096, 5120, 14336])
+def test_other_configurations_of_one_row(inputs: int) -> None:
+    for normed, gated in ((True, True), (True, False), (False, False)):
+        configs = other_configs(1, 1000, inputs, normed=normed, gated=gated)
+        assert configs
+        for config in configs:
+            options = {"normed": normed, "gated": gated, "config": config}
+            pair = linear(1, 1000, inputs, torch.bfloat16, DEVICE, **options)
+            assert error(pair) < LIMIT[torch.bfloat16], (inputs, options)
 
 
 @needs_hopper
