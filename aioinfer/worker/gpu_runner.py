@@ -52,14 +52,17 @@ from aioinfer.worker.staging import Staging
 from aioinfer.worker.step_buffers import StepBuffers, Tensors
 from aioinfer.worker.step_graphs import StepGraphs
 from aioinfer.worker.step_inputs import count_decodes
-from aioinfer.worker.stopwatch import TimedLayers
+from aioinfer.worker.stopwatch import TimedLayers, cold_bytes
 
 #: The longest row of a mixed step counts as at least so long in input preparation, so that there
 #: are two compiled variants: this one and decodes.
 _MIN_MIXED_ROW = 1024
 
-#: Products are timed within at most so many layers, and with so many keys a row.
-_MAX_TIMED_LAYERS, _TIMED_KEYS = 8, 256
+#: Products are timed within at least so many layers, since a layer's first product follows another
+#: layer, and at most that many.
+_TIMED_LAYERS = 3, 8
+#: Keys of a row in these layers.
+_TIMED_KEYS = 256
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
 WARM_UP_TOKENS = 16
@@ -376,13 +379,12 @@ class GpuModelRunner:
         torch.backends.cuda.preferred_blas_library("cublas")
 
     def timed_layers(self) -> TimedLayers:
-        """Returns the model's first layers in decode steps: so many that they read more weights
-        than the L2 cache holds, and at least three, since a layer's first product follows another
-        layer. They write into the first KV block."""
+        """Returns the model's first layers in decode steps: as many as have `cold_bytes` of
+        weights, within `_TIMED_LAYERS`. They write into the first KV block."""
         slots = self.slots
-        cached = torch.cuda.get_device_properties(slots.device).L2_cache_size
         layer_bytes = max(1, self.model.weights_bytes // len(self.model.layer_numbers))
-        count = min(max(3, -(-2 * cached // layer_bytes)), _MAX_TIMED_LAYERS)
+        fewest, most = _TIMED_LAYERS
+        count = min(max(fewest, -(-cold_bytes(slots.device) // layer_bytes)), most)
         numbers = torch.arange(self._plan.rows, dtype=torch.int32, device=slots.device)
         starts = torch.full_like(numbers, min(_TIMED_KEYS, slots.max_model_len) - 1)
         lengths = torch.ones_like(numbers)

@@ -269,7 +269,7 @@ class Worker:
             steps.run_prompt_rows()
             if timing is not None:
                 self.timed_choices = timing.run()
-                runner.kv.zero(1)
+                runner.kv.zero(1)  # the timed layers have written there
             self._calibrate()
             runner.capture()
         runner.expert_report.begin()
