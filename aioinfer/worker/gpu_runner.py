@@ -60,7 +60,7 @@ _MIN_MIXED_ROW = 1024
 
 #: Products are timed within at least so many layers, since a layer's first product follows another
 #: layer, and at most that many.
-_TIMED_LAYERS = 3, 8
+_TIMED_LAYERS = 2, 8
 #: Keys of a row in these layers.
 _TIMED_KEYS = 256
 

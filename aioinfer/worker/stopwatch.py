@@ -5,10 +5,9 @@ takes depends on its neighbours: alone, a configuration won with which steps of 
 Llama-3.1-8B took 12 % longer (docs/notes/start-up.md). So for up to `MAX_LAYERS_ROWS` rows the
 model's first layers are timed as a decode step computes them, with each candidate in turn. All
 other products are timed alone, with a norm before each, since a step has short kernels around its
-products: those of more rows, for which the first way chose no better and takes longer; those that
-these layers do not have, such as the head's; those of quantized weights, for which the first way
-was not measured; and all of a rank that computes layers together with others, for which it would
-have to wait.
+products: those of more rows and those of quantized weights, for which the first way chose no better
+and takes longer; those that these layers do not have, such as the head's; and all of a rank that
+computes layers together with others, for which it would have to wait.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ MARGIN, LAYERS_MARGIN = 1.02, 1.005
 _LAUNCHES = 4, 32
 #: Features of the norm between two products.
 _NORM_WIDTH = 4096
-#: Replays of a graph of products, and of layers, which take longer; the first one counts for
-#: nothing.
-_REPLAYS, _LAYERS_REPLAYS = 4, 3
+#: Replays of a graph; the first one counts for nothing.
+_REPLAYS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +134,13 @@ class Stopwatch:
         layers = self._layers
         if layers is not None and self._is_in(layers, choices, rows):
             run = partial(layers.launch, rows)
-            found = {each: self._time(choices, each, run, _LAYERS_REPLAYS) for each in candidates}
+            found = {each: self._time(choices, each, run, run) for each in candidates}
             return Costs(found, LAYERS_MARGIN)
         weights = self._weights_in_turn(choices)
+        # the second norm sums the parts of the first product
+        load = partial(self._launch, choices, rows, weights[:2])
         launch = partial(self._launch, choices, rows, weights)
-        found = {each: self._time(choices, each, launch, _REPLAYS) for each in candidates}
+        found = {each: self._time(choices, each, load, launch) for each in candidates}
         return Costs.alone({each: taken / len(weights) for each, taken in found.items()})
 
     def close(self) -> None:
@@ -163,22 +163,23 @@ class Stopwatch:
         self,
         choices: ProductChoices,
         candidate: Candidate,
+        load: Callable[[], Any],
         launch: Callable[[], Any],
-        replays: int,
     ) -> float:
-        """Returns the seconds that launches take with a candidate, the shortest of several
-        replays."""
+        """Returns the seconds that `launch` takes with a candidate, the shortest of several
+        replays; `load` launches each of its kernels."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             choices.forced = candidate
             try:
+                load()  # what is not loaded yet cannot be captured
                 graph = self._capture(launch)
             except Exception as error:  # as many kinds as there are kernels
                 _log.warning("%s: %s cannot be launched: %s", choices.product, candidate, error)
                 return float("inf")
             finally:
                 choices.forced = None
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
             for event in events[:-1]:
                 event.record()
                 graph.replay()
@@ -187,8 +188,6 @@ class Stopwatch:
         return min(begin.elapsed_time(end) for begin, end in pairwise(events[1:])) / 1000
 
     def _capture(self, launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        """Returns the graph of launches that have been launched once."""
-        launch()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
