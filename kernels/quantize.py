@@ -87,14 +87,18 @@ def _quantize_kernel(
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(x + row * in_stride + columns, mask, 0.0).to(tl.float32)
+    factor = 1.0  # of the token, which scales take instead of each value
     if HAS_NORM:
         square = tl.sum(tl.sum(value * value, axis=1), axis=0)
-        value = value * tl.rsqrt(square / width + eps) * factors
+        factor = tl.rsqrt(square / width + eps)
+        value = value * factors
     if IS_STATIC:
         scale = tl.zeros([BLOCK // SCALED], tl.float32) + tl.load(static_scale)
+        value = tl.minimum(tl.maximum(value * (factor / scale)[:, None], -MAXIMUM), MAXIMUM)
     else:
-        scale = tl.maximum(tl.max(tl.abs(value), axis=1), TINY) / MAXIMUM
-    value = tl.minimum(tl.maximum(value / scale[:, None], -MAXIMUM), MAXIMUM)
+        largest = tl.maximum(tl.max(tl.abs(value), axis=1) * factor, TINY)
+        scale = largest / MAXIMUM
+        value = value * (factor * MAXIMUM / largest)[:, None]
     if values.dtype.element_ty == tl.int8:
         value = (value + ROUNDER) - ROUNDER
     tl.store(values + row * width + columns, value.to(values.dtype.element_ty), mask)
@@ -136,9 +140,15 @@ def quantize(
             BLOCK=block, SCALED=GROUP if format.is_grouped else block,
             HAS_NORM=norm_weight is not None, IS_STATIC=static is not None,
             MAXIMUM=MAXIMA[format.dtype], TINY=SMALLEST, PDL=pdl,
-            num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+            num_warps=num_warps(block, is_grouped=format.is_grouped), launch_pdl=pdl,
         )  # fmt: skip
     return inputs
+
+
+def num_warps(block: int, *, is_grouped: bool) -> int:
+    """Returns the warps of a program for so many channels, a power of two: fewer where they wait
+    for one another to find the largest of a token."""
+    return min(16, max(1, block // 512)) if is_grouped else max(4, block // 2048)
 
 
 def empty_inputs(

@@ -126,7 +126,8 @@ def test_activations_are_quantized_in_registers(kind: str, before: str, grouped:
         "x": "*bf16", "norm": "*bf16", "static_scale": "*fp32", "values": f"*{kind}",
         "scales": "*fp32", "eps": "fp32",
     }  # fmt: skip
-    config = ProductConfig(0, 0, 0, min(16, block // 512), 1)
+    warps = quantize.num_warps(block, is_grouped=grouped)
+    config = ProductConfig(0, 0, 0, warps, 1)
     ptx = compile_kernel(quantize._quantize_kernel, types, constants, config).asm["ptx"]
     assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
     assert "st.global.v4.b32" in ptx
