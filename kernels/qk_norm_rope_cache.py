@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FLOAT8_MAX = _FLOAT8_MAX.value
 #: A program computes so many heads of a token, even where there are fewer KV heads: twice as many
 #: programs take twice as long.
-MAX_HEADS = 8
+_HEADS = 8
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -176,7 +176,7 @@ def qk_norm_rope_cache(
     )
     if tokens == 0:
         return out
-    heads = min(MAX_HEADS, triton.next_power_of_2(num_q_heads))
+    heads = min(_HEADS, triton.next_power_of_2(num_q_heads))
     grid = (tokens, triton.cdiv(num_q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
     _qk_norm_rope_cache_kernel[grid](
         qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin,

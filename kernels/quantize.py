@@ -87,7 +87,7 @@ def _quantize_kernel(
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(x + row * in_stride + columns, mask, 0.0).to(tl.float32)
-    factor = 1.0  # of the token, which scales take instead of each value
+    factor = 1.0  # of the norm, for the token: scales are multiplied by it instead of each value
     if HAS_NORM:
         square = tl.sum(tl.sum(value * value, axis=1), axis=0)
         factor = tl.rsqrt(square / width + eps)
@@ -95,7 +95,7 @@ def _quantize_kernel(
     if IS_STATIC:
         scale = tl.zeros([BLOCK // SCALED], tl.float32) + tl.load(static_scale)
         value = tl.minimum(tl.maximum(value * (factor / scale)[:, None], -MAXIMUM), MAXIMUM)
-    else:
+    else:  # no value exceeds MAXIMUM but by rounding, which the conversion takes away
         largest = tl.maximum(tl.max(tl.abs(value), axis=1) * factor, TINY)
         scale = largest / MAXIMUM
         value = value * (factor * MAXIMUM / largest)[:, None]
