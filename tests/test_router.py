@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from weakref import ref
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -230,6 +231,18 @@ def test_a_promise_that_was_kept_leaves_the_word_to_the_cache() -> None:
     assert fleet.router._promises[engine].count(fleet.hashes(prompt), cached) == cached
 
 
+def test_a_promise_does_not_keep_its_request() -> None:
+    fleet = Fleet(2)
+    engine, oldest = fleet.submit(tokens(20 * BLOCK, 1))
+    _, request = fleet.submit(tokens(20 * BLOCK, 1) + tokens(2 * BLOCK, 2))  # follows the oldest
+    assert len(fleet.router._promises[engine]._owners) == 22
+    gone = ref(request)
+    fleet.schedulers[engine].finish(request, "abort")
+    del request
+    assert gone() is None
+    assert fleet.route(oldest.tokens.tolist() + tokens(2 * BLOCK, 2)).num_blocks == 20
+
+
 def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_PROMISED", 40)
     fleet = Fleet(2)
@@ -237,7 +250,7 @@ def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(promises._owners) for promises in fleet.router._promises] == [40, 40]
     fleet.run()
     last = fleet.submit(tokens(BLOCK, 99))
-    assert list(fleet.router._promises[last[0]]._owners.values()) == [last[1]], (
+    assert [owner() for owner in fleet.router._promises[last[0]]._owners.values()] == [last[1]], (
         "what was kept goes with the next"
     )
     for request in requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from unittest import mock
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -488,6 +489,27 @@ GROUPS = st.one_of(
     ).map(tuple),
 )
 # ---------------------------------------------------------------- blocked requests
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_requests_that_are_aborted_while_they_wait_are_not_kept(by_priority: bool):
+    harness = Harness(max_num_seqs=1, by_priority=by_priority)
+    harness.add(make_request("runs", [1, 2], 100))
+    harness.step()
+    first, *others = [make_request(str(number), [1] * 50, 5, priority=0) for number in range(8)]
+    harness.add(first, *others)
+    aborted = []
+    for number in range(200):
+        request = make_request("aborted", [1] * 50, 5, priority=number % 3)
+        harness.add(request)
+        harness.scheduler.finish(request, "abort")
+        harness.scheduler.check_integrity()
+        aborted.append(ref(request))
+    del request
+    kept = [request for request in (each() for each in aborted) if request is not None]
+    assert len(kept) <= harness.scheduler.num_waiting == 8
+    harness.run()
+    assert all(request.finish_reason == "length" for request in (first, *others))
 
 
 def test_a_blocked_request_holds_nobody_up():

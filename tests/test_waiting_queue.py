@@ -39,7 +39,7 @@ def test_requests_leave_in_the_order_of_their_keys() -> None:
 def test_a_request_that_ended_is_counted_out_and_never_first() -> None:
     queue, (first, second) = queued((0, 0), (0, 1))
     first.status = Status.FINISHED
-    queue.count_out(first)
+    queue.drop(first)
     assert counts(queue) == (1, 3, 2)
     assert list(queue) == [second]
     assert queue.first() is second
@@ -59,4 +59,20 @@ def test_wrong_counts_are_found() -> None:
     queue, (first,) = queued((0, 0))
     first.status = Status.RUNNING
     with pytest.raises(AssertionError, match="miscounted"):
+        queue.check_integrity()
+
+
+def test_requests_that_ended_are_kept_no_longer_than_others_outnumber_them() -> None:
+    queue, requests = queued(*((0, number) for number in range(9)))
+    for request in requests[2:6]:  # behind the first
+        request.status = Status.FINISHED
+        queue.drop(request)
+    assert len(queue._heap) == 9
+    assert queue.first() is requests[0]
+    queue.pop()  # now half of the others have ended
+    assert counts(queue) == (4, 12, 8)
+    assert len(queue._heap) == 4
+    for request in (requests[1], *requests[6:]):
+        assert queue.first() is request
+        queue.pop()
         queue.check_integrity()

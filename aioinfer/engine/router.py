@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 from aioinfer.cluster.cost import route_cost
 from aioinfer.engine.recovery import EngineState
@@ -129,17 +130,18 @@ class _Promises:
     """The blocks that one engine's requests have yet to compute, by hash, oldest first.
 
     A promise ends when its request has computed its prompt or has finished. That is not looked for:
-    such a promise is skipped when it would count, and removed when it is the oldest.
+    such a promise is skipped when it would count, and removed when it is the oldest. So a promise
+    does not keep its request, whose prompt may be far longer than the block that was promised.
     """
 
     def __init__(self) -> None:
-        self._owners: OrderedDict[bytes, Request] = OrderedDict()
+        self._owners: OrderedDict[bytes, ref[Request]] = OrderedDict()
 
     def add(self, hashes: Iterable[bytes], request: Request) -> None:
         """Records that `request` will compute these blocks."""
-        owners = self._owners
+        owners, owner = self._owners, ref(request)
         for block_hash in hashes:
-            owners[block_hash] = request
+            owners[block_hash] = owner
             owners.move_to_end(block_hash)
         while owners and (len(owners) > MAX_PROMISED or _is_void(next(iter(owners.values())))):
             owners.popitem(last=False)
@@ -154,7 +156,8 @@ class _Promises:
         return len(hashes)
 
 
-def _is_void(owner: Request) -> bool:
+def _is_void(owner: ref[Request]) -> bool:
     """Whether a request has computed its prompt (its blocks are in the pool's index then) or will
     not."""
-    return owner.prefill_step >= 0 or owner.status is Status.FINISHED
+    request = owner()
+    return request is None or request.prefill_step >= 0 or request.status is Status.FINISHED

@@ -113,7 +113,7 @@ class BeamGroup:
             beam.request.clear_place()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
     """One sequence to complete.
 

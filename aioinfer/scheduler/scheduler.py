@@ -217,7 +217,7 @@ class Scheduler:
         if was_blocked:
             self._waiting.drop_blocked(request)
         elif request.slot < 0:
-            self._waiting.count_out(request)
+            self._waiting.drop(request)
         else:
             self._running.remove(request)
 
@@ -439,7 +439,7 @@ class Scheduler:
         waiting = request.slot < 0  # preempted while its last token was on its way
         self._end(request, reason, token if reason == "stop" else None)
         if waiting:
-            self._waiting.count_out(request)
+            self._waiting.drop(request)
         else:
             if reason != "error":
                 self.kv_cache.commit(request)

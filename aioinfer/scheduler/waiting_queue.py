@@ -1,8 +1,10 @@
 """The requests without a slot: those that wait for a slot or for blocks, in the order of their
 keys, and those that are BLOCKED on something else, in no order.
 
-The scheduler is the only caller. A request that ends while it waits is counted out at once and
-leaves the heap when it comes to its front.
+The scheduler is the only caller. A request that ends while it waits is counted out at once. It
+leaves the heap when it comes to the front, or when as many have ended as wait: then the heap is
+rebuilt, which costs O(1) for each request that has ended. So the memory of the queue is bounded by
+what waits, whatever stands at its front and for however long.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class WaitingQueue:
         self.num_tokens = 0
         self.num_prefill_tokens = 0
         self._heap: list[Request] = []
+        self._num_ended = 0  # of those in the heap
         self._blocked: dict[Request, None] = {}
 
     def __iter__(self) -> Iterator[Request]:
@@ -66,6 +69,7 @@ class WaitingQueue:
         """Returns the request with the lowest key, or None if none waits."""
         while self._heap and self._heap[0].status is Status.FINISHED:
             heapq.heappop(self._heap)
+            self._num_ended -= 1
         return self._heap[0] if self._heap else None
 
     def set_aside(self) -> Request:
@@ -78,10 +82,23 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Removes the first request, which gets its slot."""
-        self.count_out(heapq.heappop(self._heap))
+        self._count_out(heapq.heappop(self._heap))
+        self._shrink()
 
-    def count_out(self, request: Request) -> None:
-        """Records that a request waits no more, since it has ended."""
+    def drop(self, request: Request) -> None:
+        """Forgets a waiting request that has ended."""
+        self._count_out(request)
+        self._num_ended += 1
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Rebuilds the heap if at least half of it has ended."""
+        if self._num_ended and 2 * self._num_ended >= len(self._heap):
+            self._heap = list(self._waiting())
+            heapq.heapify(self._heap)
+            self._num_ended = 0
+
+    def _count_out(self, request: Request) -> None:
         self.num_requests -= request.num_slots
         self.num_tokens -= request.num_slots * request.prompt_len
         self.num_prefill_tokens -= request.prompt_len - request.num_expected
@@ -91,10 +108,14 @@ class WaitingQueue:
         del self._blocked[request]
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the counts agree with the requests."""
+        """Raises IntegrityError unless the counts agree with the requests, and fewer ended
+        requests are kept than waiting ones."""
         if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
             raise IntegrityError("a blocked request holds a slot or blocks")
         waiting = list(self._waiting())
+        num_ended = len(self._heap) - len(waiting)
+        if num_ended != self._num_ended or num_ended >= max(1, len(waiting)):
+            raise IntegrityError("the ended requests in the waiting queue are miscounted")
         if sum(request.num_slots for request in waiting) != self.num_requests:
             raise IntegrityError("the waiting requests are miscounted")
         if sum(request.num_slots * request.prompt_len for request in waiting) != self.num_tokens:
